@@ -1,0 +1,272 @@
+"""Ours beside its peers: the same inputs, the same run, one table.
+
+    python benchmarks/compare.py --ops rms_norm,swiglu --groups small,large
+    python benchmarks/compare.py --render first.csv second.csv
+    python benchmarks/compare.py --smoke
+
+Providers are ``ours-LANGUAGE`` for each installed language, ``eager`` (PyTorch as its users write the op), ``compile``
+(torch.compile of the same), ``liger`` and ``liger-cutile`` (liger-kernel). Cases are the timed ones of the conformance
+package. Each provider gets fresh inputs of the same values, because some write over theirs.
+
+A time is the median of `triton.testing.do_bench`, which clears the L2 cache before each call. Memory is the peak beyond
+the inputs. The error is that of the first result, or with the backward the largest of the gradients': the norm of the
+difference to the reference in float32 (float64 for float32 inputs), over the norm of the latter.
+
+A provider that fails is a row that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import peers
+import records
+import report
+import torch
+from calls import DTYPES, Arguments, Function, arguments_of, make_call, shrunk
+from timing import median_of, peak_memory, release
+from torch import Tensor
+from traffic import MODES, Work, work_of
+
+import liger_core
+from liger_conformance.case import TIMED, Case, cases_of
+from liger_core.backend import backends
+from liger_core.contract import Op, ops
+
+COLUMNS = ("op", "case", "dtype", "provider", "mode", "ms", "ratio", "gbps", "tflops", "peak_mib", "error", "note")
+
+PEERS: dict[str, Callable[[], peers.Functions]] = {
+    "eager": peers.eager,
+    "compile": peers.compiled,
+    "liger": peers.liger,
+    "liger-cutile": lambda: peers.liger("liger_kernel.ops.cutile.ops"),
+}
+
+Row = dict[str, Any]
+
+
+class Job(NamedTuple):
+    """One cell of the comparison, all but its provider."""
+
+    op: Op[..., Any]
+    case: Case
+    dtype: torch.dtype
+    device: str
+    mode: str
+
+    def arguments(self) -> Arguments:
+        """The case's inputs, made anew; boolean masks as int32, which every provider takes."""
+        arguments = arguments_of(self.op, self.case, self.dtype, self.device)
+        return {
+            name: value.int() if isinstance(value, Tensor) and value.dtype is torch.bool else value
+            for name, value in arguments.items()
+        }
+
+    def row(self, provider: str, **values: Any) -> Row:
+        place = (self.op.name, self.case.id, str(self.dtype).removeprefix("torch."), provider, self.mode)
+        return dict.fromkeys(COLUMNS, "") | dict(zip(COLUMNS, place, strict=False)) | values
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What a provider may fail with: PyTorch's and Python's errors for a call that isn't taken, and the compilers'."""
+    found: list[type[Exception]] = [
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ImportError,
+        AssertionError,
+        torch.OutOfMemoryError,
+    ]
+    for module, name in (("triton.errors", "TritonError"), ("cuda.tile", "TileError")):
+        with contextlib.suppress(ImportError):
+            found.append(getattr(import_module(module), name))
+    return tuple(found)
+
+
+def default_providers(device: str) -> list[str]:
+    """Every language that runs on a device, then the peers."""
+    return [*(f"ours-{b.language}" for b in backends() if b.missing(device) is None), "eager", "compile", "liger"]
+
+
+@contextlib.contextmanager
+def functions_of(provider: str) -> Iterator[peers.Functions]:
+    """The functions of a provider by op, and while they are used, ours in no other language."""
+    if report.is_ours(provider):
+        with liger_core.use(provider.removeprefix("ours-")):
+            yield {**ops}
+    else:
+        yield PEERS[provider]()
+
+
+def truth_of(job: Job) -> tuple[Tensor | None, ...]:
+    """What the reference gives in higher precision: the first result, or the gradients."""
+    wider = torch.float64 if job.dtype is torch.float32 else torch.float32
+    wide = {
+        name: value.detach().to(wider).requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for name, value in job.arguments().items()
+    }
+    found = make_call(job.op.reference, wide, job.mode, job.dtype)()
+    return found if job.mode == MODES[1] else found[:1]
+
+
+def error_of(found: Sequence[Tensor | None], truth: Sequence[Tensor | None]) -> float:
+    """The largest of the differences' norms, each relative to the norm of what is true. A missing one is an infinite error."""
+    errors = [0.0]
+    for got, true in zip(found, truth, strict=False):
+        if true is None:
+            continue
+        if got is None:
+            return float("inf")
+        norm = true.norm().clamp(min=torch.finfo(true.dtype).tiny)
+        errors.append(((got.to(true.dtype) - true).norm() / norm).item())
+    return max(errors)
+
+
+def median_ms(call: Callable[[], Any], device: str) -> float:
+    """Milliseconds of a call: do_bench's median, or on a CPU that of the clock."""
+    if device == "cpu":
+        return median_of(call, device) * 1e3
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=30, rep=150, return_mode="median")
+
+
+def measure(job: Job, provider: str, function: Function, truth: Sequence[Tensor | None] | None) -> Row:
+    """Time one provider on one job."""
+    release(job.device)
+    arguments = job.arguments()
+    call = make_call(function, arguments, job.mode, job.dtype)
+    first = call()
+    error = None if truth is None else error_of(first, truth)
+    work = work_of(job.op.name, job.mode, {**arguments, "result": first[0]})
+    del first
+    peak = peak_memory(call, job.device)
+    ms = median_ms(call, job.device)
+    return job.row(
+        provider,
+        ms=f"{ms:.5f}",
+        **_rates(work, ms),
+        peak_mib="" if peak is None else f"{peak / 2**20:.1f}",
+        error="" if error is None else f"{error:.2e}",
+        note="" if truth is not None else "not checked: the reference needs more memory than the device has",
+    )
+
+
+def _rates(work: Work, ms: float) -> dict[str, str]:
+    rates = work.rates(ms / 1e3)
+    return {key: f"{rates[unit]:.4g}" for key, unit in (("gbps", "GB/s"), ("tflops", "TFLOP/s")) if unit in rates}
+
+
+def compare(job: Job, providers: Sequence[str]) -> list[Row]:
+    """A row for each provider."""
+    try:
+        truth = truth_of(job)
+    except torch.OutOfMemoryError:
+        truth = None
+    rows = []
+    for provider in providers:
+        try:
+            with functions_of(provider) as functions:
+                if job.op.name in functions:
+                    row = measure(job, provider, functions[job.op.name], truth)
+                else:
+                    row = job.row(provider, note=f"{provider} has no {job.op.name}")
+            rows.append(row)
+        except failures() as error:
+            text = " ".join(str(error).split())
+            rows.append(job.row(provider, note=f"{type(error).__name__}: {text[:200]}"))
+    return with_ratios(rows)
+
+
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """The rows of one job, each with its time as a multiple of the best of ours."""
+    ours = min((float(row["ms"]) for row in rows if row["ms"] and report.is_ours(row["provider"])), default=None)
+    return [row | {"ratio": f"{float(row['ms']) / ours:.3f}"} if ours and row["ms"] else row for row in rows]
+
+
+def write(head: records.Head, rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Write the CSV and the Markdown of a record."""
+    path = records.path_of(options.name, head, options.out)
+    written = records.write_csv(path, head, rows, COLUMNS)
+    page = records.write_markdown(path, "Side by side with the peers", head, report.comparison(rows))
+    print(f"# written: {written} {page}", flush=True)
+
+
+def render(files: Sequence[Path], options: argparse.Namespace) -> None:
+    """Make one record of several CSVs of one machine.
+
+    Raises:
+        ValueError: machine, versions or commit are not the same in all of them.
+    """
+    heads, tables = zip(*map(records.read_csv, files), strict=True)
+    for key in ("machine", "versions", "commit"):
+        if len(found := {head[key] for head in heads}) > 1:
+            raise ValueError(f"--render: the files differ in {key}: {'; '.join(sorted(found))}")
+    write(heads[0], [row for table in tables for row in table], options)
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; a name that doesn't exist ends the program with those that do."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    names = {"ops": sorted(ops), "groups": TIMED, "modes": MODES}
+    for option, known in names.items():
+        parser.add_argument(f"--{option}", type=lambda text: text.split(","), default=[*known], help=f"of {', '.join(known)}")
+    parser.add_argument("--providers", type=lambda text: text.split(","), help="default: all installed languages, eager, compile, liger")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
+    parser.add_argument("--device", default=liger_core.infer_device())
+    parser.add_argument("--out", type=Path, default=records.RECORDS, help="directory of the record")
+    parser.add_argument("--name", default="compare", help="the record's name")
+    parser.add_argument("--render", type=Path, nargs="+", metavar="CSV", help="measure nothing: make one record of these")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, the reference and eager: no record")
+    options = parser.parse_args(words)
+    if options.smoke:
+        options.device, options.groups = "cpu", ["small"]
+    providers = ["ours-torch", "eager"] if options.smoke else default_providers(options.device)
+    options.providers = options.providers or providers
+    names["providers"] = ["ours-torch", *(f"ours-{b.language}" for b in backends()), *PEERS]
+    for option, known in names.items():
+        if unknown := [name for name in getattr(options, option) if name not in known]:
+            parser.error(f"--{option}: {', '.join(unknown)}; it takes {', '.join(known)}")
+    if options.device == "cpu" and not options.smoke and not options.render:
+        parser.error("there is no accelerator here; --smoke runs tiny sizes on the CPU")
+    return options
+
+
+def jobs_of(options: argparse.Namespace, op: str) -> Iterator[Job]:
+    for case in cases_of(op).cases:
+        if case.group in options.groups:
+            chosen = shrunk(case) if options.smoke else case
+            for mode in options.modes:
+                yield Job(ops[op], chosen, DTYPES[options.dtype], options.device, mode)
+
+
+def main(words: Sequence[str] | None = None) -> list[Row]:
+    """Measure, print as it goes, and write the record after each op. Returns the rows."""
+    options = parse(words)
+    if options.render:
+        render(options.render, options)
+        return []
+    head = records.head_of(options.device)
+    print("\n".join(f"# {key}: {value}" for key, value in head.items()), ",".join(COLUMNS), sep="\n", flush=True)
+    rows: list[Row] = []
+    for op in options.ops:
+        for job in jobs_of(options, op):
+            found = compare(job, options.providers)
+            rows += found
+            print("\n".join(",".join(map(str, row.values())) for row in found), flush=True)
+        if not options.smoke:
+            write(head, rows, options)
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

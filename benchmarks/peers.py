@@ -1,0 +1,216 @@
+"""What the kernels are compared with: the formula that a user of PyTorch writes, and liger-kernel's functions.
+
+Each function is named after its op and takes the contract's arguments by name, those of the timed cases. A case with
+another option is a TypeError, which `compare.py` reports.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Functions = dict[str, Callable[..., Any]]
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+class Eager:
+    """PyTorch's own function where there is one, else the formula, in float32 where bfloat16 would not do."""
+
+    @staticmethod
+    def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), target)
+
+    @staticmethod
+    def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        return gamma * torch.tanh(alpha * x) + beta
+
+    @staticmethod
+    def embedding(indices: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        h = x + residual
+        return F.rms_norm(h, h.shape[-1:], weight, 1e-6), h
+
+    @staticmethod
+    def fused_linear_cross_entropy(x: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy((x @ linear_weight.T).float(), target)
+
+    @staticmethod
+    def fused_linear_jsd(student_x: Tensor, student_weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+        student = torch.log_softmax((student_x @ student_weight.T).float(), -1)
+        return Eager.jsd(student, torch.log_softmax((teacher_x @ teacher_weight.T).float(), -1))
+
+    @staticmethod
+    def fused_neighborhood_attention(q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7) -> Tensor:
+        position = torch.arange(q.shape[2], device=q.device)
+        near = (position[:, None] - position).abs() <= kernel_size // 2
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=near)
+
+    @staticmethod
+    def geglu(gate: Tensor, up: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh") * up
+
+    @staticmethod
+    def group_norm(x: Tensor, num_groups: int, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.group_norm(x, num_groups, weight, bias, 1e-5)
+
+    @staticmethod
+    def grpo_loss(
+        logits: Tensor,
+        old_logps: Tensor,
+        ref_logps: Tensor,
+        completion_ids: Tensor,
+        advantages: Tensor,
+        completion_mask: Tensor,
+    ) -> Tensor:
+        logps = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, completion_ids[..., None])[..., 0]
+        ratio = (logps - old_logps).exp()
+        loss = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+        loss = loss + 0.04 * ((ref_logps - logps).exp() - (ref_logps - logps) - 1)
+        return ((loss * completion_mask).sum(-1) / completion_mask.sum(-1)).mean()
+
+    @staticmethod
+    def jsd(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+        student, teacher = student_logprobs.float(), teacher_logprobs.float()
+        mixture = torch.logaddexp(student, teacher) - math.log(2)
+        divergence = (teacher.exp() * (teacher - mixture)).sum(-1) + (student.exp() * (student - mixture)).sum(-1)
+        return 0.5 * divergence.mean()
+
+    @staticmethod
+    def kl_div(log_pred: Tensor, target: Tensor, log_target: bool = False) -> Tensor:
+        return F.kl_div(log_pred.float(), target.float(), reduction="batchmean", log_target=log_target)
+
+    @staticmethod
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+    @staticmethod
+    def llama4_rope(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+        def rotated(x: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+            return torch.view_as_real(pairs * freqs_cis[None, :, None]).flatten(3).to(x.dtype)
+
+        return rotated(q), rotated(k)
+
+    @staticmethod
+    def poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        wide = x.float()
+        powers = [p * torch.rsqrt(p.square().mean(-1, keepdim=True) + 1e-6) for p in (wide**3, wide**2, wide)]
+        return (weight[0] * powers[0] + weight[1] * powers[1] + weight[2] * powers[2] + bias).to(x.dtype)
+
+    @staticmethod
+    def qwen2vl_mrope(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        def picked(table: Tensor) -> Tensor:
+            return torch.cat([part[i % 3] for i, part in enumerate(table.split([*mrope_section] * 2, -1))], -1)
+
+        return Eager.rope(q, k, picked(cos), picked(sin))
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+    @staticmethod
+    def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = cos[:, None], sin[:, None]
+        return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
+    @staticmethod
+    def softmax(x: Tensor) -> Tensor:
+        return torch.softmax(x, -1)
+
+    @staticmethod
+    def sparsemax(x: Tensor) -> Tensor:
+        wide = x.float()
+        descending = wide.sort(-1, descending=True).values
+        excess = descending.cumsum(-1) - 1
+        support = (descending > excess / torch.arange(1, x.shape[-1] + 1, device=x.device)).sum(-1, keepdim=True)
+        return F.relu(wide - excess.gather(-1, support - 1) / support).to(x.dtype)
+
+    @staticmethod
+    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    @staticmethod
+    def tvd(p: Tensor, q: Tensor) -> Tensor:
+        return 0.5 * (p.float() - q.float()).abs().sum() / p.shape[0]
+
+
+def eager() -> Functions:
+    """Each op as a user of PyTorch writes it."""
+    return {name: getattr(Eager, name) for name in vars(Eager) if not name.startswith("_")}
+
+
+def compiled() -> Functions:
+    """The same through torch.compile, for the very shapes of a case."""
+    torch.compiler.reset()  # else the graphs of earlier cases count towards the limit of recompilations
+    return {name: torch.compile(function, dynamic=False) for name, function in eager().items()}
+
+
+def liger(module: str = "liger_kernel.ops") -> Functions:
+    """liger-kernel 0.8.5 through its autograd Functions, with the contract's options and otherwise its own defaults.
+
+    Args:
+        module: ``liger_kernel.ops`` has the Functions in Triton, ``liger_kernel.ops.cutile.ops`` those in cuTile.
+
+    Raises:
+        ImportError: liger-kernel isn't installed, or lacks what `module` needs.
+    """
+    ops = import_module(module)
+    return {
+        "cross_entropy": lambda logits, target: ops.LigerCrossEntropyFunction.apply(logits, target, None)[0],
+        "dyt": lambda x, alpha, gamma, beta: ops.LigerDyTFunction.apply(x, alpha, gamma, beta),
+        "embedding": lambda indices, weight: ops.LigerEmbeddingFunction.apply(weight, indices),
+        "fused_add_rms_norm": lambda x, residual, weight: ops.LigerFusedAddRMSNormFunction.apply(
+            x, residual, weight, 1e-6, 0.0, "llama", False
+        ),
+        "fused_linear_cross_entropy": lambda x, linear_weight, target: ops.LigerFusedLinearCrossEntropyFunction.apply(
+            x, linear_weight, target
+        )[0],
+        "fused_linear_jsd": lambda student_x, student_weight, teacher_x, teacher_weight: (
+            ops.LigerFusedLinearJSDFunction.apply(student_x, student_weight, teacher_x, teacher_weight)
+        ),
+        "fused_neighborhood_attention": lambda q, k, v: ops.LigerFusedNeighborhoodAttentionFunction.apply(
+            q, k, v, 7, 1, None
+        ),
+        "geglu": lambda gate, up: ops.LigerGELUMulFunction.apply(gate, up),
+        "group_norm": lambda x, num_groups, weight, bias: ops.LigerGroupNormFunction.apply(
+            x, weight, bias, x.shape[1], num_groups, 1e-5
+        ),
+        "grpo_loss": lambda logits, old_logps, ref_logps, completion_ids, advantages, completion_mask: (
+            ops.GrpoLossFunction.apply(
+                logits, old_logps, ref_logps, completion_ids, advantages, completion_mask, 1.0, 0.04, 0.2, 0.2, False
+            )[0]
+        ),
+        "jsd": lambda student_logprobs, teacher_logprobs: ops.LigerJSDFunction.apply(
+            student_logprobs, teacher_logprobs, None, 0.5, -100
+        ),
+        "kl_div": lambda log_pred, target, log_target=False: ops.LigerKLDivLossFunction.apply(
+            log_pred, target, "batchmean", log_target, 1e-10
+        ),
+        "layer_norm": lambda x, weight, bias: ops.LigerLayerNormFunction.apply(x, weight, bias, 1e-5),
+        "llama4_rope": lambda q, k, freqs_cis: ops.LigerLlama4RopeFunction.apply(q, k, freqs_cis),
+        "poly_norm": lambda x, weight, bias: ops.LigerPolyNormFunction.apply(x, weight, bias, 1e-6, False),
+        "qwen2vl_mrope": lambda q, k, cos, sin, mrope_section: ops.LigerQwen2VLMRopeFunction.apply(
+            q, k, cos, sin, [*mrope_section]
+        ),
+        "rms_norm": lambda x, weight: ops.LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False),
+        "rope": lambda q, k, cos, sin: ops.LigerRopeFunction.apply(q, k, cos, sin),
+        "softmax": lambda x: ops.LigerSoftmaxFunction.apply(x),
+        "sparsemax": lambda x: ops.LigerSparsemaxFunction.apply(x, -1),
+        "swiglu": lambda gate, up: ops.LigerSiLUMulFunction.apply(gate, up),
+        "tvd": lambda p, q: ops.LigerTVDLossFunction.apply(p, q),
+    }

@@ -1,0 +1,181 @@
+"""Checks of the benchmarks themselves, on any machine: their data fit the contracts, and the peers compute the same."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import compare
+import peers
+import pytest
+import records
+import report
+import timing
+import torch
+from calls import make_call, shrunk
+from liger_conformance.case import cases_of
+from liger_core.contract import ops
+from traffic import FORWARD, FULL, MODES, MOVES, PRODUCTS, work_of
+
+
+def small_job(op: str, mode: str) -> compare.Job:
+    case = next(case for case in cases_of(op).cases if case.group == "small")
+    return compare.Job(ops[op], shrunk(case), torch.float32, "cpu", mode)
+
+
+@pytest.mark.parametrize("op", sorted(ops))
+def test_traffic_counts_tensors_of_the_contract(op: str) -> None:
+    passes = [*MOVES[op].forward, *MOVES[op].backward] if op in MOVES else []
+    named = {*passes, *(name for product in PRODUCTS.get(op, ()) for name in (product.x, product.weight))}
+    assert named, f"declare the least work of {op} in benchmarks/traffic.py"
+    assert named <= {*ops[op].tensors, "result"}
+
+
+def test_work_of_a_norm_and_of_a_linear_loss() -> None:
+    x, weight = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(32, 16)
+    assert work_of("rms_norm", FORWARD, {"x": x}) == (2 * x.nbytes, None)
+    assert work_of("rms_norm", FULL, {"x": x}) == (5 * x.nbytes, None)
+    flops = 2 * 8 * 16 * 32
+    assert work_of("fused_linear_cross_entropy", FORWARD, {"x": x, "linear_weight": weight}) == (None, flops)
+    assert work_of("fused_linear_cross_entropy", FULL, {"x": x, "linear_weight": weight}) == (None, 3 * flops)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("op", sorted(ops))
+def test_eager_computes_what_the_contract_says(op: str, mode: str) -> None:
+    job = small_job(op, mode)
+    found = make_call(peers.eager()[op], job.arguments(), mode, job.dtype)()
+    assert compare.error_of(found, compare.truth_of(job)) < 1e-5
+
+
+@pytest.mark.parametrize("op", sorted(ops))
+def test_liger_takes_the_arguments_of_the_timed_cases(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "import_module", lambda name: None)
+    inspect.signature(peers.liger()[op]).bind(**small_job(op, FORWARD).arguments())
+
+
+def test_comparison_of_the_reference_with_eager() -> None:
+    rows = compare.main(["--smoke", "--ops=rms_norm"])
+    assert [(row["provider"], row["mode"]) for row in rows] == [
+        (provider, mode) for mode in MODES for provider in ("ours-torch", "eager")
+    ]
+    for row in rows:
+        assert float(row["ms"]) > 0
+        assert float(row["error"]) < 0.01
+        assert not row["note"]
+    table = report.comparison(rows)
+    assert f"({float(rows[1]['ratio']):.2f}×)" in table
+
+
+def test_a_provider_that_fails_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**arguments: Any) -> None:
+        raise ValueError("not today")
+
+    monkeypatch.setattr(peers.Eager, "rms_norm", refuse)
+    rows = compare.main(["--smoke", "--ops=rms_norm", "--providers=eager", "--modes=forward"])
+    assert [row["note"] for row in rows] == ["ValueError: not today"]
+    assert "eager, rms_norm small-shrunk forward: ValueError: not today" in report.comparison(rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--smoke", "--ops=rms_nrom"], "rms_nrom; it takes cross_entropy,"),
+        (["--smoke", "--providers=ours-acme"], "ours-acme; it takes ours-torch,"),
+        (["--smoke", "--modes=backward"], "it takes forward, forward+backward"),
+        (["--device=cpu"], "no accelerator here"),
+    ],
+)
+def test_wrong_arguments(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.parse(words)
+    assert says in capsys.readouterr().err
+
+
+def test_render_joins_the_runs_of_one_machine(tmp_path: Path) -> None:
+    head = {"machine": "A100", "versions": "torch 2", "date": "2026-01-02", "commit": "abc"}
+    blank = dict.fromkeys(compare.COLUMNS, "")
+    files = []
+    for op, ms in (("rms_norm", "1.5"), ("swiglu", "2.5")):
+        row = blank | {"op": op, "case": "small", "provider": "ours-x", "mode": FORWARD, "ms": ms, "gbps": "7"}
+        files.append(records.write_csv(tmp_path / op, head, [row], compare.COLUMNS))
+    compare.main(["--render", *map(str, files), "--out", str(tmp_path), "--name=both"])
+    joined, rows = records.read_csv(tmp_path / "2026-01-02-both-a100.csv")
+    assert joined == head
+    assert [row["ms"] for row in rows] == ["1.5", "2.5"]
+    assert "| swiglu   | small | forward | 2.5" in (tmp_path / "2026-01-02-both-a100.md").read_text()
+
+    files.append(records.write_csv(tmp_path / "other", head | {"machine": "H200"}, [], compare.COLUMNS))
+    with pytest.raises(ValueError, match="differ in machine: A100; H200"):
+        compare.main(["--render", *map(str, files), "--out", str(tmp_path)])
+
+
+class FakeDevice:
+    """The module of a device whose clock goes on by one millisecond a call."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.ms = 0.0
+
+    def Event(self, *, enable_timing: bool) -> FakeEvent:  # noqa: N802  PyTorch's name
+        return FakeEvent(self)
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+
+
+class FakeEvent:
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+
+    def record(self) -> None:
+        self.device.log.append("event")
+        self.at = self.device.ms
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+def test_device_times_lie_between_events_and_after_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+
+    def work(name: str, ms: float) -> Callable[..., None]:
+        def do(*args: object) -> None:
+            device.log.append(name)
+            device.ms += ms
+
+        return do
+
+    monkeypatch.setattr(torch, "get_device_module", lambda name: device)
+    monkeypatch.setattr(torch.Tensor, "zero_", work("flush", 5.0))
+    monkeypatch.setattr(timing, "FLUSH", 1)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device, **options: torch.zeros(sizes))
+    times = timing.times_of(work("call", 2.0), "fake", seconds=0.06)
+    assert times == pytest.approx([2e-3] * 30)
+    one = ["flush", "event", "call", "event"]
+    assert device.log == ["call"] * 2 + one * 5 + ["wait"] + one * 30 + ["wait"]
+
+
+def test_replay_clock_shows_pytest_benchmark_the_times_it_was_given() -> None:
+    clock, seen = timing.ReplayClock(), []
+
+    class Recorder:
+        def pedantic(self, target: Callable[..., None], setup: Callable[[], Any], rounds: int) -> None:
+            for _ in range(rounds):
+                args, _ = setup()
+                start = clock.read()
+                target(*args)
+                seen.append(clock.read() - start)
+
+    clock.replay(Recorder(), [1.0, 3.0, 2.0])  # type: ignore[arg-type]
+    assert sorted(seen) == [1.0, 2.0, 3.0]
+
+
+def test_targets_are_met_or_missed_by_both_limits() -> None:
+    target = report.Target(1e-6, share=1 / 5)
+    assert target.verdict(0.5e-6, 5e-6).endswith("met")
+    assert target.verdict(2e-6, 50e-6).endswith("MISSED")
+    assert target.verdict(0.9e-6, 2e-6).endswith("MISSED")
+    assert target.verdict(0.5e-6, None).endswith("met, the latter not run")

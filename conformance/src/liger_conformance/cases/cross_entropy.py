@@ -1,0 +1,174 @@
+"""Cases of cross_entropy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+ALL = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+
+
+def labels(make: Make, rows: int, vocabulary: int, ignored: float = 0.0, ignore_index: int = -100) -> torch.Tensor:
+    """Labels of which a share `ignored` is `ignore_index`."""
+    return make.integers(0, vocabulary, rows).masked_fill(make.mask(ignored, rows), ignore_index)
+
+
+def build(
+    make: Make,
+    *,
+    rows: int,
+    vocabulary: int,
+    scale: float = 1.0,
+    ignored: float = 0.0,
+    garbage: bool = False,
+    masked: float = 0.0,
+    calm: bool = False,
+    weight: bool = False,
+    weight_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """`ignored` is the share of ignored rows, which hold NaN with `garbage`.
+
+    `masked` is the probability that a logit other than the label's is −inf. With `calm`, the logits of the first class
+    are of size 1 whatever the scale. Where the accuracy is asked for, half of the labels have a large logit.
+    """
+    ignore_index = options.get("ignore_index", -100)
+    logits = make.randn(rows, vocabulary) * scale
+    if calm:
+        logits[:, 0] /= scale
+    target = labels(make, rows, vocabulary, ignored, ignore_index)
+    if options.get("return_token_accuracy"):
+        large = make.mask(0.5, rows).to(logits.dtype) * 6 * scale
+        logits.scatter_add_(1, target.clamp(min=0)[:, None], large[:, None])
+    if masked:
+        hidden = make.mask(masked, rows, vocabulary)
+        hidden.scatter_(1, target.clamp(min=0)[:, None], False)
+        logits = logits.masked_fill(hidden, -torch.inf)
+    if garbage:
+        logits = logits.masked_fill((target == ignore_index)[:, None], torch.nan)
+    return {
+        "logits": logits,
+        "target": target,
+        "weight": make.uniform(vocabulary, dtype=weight_dtype) + 0.25 if weight else None,
+        **options,
+    }
+
+
+CASES = (
+    Case("odd", "odd", rows=5, vocabulary=123, ignored=0.3, weight=True, label_smoothing=0.1, **ALL),
+    Case("plain", "odd", rows=7, vocabulary=65),
+    Case("many-rows", "odd", rows=133, vocabulary=17, ignored=0.1),
+    Case(
+        "long-row", "odd", rows=2, vocabulary=5000, weight=True, label_smoothing=0.1, softcap=5.0, lse_square_scale=1e-2
+    ),
+    Case("one-class", "edge", rows=3, vocabulary=1, **ALL),
+    Case("all-ignored", "edge", rows=3, vocabulary=33, ignored=1.0, weight=True, lse_square_scale=0.1, **ALL),
+    Case("ignored-class", "edge", rows=6, vocabulary=33, ignored=0.3, ignore_index=3, weight=True),
+    Case("garbage-in-ignored-rows", "edge", rows=6, vocabulary=33, ignored=0.5, garbage=True, softcap=9.0),
+    Case("masked-vocabulary", "edge", rows=5, vocabulary=70, masked=0.5, lse_square_scale=0.1, weight=True, **ALL),
+    Case("masked-vocabulary-softcap", "edge", rows=5, vocabulary=70, masked=0.5, softcap=20.0, label_smoothing=0.1),
+    Case("equal-logits", "edge", rows=5, vocabulary=70, scale=0.0, **ALL),
+    Case("weight", "option", rows=5, vocabulary=96, ignored=0.2, weight=True),
+    Case("weight-float32", "option", rows=5, vocabulary=96, weight=True, weight_dtype=torch.float32, reduction="sum"),
+    Case("smoothing", "option", rows=5, vocabulary=96, ignored=0.2, label_smoothing=0.2),
+    Case("smoothing-one", "option", rows=5, vocabulary=96, label_smoothing=1.0, reduction="none"),
+    Case("z-loss", "option", rows=5, vocabulary=96, ignored=0.2, lse_square_scale=0.1, return_z_loss=True),
+    Case("z-loss-zero", "option", rows=5, vocabulary=96, return_z_loss=True),
+    Case("accuracy", "option", rows=9, vocabulary=3, ignored=0.2, return_token_accuracy=True, reduction="sum"),
+    Case("predicted-softcap", "option", rows=5, vocabulary=96, softcap=4.0, return_predicted_tokens=True),
+    Case(
+        "sum", "option", rows=5, vocabulary=96, ignored=0.2, weight=True, lse_square_scale=0.1, reduction="sum", **ALL
+    ),
+    Case(
+        "none",
+        "option",
+        rows=6,
+        vocabulary=96,
+        ignored=0.3,
+        weight=True,
+        label_smoothing=0.1,
+        lse_square_scale=0.1,
+        softcap=7.0,
+        reduction="none",
+        **ALL,
+    ),
+    Case(
+        "smoothing-softcap-z-loss",
+        "option",
+        rows=6,
+        vocabulary=97,
+        ignored=0.3,
+        label_smoothing=0.1,
+        lse_square_scale=0.1,
+        softcap=7.0,
+    ),
+    Case("softcap-one", "extreme", rows=5, vocabulary=77, scale=3.0, softcap=1.0),
+    Case("big-values", "extreme", rows=4, vocabulary=64, scale=1e4),
+    Case(
+        "big-values-softcap",
+        "extreme",
+        rows=4,
+        vocabulary=65,
+        scale=5e3,
+        calm=True,
+        softcap=1.0,
+        label_smoothing=0.1,
+        **ALL,
+    ),
+    Case("small", "small", rows=2048, vocabulary=32000),
+    Case("medium", "medium", rows=4096, vocabulary=128256),
+    Case("large", "large", rows=8192, vocabulary=151936),
+)
+
+HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, reduction="none")
+
+
+def bad_options(arguments: Callable[[Make], dict[str, Any]]) -> tuple[Bad, ...]:
+    """Each option of a cross-entropy with a value that it doesn't take, beside good `arguments`."""
+
+    def bad(id: str, error: type[Exception], says: tuple[str, ...], **option: Any) -> Bad:
+        return Bad(id, error, (*option, *says), lambda make: {**arguments(make), **option})
+
+    return (
+        bad("ignore-index-not-an-int", TypeError, ("-1.0",), ignore_index=-1.0),
+        bad("smoothing-not-a-number", TypeError, ("'0.1'",), label_smoothing="0.1"),
+        bad("negative-smoothing", ValueError, ("-0.1",), label_smoothing=-0.1),
+        bad("smoothing-above-one", ValueError, ("1.1",), label_smoothing=1.1),
+        bad("z-loss-scale-not-a-number", TypeError, ("None",), lse_square_scale=None),
+        bad("softcap-not-a-number", TypeError, ("'30'",), softcap="30"),
+        bad("softcap-zero", ValueError, ("0.0",), softcap=0.0),
+        bad("unknown-reduction", ValueError, ("'batchmean'", "'mean'"), reduction="batchmean"),
+        bad("z-loss-flag-not-a-bool", TypeError, ("1",), return_z_loss=1),
+        bad("accuracy-flag-not-a-bool", TypeError, ("1",), return_token_accuracy=1),
+        bad("predicted-flag-not-a-bool", TypeError, ("None",), return_predicted_tokens=None),
+    )
+
+
+def _good(make: Make, **changed: Any) -> dict[str, Any]:
+    return {"logits": make.randn(3, 8), "target": make.integers(0, 8, 3), **changed}
+
+
+def _labels(make: Make, *values: int) -> dict[str, Any]:
+    target = make.integers(0, 1, len(values)) + torch.tensor(values, device=make.device)
+    return _good(make, target=target)
+
+
+BAD = (
+    Bad("integer-logits", TypeError, ("logits", "int64"), lambda make: _good(make, logits=make.integers(0, 9, 3, 8))),
+    Bad("logits-not-a-tensor", TypeError, ("logits", "list"), lambda make: _good(make, logits=[[1.0] * 8] * 3)),
+    Bad("batched-logits", ValueError, ("logits", "3 dimensions"), lambda make: _good(make, logits=make.randn(1, 3, 8))),
+    Bad("no-classes", ValueError, ("logits", "(3, 0)"), lambda make: _good(make, logits=make.randn(3, 0))),
+    Bad("float-target", TypeError, ("target", "float32"), lambda make: _good(make, target=make.randn(3))),
+    Bad("int32-target", TypeError, ("target", "int32"), lambda make: _good(make, target=_good(make)["target"].int())),
+    Bad(
+        "short-target", ValueError, ("target", "(2,)", "(3,)"), lambda make: _good(make, target=make.integers(0, 8, 2))
+    ),
+    Bad("integer-weight", TypeError, ("weight", "int64"), lambda make: _good(make, weight=make.integers(0, 9, 8))),
+    Bad("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _good(make, weight=make.randn(7))),
+    *bad_options(_good),
+    Bad("label-too-high", IndexError, ("target", "8", "0 to 7", "-100"), lambda make: _labels(make, 1, 8, -100)),
+    Bad("negative-label", IndexError, ("target", "-1"), lambda make: _labels(make, 1, -1, -100)),
+    Bad("far-label", IndexError, ("target", str(1 << 40)), lambda make: _labels(make, 1, 2, 1 << 40)),
+)

@@ -1,0 +1,61 @@
+"""Cases of dyt."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(
+    make: Make,
+    *,
+    rows: int | tuple[int, ...],
+    hidden: int,
+    beta: bool = True,
+    scale: float = 1.0,
+    weight_dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    return {
+        "x": make.randn(*rows, hidden) * scale,
+        "alpha": make.uniform(1, dtype=weight_dtype) + 0.5,
+        "gamma": make.randn(hidden, dtype=weight_dtype),
+        "beta": make.randn(hidden, dtype=weight_dtype) if beta else None,
+    }
+
+
+CASES = (
+    Case("odd", "odd", rows=5, hidden=123),
+    Case("batched", "odd", rows=(2, 3), hidden=65),
+    Case("many-rows", "odd", rows=133, hidden=17),
+    Case("long-row", "odd", rows=2, hidden=5000),
+    Case("one-element", "edge", rows=1, hidden=1),
+    Case("vector", "edge", rows=(), hidden=33),
+    Case("no-beta", "option", rows=4, hidden=96, beta=False),
+    Case("float32-weight", "option", rows=4, hidden=96, weight_dtype=torch.float32),
+    Case("tiny-values", "extreme", rows=4, hidden=64, scale=1e-4),
+    Case("big-values", "extreme", rows=4, hidden=64, scale=1e4),
+    Case("small", "small", rows=2048, hidden=2048),
+    Case("medium", "medium", rows=8192, hidden=4096),
+    Case("large", "large", rows=16384, hidden=8192),
+)
+
+HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+
+def _bad(make: Make, **changed: Any) -> dict[str, Any]:
+    return {"x": make.randn(2, 8), "alpha": make.randn(1), "gamma": make.randn(8), "beta": make.randn(8), **changed}
+
+
+BAD = (
+    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 8))),
+    Bad("alpha-not-a-tensor", TypeError, ("alpha", "float"), lambda make: _bad(make, alpha=0.5)),
+    Bad("integer-alpha", TypeError, ("alpha", "int64"), lambda make: _bad(make, alpha=make.integers(0, 9, 1))),
+    Bad("integer-gamma", TypeError, ("gamma", "int64"), lambda make: _bad(make, gamma=make.integers(0, 9, 8))),
+    Bad("integer-beta", TypeError, ("beta", "int64"), lambda make: _bad(make, beta=make.integers(0, 9, 8))),
+    Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
+    Bad("scalar-alpha", ValueError, ("alpha", "()", "(1,)"), lambda make: _bad(make, alpha=make.randn())),
+    Bad("short-gamma", ValueError, ("gamma", "(7,)", "(8,)"), lambda make: _bad(make, gamma=make.randn(7))),
+    Bad("short-beta", ValueError, ("beta", "(7,)", "(8,)"), lambda make: _bad(make, beta=make.randn(7))),
+)

@@ -1,0 +1,80 @@
+"""Cases of embedding."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(
+    make: Make,
+    *,
+    rows: int | tuple[int, ...],
+    hidden: int,
+    vocabulary: int,
+    used: int | None = None,
+    index_dtype: torch.dtype = torch.int64,
+    **options: Any,
+) -> dict[str, Any]:
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    return {
+        "indices": make.integers(0, used or vocabulary, *rows, dtype=index_dtype),
+        "weight": make.randn(vocabulary, hidden),
+        **options,
+    }
+
+
+CASES = (
+    Case("odd", "odd", rows=11, hidden=123, vocabulary=37),
+    Case("batched", "odd", rows=(2, 3, 5), hidden=65, vocabulary=17),
+    Case("many-rows", "odd", rows=133, hidden=17, vocabulary=300),
+    Case("long-row", "odd", rows=3, hidden=5000, vocabulary=2),
+    Case("one-element", "edge", rows=1, hidden=1, vocabulary=1),
+    Case("scalar-index", "edge", rows=(), hidden=33, vocabulary=5),
+    Case("one-index-many-times", "edge", rows=300, hidden=9, vocabulary=4, used=1),
+    Case("few-indices-many-times", "edge", rows=300, hidden=9, vocabulary=50, used=3),
+    Case("int32", "option", rows=11, hidden=96, vocabulary=37, index_dtype=torch.int32),
+    Case("padding", "option", rows=20, hidden=24, vocabulary=4, padding_idx=2),
+    Case("padding-first", "option", rows=20, hidden=24, vocabulary=4, padding_idx=0),
+    Case("padding-from-the-end", "option", rows=20, hidden=24, vocabulary=4, padding_idx=-1),
+    Case("padding-only", "option", rows=20, hidden=24, vocabulary=4, used=1, padding_idx=-4),
+    Case("small", "small", rows=2048, hidden=2048, vocabulary=32000),
+    Case("medium", "medium", rows=16384, hidden=4096, vocabulary=128256),
+    Case("large", "large", rows=65536, hidden=4096, vocabulary=128256),
+)
+
+HUGE = Case("huge", "large", rows=(1 << 18) + 5, hidden=8192, vocabulary=(1 << 18) + 3)
+
+
+def _bad(make: Make, **changed: Any) -> dict[str, Any]:
+    return {"indices": make.integers(0, 5, 3), "weight": make.randn(5, 8), **changed}
+
+
+BAD = (
+    Bad("float-indices", TypeError, ("indices", "float32"), lambda make: _bad(make, indices=make.randn(3))),
+    Bad("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 5, 8))),
+    Bad("vector-weight", ValueError, ("weight", "1 dimensions"), lambda make: _bad(make, weight=make.randn(8))),
+    Bad("no-rows", ValueError, ("weight", "(0, 8)", "one row"), lambda make: _bad(make, weight=make.randn(0, 8))),
+    Bad("padding-not-an-int", TypeError, ("padding_idx", "1.0"), lambda make: _bad(make, padding_idx=1.0)),
+    Bad("padding-too-large", ValueError, ("padding_idx", "5", "-5 to 4"), lambda make: _bad(make, padding_idx=5)),
+    Bad("padding-too-small", ValueError, ("padding_idx", "-6", "-5 to 4"), lambda make: _bad(make, padding_idx=-6)),
+    Bad(
+        "index-too-large",
+        IndexError,
+        ("indices", "5", "0 to 4"),
+        lambda make: _bad(make, indices=torch.tensor([1, 5, 0], device=make.device)),
+    ),
+    Bad(
+        "negative-index",
+        IndexError,
+        ("indices", "-1", "0 to 4"),
+        lambda make: _bad(make, indices=torch.tensor([1, -1, 0], device=make.device)),
+    ),
+    Bad(
+        "negative-padding-index",
+        IndexError,
+        ("indices", "-2", "0 to 4"),
+        lambda make: _bad(make, indices=torch.tensor([1, -2, 0], device=make.device), padding_idx=-2),
+    ),
+)

@@ -1,0 +1,225 @@
+"""Cases of fused_linear_cross_entropy."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+from liger_conformance.cases.cross_entropy import ALL, bad_options
+
+
+def build(
+    make: Make,
+    *,
+    rows: int,
+    hidden: int,
+    vocabulary: int,
+    scale: float = 1.0,
+    ignored: float = 0.0,
+    bias: bool = False,
+    class_weight: bool = False,
+    decided: bool = False,
+    own_accum_dtype: bool = False,
+    bias_dtype: torch.dtype | None = None,
+    class_weight_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """`ignored` is the share of ignored rows. With `own_accum_dtype` the accumulators have x's dtype.
+
+    With `decided`, one logit of each row is far above the others, whatever the rounding: the label's in half of them.
+    """
+    linear_weight = make.randn(vocabulary, hidden) * hidden**-0.5
+    target = make.integers(0, vocabulary, rows)
+    if decided:
+        x = linear_weight[target.where(make.mask(0.5, rows), make.integers(0, vocabulary, rows))] * 4.0
+    else:
+        x = make.randn(rows, hidden) * scale
+    if own_accum_dtype:
+        options["accum_dtype"] = make.dtype
+    return {
+        "x": x,
+        "linear_weight": linear_weight,
+        "target": target.masked_fill(make.mask(ignored, rows), options.get("ignore_index", -100)),
+        "bias": make.randn(vocabulary, dtype=bias_dtype) * 0.5 if bias else None,
+        "class_weight": make.uniform(vocabulary, dtype=class_weight_dtype) + 0.25 if class_weight else None,
+        **options,
+    }
+
+
+# With this budget, 48 rows of 16 by 96 take several chunks in each dtype.
+CHUNKS = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 10_000}
+
+CASES = (
+    Case(
+        "odd", "odd", rows=5, hidden=24, vocabulary=67, ignored=0.2, bias=True, class_weight=True, label_smoothing=0.1
+    ),
+    Case("plain", "odd", rows=7, hidden=17, vocabulary=45),
+    Case("many-rows", "odd", rows=133, hidden=8, vocabulary=33, ignored=0.1),
+    Case("long-vocabulary", "odd", rows=2, hidden=16, vocabulary=3001, bias=True, softcap=5.0),
+    Case("wide", "odd", rows=3, hidden=517, vocabulary=40),
+    Case("one-row", "edge", rows=1, hidden=16, vocabulary=40, bias=True),
+    Case("one-column", "edge", rows=3, hidden=1, vocabulary=40),
+    Case("one-class", "edge", rows=3, hidden=16, vocabulary=1, bias=True),
+    Case(
+        "all-ignored",
+        "edge",
+        rows=3,
+        hidden=16,
+        vocabulary=33,
+        ignored=1.0,
+        bias=True,
+        class_weight=True,
+        lse_square_scale=0.1,
+        **ALL,
+    ),
+    Case("ignored-class", "edge", rows=6, hidden=16, vocabulary=33, ignored=0.3, ignore_index=3, class_weight=True),
+    Case("softcap", "option", rows=5, hidden=32, vocabulary=97, softcap=2.0, bias=True, ignored=0.2),
+    Case("z-loss", "option", rows=5, hidden=32, vocabulary=96, ignored=0.2, lse_square_scale=0.1, return_z_loss=True),
+    Case("predicted", "option", rows=9, hidden=64, vocabulary=32, ignored=0.2, decided=True, **ALL),
+    Case("sum", "option", rows=5, hidden=32, vocabulary=96, class_weight=True, lse_square_scale=0.1, reduction="sum"),
+    Case(
+        "none",
+        "option",
+        rows=6,
+        hidden=64,
+        vocabulary=33,
+        ignored=0.3,
+        class_weight=True,
+        label_smoothing=0.1,
+        lse_square_scale=0.1,
+        softcap=7.0,
+        decided=True,
+        reduction="none",
+        **ALL,
+    ),
+    Case("token-scaling", "option", rows=6, hidden=32, vocabulary=33, ignored=0.3, token_scaling=True),
+    Case(
+        "token-scaling-weight",
+        "option",
+        rows=6,
+        hidden=32,
+        vocabulary=33,
+        ignored=0.3,
+        class_weight=True,
+        lse_square_scale=0.1,
+        return_z_loss=True,
+        token_scaling=True,
+    ),
+    Case(
+        "token-scaling-none",
+        "option",
+        rows=6,
+        hidden=32,
+        vocabulary=33,
+        bias=True,
+        label_smoothing=0.1,
+        softcap=7.0,
+        reduction="none",
+        token_scaling=True,
+    ),
+    Case("chunks", "option", **CHUNKS, ignored=0.1, bias=True, class_weight=True, label_smoothing=0.1),
+    Case("chunks-none", "option", **CHUNKS, ignored=0.1, bias=True, softcap=7.0, reduction="none"),
+    Case("chunks-token-scaling", "option", **CHUNKS, ignored=0.1, lse_square_scale=0.1, token_scaling=True),
+    Case("own-accum-dtype", "option", rows=6, hidden=32, vocabulary=33, bias=True, own_accum_dtype=True),
+    Case(
+        "float32-bias",
+        "option",
+        rows=6,
+        hidden=32,
+        vocabulary=33,
+        bias=True,
+        bias_dtype=torch.float32,
+        class_weight=True,
+        class_weight_dtype=torch.float32,
+    ),
+    Case("big-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=300.0, bias=True),
+    Case("big-values-softcap", "extreme", rows=4, hidden=32, vocabulary=65, scale=300.0, softcap=1.0),
+    Case("tiny-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=1e-4),
+    Case("small", "small", rows=2048, hidden=2048, vocabulary=32000),
+    Case("medium", "medium", rows=8192, hidden=4096, vocabulary=128256),
+    Case("large", "large", rows=32768, hidden=4096, vocabulary=128256),
+)
+
+
+def _good(make: Make, **changed: Any) -> dict[str, Any]:
+    return {"x": make.randn(3, 4), "linear_weight": make.randn(8, 4), "target": make.integers(0, 8, 3), **changed}
+
+
+def _chunks(make: Make, memory_budget: object) -> dict[str, Any]:
+    return {**_good(make), "linear_weight": make.randn(8, 4).requires_grad_(), "memory_budget": memory_budget}
+
+
+BAD = (
+    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _good(make, x=make.integers(0, 9, 3, 4))),
+    Bad("x-not-a-tensor", TypeError, ("x", "list"), lambda make: _good(make, x=[[1.0] * 4] * 3)),
+    Bad("batched-x", ValueError, ("x", "3 dimensions"), lambda make: _good(make, x=make.randn(1, 3, 4))),
+    Bad(
+        "integer-linear-weight",
+        TypeError,
+        ("linear_weight", "int64"),
+        lambda make: _good(make, linear_weight=make.integers(0, 9, 8, 4)),
+    ),
+    Bad(
+        "linear-weight-of-another-dtype",
+        TypeError,
+        ("linear_weight", "float16", "x", "float32"),
+        lambda make: _good(make, linear_weight=make.randn(8, 4, dtype=torch.float16)),
+    ),
+    Bad(
+        "vector-linear-weight",
+        ValueError,
+        ("linear_weight", "1 dimensions"),
+        lambda make: _good(make, linear_weight=make.randn(4)),
+    ),
+    Bad(
+        "narrow-linear-weight",
+        ValueError,
+        ("linear_weight", "(8, 3)", "(8, 4)"),
+        lambda make: _good(make, linear_weight=make.randn(8, 3)),
+    ),
+    Bad(
+        "no-classes",
+        ValueError,
+        ("linear_weight", "(0, 4)"),
+        lambda make: _good(make, linear_weight=make.randn(0, 4)),
+    ),
+    Bad("float-target", TypeError, ("target", "float32"), lambda make: _good(make, target=make.randn(3))),
+    Bad(
+        "short-target", ValueError, ("target", "(2,)", "(3,)"), lambda make: _good(make, target=make.integers(0, 8, 2))
+    ),
+    Bad("integer-bias", TypeError, ("bias", "int64"), lambda make: _good(make, bias=make.integers(0, 9, 8))),
+    Bad("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _good(make, bias=make.randn(7))),
+    Bad(
+        "integer-class-weight",
+        TypeError,
+        ("class_weight", "int64"),
+        lambda make: _good(make, class_weight=make.integers(0, 9, 8)),
+    ),
+    Bad(
+        "short-class-weight",
+        ValueError,
+        ("class_weight", "(7,)", "(8,)"),
+        lambda make: _good(make, class_weight=make.randn(7)),
+    ),
+    *bad_options(_good),
+    Bad("token-scaling-not-a-bool", TypeError, ("token_scaling", "1"), lambda make: _good(make, token_scaling=1)),
+    Bad("accum-dtype-a-string", TypeError, ("accum_dtype", "'fp32'"), lambda make: _good(make, accum_dtype="fp32")),
+    Bad(
+        "integer-accum-dtype",
+        ValueError,
+        ("accum_dtype", "torch.int32", "torch.float32"),
+        lambda make: _good(make, accum_dtype=torch.int32),
+    ),
+    Bad("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _chunks(make, 1e6)),
+    Bad("budget-zero", ValueError, ("memory_budget", "0", "at least 1"), lambda make: _chunks(make, 0)),
+    # One row at a time: 2 · 8 · 4 bytes of logits, 4 · 8 of bias's gradient, 32 · 3 of rows; the gradient of
+    # linear_weight is float32, and its own accumulator.
+    Bad("budget-too-small", ValueError, ("memory_budget", "191", "at least 192"), lambda make: _chunks(make, 191)),
+    Bad(
+        "label-too-high",
+        IndexError,
+        ("target", "8", "0 to 7", "-100"),
+        lambda make: _good(make, target=make.integers(8, 9, 3)),
+    ),
+    Bad("negative-label", IndexError, ("target", "-1"), lambda make: _good(make, target=make.integers(-1, 0, 3))),
+)

@@ -1,0 +1,169 @@
+"""Cases of fused_linear_jsd."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+from liger_conformance.cases.cross_entropy import labels
+
+
+def build(
+    make: Make,
+    *,
+    rows: int,
+    hidden: int,
+    vocabulary: int,
+    teacher_hidden: int | None = None,
+    scale: float = 1.0,
+    ignored: float | None = None,
+    own_accum_dtype: bool = False,
+    teacher_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """`ignored` is the share of ignored rows; None: no labels.
+
+    With `own_accum_dtype` the accumulator has the student's dtype.
+    """
+    teacher_hidden = teacher_hidden or 2 * hidden
+    if own_accum_dtype:
+        options["accum_dtype"] = make.dtype
+    target = None
+    if ignored is not None:
+        target = labels(make, rows, vocabulary, ignored, options.get("ignore_index", -100))
+    return {
+        "student_x": make.randn(rows, hidden) * scale,
+        "student_weight": make.randn(vocabulary, hidden) * hidden**-0.5,
+        "teacher_x": make.randn(rows, teacher_hidden, dtype=teacher_dtype) * scale,
+        "teacher_weight": make.randn(vocabulary, teacher_hidden, dtype=teacher_dtype) * teacher_hidden**-0.5,
+        "labels": target,
+        **options,
+    }
+
+
+# With this budget, 48 rows of 16 by 96 take several chunks in each dtype.
+CHUNKS = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 12_000}
+
+CASES = (
+    Case("odd", "odd", rows=5, hidden=24, teacher_hidden=37, vocabulary=67, ignored=0.2, beta=0.3, temperature=2.0),
+    Case("plain", "odd", rows=7, hidden=17, vocabulary=45),
+    Case("many-rows", "odd", rows=133, hidden=8, vocabulary=33, ignored=0.1),
+    Case("long-vocabulary", "odd", rows=2, hidden=16, vocabulary=3001, beta=0.1),
+    Case("wide", "odd", rows=3, hidden=517, teacher_hidden=130, vocabulary=40),
+    Case("one-row", "edge", rows=1, hidden=16, vocabulary=40),
+    Case("two-classes", "edge", rows=3, hidden=16, vocabulary=2),
+    Case("all-ignored", "edge", rows=3, hidden=16, vocabulary=33, ignored=1.0),
+    Case("ignored-class", "edge", rows=6, hidden=16, vocabulary=33, ignored=0.3, ignore_index=3, beta=1.0),
+    Case("forward", "option", rows=5, hidden=32, vocabulary=96, ignored=0.2, beta=0.0, temperature=0.7),
+    Case("reverse", "option", rows=5, hidden=32, vocabulary=96, beta=1.0, temperature=1.5),
+    Case("beta-0.9", "option", rows=5, hidden=32, vocabulary=97, beta=0.9),
+    Case("cold", "option", rows=5, hidden=32, vocabulary=97, temperature=0.1, ignored=0.2),
+    Case("hot", "option", rows=5, hidden=32, vocabulary=97, temperature=10, beta=0),
+    Case("chunks", "option", **CHUNKS, ignored=0.1, temperature=2.0),
+    Case("chunks-forward", "option", **CHUNKS, ignored=0.1, beta=0.0),
+    Case("chunks-reverse", "option", **CHUNKS, beta=1.0),
+    Case("own-accum-dtype", "option", rows=6, hidden=32, vocabulary=33, own_accum_dtype=True),
+    Case("float32-teacher", "option", rows=6, hidden=32, vocabulary=33, teacher_dtype=torch.float32),
+    Case("bfloat16-teacher", "option", rows=6, hidden=32, vocabulary=33, teacher_dtype=torch.bfloat16, beta=0.0),
+    Case("big-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=8.0),
+    Case("tiny-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=1e-2),
+    Case("small", "small", rows=1024, hidden=1024, teacher_hidden=2048, vocabulary=32000),
+    Case("medium", "medium", rows=4096, hidden=2048, teacher_hidden=4096, vocabulary=128256),
+    Case("large", "large", rows=8192, hidden=2048, teacher_hidden=4096, vocabulary=128256),
+)
+
+
+def _good(make: Make, **changed: Any) -> dict[str, Any]:
+    return {
+        "student_x": make.randn(3, 4),
+        "student_weight": make.randn(8, 4),
+        "teacher_x": make.randn(3, 5),
+        "teacher_weight": make.randn(8, 5),
+        **changed,
+    }
+
+
+def _chunks(make: Make, memory_budget: object) -> dict[str, Any]:
+    return {**_good(make), "student_weight": make.randn(8, 4).requires_grad_(), "memory_budget": memory_budget}
+
+
+def _integers(name: str) -> Bad:
+    return Bad(
+        f"integer-{name.replace('_', '-')}",
+        TypeError,
+        (name, "int64"),
+        lambda make: _good(make, **{name: _good(make)[name].long()}),
+    )
+
+
+def _dimensions(name: str) -> Bad:
+    return Bad(
+        f"vector-{name.replace('_', '-')}",
+        ValueError,
+        (name, "1 dimensions"),
+        lambda make: _good(make, **{name: _good(make)[name][0]}),
+    )
+
+
+BAD = (
+    *(_integers(name) for name in ("student_x", "student_weight", "teacher_x", "teacher_weight")),
+    *(_dimensions(name) for name in ("student_x", "student_weight", "teacher_x", "teacher_weight")),
+    Bad("x-not-a-tensor", TypeError, ("student_x", "list"), lambda make: _good(make, student_x=[[1.0] * 4] * 3)),
+    Bad(
+        "student-weight-of-another-dtype",
+        TypeError,
+        ("student_weight", "float16", "student_x", "float32"),
+        lambda make: _good(make, student_weight=make.randn(8, 4, dtype=torch.float16)),
+    ),
+    Bad(
+        "teacher-weight-of-another-dtype",
+        TypeError,
+        ("teacher_weight", "float16", "teacher_x", "float32"),
+        lambda make: _good(make, teacher_weight=make.randn(8, 5, dtype=torch.float16)),
+    ),
+    Bad(
+        "narrow-student-weight",
+        ValueError,
+        ("student_weight", "(8, 3)", "(8, 4)"),
+        lambda make: _good(make, student_weight=make.randn(8, 3)),
+    ),
+    Bad(
+        "no-classes",
+        ValueError,
+        ("student_weight", "(0, 4)"),
+        lambda make: _good(make, student_weight=make.randn(0, 4)),
+    ),
+    Bad(
+        "short-teacher-x",
+        ValueError,
+        ("teacher_x", "(2, 5)", "(3, 5)"),
+        lambda make: _good(make, teacher_x=make.randn(2, 5)),
+    ),
+    Bad(
+        "teacher-of-another-vocabulary",
+        ValueError,
+        ("teacher_weight", "(7, 5)", "(8, 5)"),
+        lambda make: _good(make, teacher_weight=make.randn(7, 5)),
+    ),
+    Bad("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
+    Bad(
+        "short-labels", ValueError, ("labels", "(2,)", "(3,)"), lambda make: _good(make, labels=make.integers(0, 8, 2))
+    ),
+    Bad("ignore-index-not-an-int", TypeError, ("ignore_index", "None"), lambda make: _good(make, ignore_index=None)),
+    Bad("beta-not-a-number", TypeError, ("beta", "'0.5'"), lambda make: _good(make, beta="0.5")),
+    Bad("negative-beta", ValueError, ("beta", "-0.1"), lambda make: _good(make, beta=-0.1)),
+    Bad("beta-above-one", ValueError, ("beta", "1.1"), lambda make: _good(make, beta=1.1)),
+    Bad("temperature-not-a-number", TypeError, ("temperature", "None"), lambda make: _good(make, temperature=None)),
+    Bad("temperature-zero", ValueError, ("temperature", "0.0"), lambda make: _good(make, temperature=0.0)),
+    Bad("accum-dtype-a-string", TypeError, ("accum_dtype", "'fp32'"), lambda make: _good(make, accum_dtype="fp32")),
+    Bad(
+        "integer-accum-dtype",
+        ValueError,
+        ("accum_dtype", "torch.int32", "torch.float32"),
+        lambda make: _good(make, accum_dtype=torch.int32),
+    ),
+    Bad("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _chunks(make, 1e6)),
+    Bad("budget-zero", ValueError, ("memory_budget", "0", "at least 1"), lambda make: _chunks(make, 0)),
+    # One row at a time: 3 · 8 · 4 bytes of logits, 4 · 8 and 32 · 3 as in fused_linear_cross_entropy.
+    Bad("budget-too-small", ValueError, ("memory_budget", "223", "at least 224"), lambda make: _chunks(make, 223)),
+)

@@ -1,0 +1,49 @@
+"""Cases of geglu."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(make: Make, *, rows: int | tuple[int, ...], hidden: int, scale: float = 1.0) -> dict[str, Any]:
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    return {"gate": make.randn(*rows, hidden) * scale, "up": make.randn(*rows, hidden)}
+
+
+CASES = (
+    Case("odd", "odd", rows=5, hidden=123),
+    Case("batched", "odd", rows=(2, 3), hidden=65),
+    Case("many-rows", "odd", rows=133, hidden=17),
+    Case("long-row", "odd", rows=2, hidden=5000),
+    Case("one-element", "edge", rows=1, hidden=1),
+    Case("vector", "edge", rows=(), hidden=33),
+    Case("tiny-values", "extreme", rows=4, hidden=64, scale=1e-4),
+    Case("big-values", "extreme", rows=4, hidden=64, scale=1e4),
+    Case("small", "small", rows=2048, hidden=5632),
+    Case("medium", "medium", rows=8192, hidden=14336),
+    Case("large", "large", rows=16384, hidden=28672),
+)
+
+HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+
+def _bad(make: Make, **changed: Any) -> dict[str, Any]:
+    return {"gate": make.randn(2, 8), "up": make.randn(2, 8), **changed}
+
+
+BAD = (
+    Bad("integer-gate", TypeError, ("gate", "int64"), lambda make: _bad(make, gate=make.integers(0, 9, 2, 8))),
+    Bad("integer-up", TypeError, ("up", "int64"), lambda make: _bad(make, up=make.integers(0, 9, 2, 8))),
+    Bad(
+        "up-of-another-dtype",
+        TypeError,
+        ("up", "bfloat16", "float32"),
+        lambda make: _bad(make, up=make.randn(2, 8, dtype=torch.bfloat16)),
+    ),
+    Bad(
+        "scalar-gate", ValueError, ("gate", "0 dimensions"), lambda make: _bad(make, gate=make.randn(), up=make.randn())
+    ),
+    Bad("broadcast-up", ValueError, ("up", "(8,)", "(2, 8)"), lambda make: _bad(make, up=make.randn(8))),
+)

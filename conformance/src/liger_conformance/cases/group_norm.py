@@ -1,0 +1,79 @@
+"""Cases of group_norm."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(
+    make: Make,
+    *,
+    samples: int,
+    channels: int,
+    spatial: tuple[int, ...],
+    num_groups: int,
+    weight: bool = True,
+    bias: bool = True,
+    mean: float = 0.0,
+    scale: float = 1.0,
+    weight_dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    x = make.randn(samples, channels, *spatial) * scale + mean
+    return {
+        "x": x.to(memory_format=torch.channels_last) if channels_last else x,
+        "num_groups": num_groups,
+        "weight": make.randn(channels, dtype=weight_dtype) if weight else None,
+        "bias": make.randn(channels, dtype=weight_dtype) if bias else None,
+        **options,
+    }
+
+
+CASES = (
+    Case("odd", "odd", samples=3, channels=6, spatial=(37,), num_groups=2),
+    Case("image", "odd", samples=2, channels=9, spatial=(5, 7), num_groups=3),
+    Case("volume", "odd", samples=2, channels=4, spatial=(3, 2, 5), num_groups=2),
+    Case("many-samples", "odd", samples=33, channels=3, spatial=(11,), num_groups=1),
+    Case("long-group", "odd", samples=1, channels=6, spatial=(1501,), num_groups=2),
+    Case("no-spatial", "edge", samples=3, channels=10, spatial=(), num_groups=2),
+    Case("one-group", "edge", samples=2, channels=5, spatial=(13,), num_groups=1),
+    Case("a-group-each", "edge", samples=2, channels=5, spatial=(13,), num_groups=5),
+    Case("one-element", "edge", samples=1, channels=1, spatial=(), num_groups=1),
+    Case("groups-of-one-element", "edge", samples=2, channels=5, spatial=(1,), num_groups=5),
+    Case("constant-groups", "edge", samples=2, channels=6, spatial=(10,), num_groups=3, scale=0.0, mean=3.0),
+    Case("no-weight", "option", samples=2, channels=6, spatial=(20,), num_groups=3, weight=False),
+    Case("no-bias", "option", samples=2, channels=6, spatial=(20,), num_groups=3, bias=False),
+    Case("normalise-only", "option", samples=2, channels=6, spatial=(20,), num_groups=3, weight=False, bias=False),
+    Case("eps", "option", samples=2, channels=6, spatial=(20,), num_groups=3, eps=0.5, scale=0.1),
+    Case("float32-weight", "option", samples=2, channels=6, spatial=(20,), num_groups=3, weight_dtype=torch.float32),
+    Case("channels-last", "option", samples=2, channels=6, spatial=(5, 4), num_groups=3, channels_last=True),
+    Case("far-from-zero", "extreme", samples=16, channels=8, spatial=(25,), num_groups=4, mean=1000.0),
+    Case("tiny-values", "extreme", samples=2, channels=6, spatial=(20,), num_groups=3, scale=1e-4),
+    Case("big-values", "extreme", samples=2, channels=6, spatial=(20,), num_groups=3, scale=1e4),
+    Case("small", "small", samples=32, channels=128, spatial=(1024,), num_groups=32),
+    Case("medium", "medium", samples=64, channels=512, spatial=(2048,), num_groups=32),
+    Case("large", "large", samples=128, channels=512, spatial=(8192,), num_groups=32),
+)
+
+HUGE = Case("huge", "large", samples=(1 << 10) + 3, channels=512, spatial=(4096,), num_groups=32)
+
+
+def _bad(make: Make, **changed: Any) -> dict[str, Any]:
+    return {"x": make.randn(2, 6, 4), "num_groups": 3, "weight": make.randn(6), "bias": make.randn(6), **changed}
+
+
+BAD = (
+    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 6, 4))),
+    Bad("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 6))),
+    Bad("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 6))),
+    Bad("vector-x", ValueError, ("x", "1 dimensions", "2 or more"), lambda make: _bad(make, x=make.randn(6))),
+    Bad("num-groups-not-an-int", TypeError, ("num_groups", "3.0"), lambda make: _bad(make, num_groups=3.0)),
+    Bad("no-groups", ValueError, ("num_groups", "0", "at least 1"), lambda make: _bad(make, num_groups=0)),
+    Bad("uneven-groups", ValueError, ("num_groups", "4", "6 channels"), lambda make: _bad(make, num_groups=4)),
+    Bad("short-weight", ValueError, ("weight", "(3,)", "(6,)"), lambda make: _bad(make, weight=make.randn(3))),
+    Bad("short-bias", ValueError, ("bias", "(3,)", "(6,)"), lambda make: _bad(make, bias=make.randn(3))),
+    Bad("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
+)

@@ -1,0 +1,287 @@
+"""Cases of grpo_loss."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(
+    make: Make,
+    *,
+    batch: int,
+    length: int,
+    vocabulary: int,
+    scale: float = 1.0,
+    spread: float = 0.4,
+    old: bool = True,
+    ref: bool = True,
+    logps_dtype: torch.dtype | None = None,
+    masked: float | None = None,
+    mask_dtype: torch.dtype = torch.bool,
+    masked_rows: int = 0,
+    garbage: bool = False,
+    hidden: float = 0.0,
+    importance: tuple[int, ...] | None = None,
+    items: float | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """`masked` is the share of masked tokens, None: no mask; in the first `masked_rows` rows all are.
+
+    Old and reference log-probabilities are the policy's plus noise of standard deviation `spread`. With `garbage`,
+    masked tokens have an id out of range, and NaN elsewhere. `hidden` is the probability that a logit other than the
+    token's is −inf. `importance` is the shape of importance_sampling_ratio; `items` is num_items_in_batch as a tensor.
+    """
+    wide = torch.promote_types(make.dtype, torch.float32)
+    logits = make.randn(batch, length + 1, vocabulary) * scale
+    ids = make.integers(0, vocabulary, batch, length)
+    if hidden:
+        absent = make.mask(hidden, batch, length + 1, vocabulary)
+        absent[:, :-1].scatter_(2, ids[..., None], False)
+        absent[:, -1] = False
+        logits = logits.masked_fill(absent, -torch.inf)
+    tempered = (row.to(wide) / options.get("temperature", 1.0) for row in logits[:, :-1])
+    logps = torch.stack(
+        [row.log_softmax(-1).gather(-1, i[:, None])[:, 0] for row, i in zip(tempered, ids, strict=True)]
+    )
+
+    def near() -> torch.Tensor:
+        return (logps + spread * make.randn(batch, length, dtype=wide)).to(logps_dtype or wide)
+
+    old_logps, ref_logps = near() if old else None, near() if ref else None
+    mask = None
+    if masked is not None:
+        mask = ~make.mask(masked, batch, length)
+        mask[:masked_rows] = False
+        if garbage:
+            logits[:, :-1].masked_fill_(~mask[..., None], torch.nan)
+            ids = ids.masked_fill(~mask, -100)
+            old_logps, ref_logps = (
+                None if t is None else t.masked_fill(~mask, torch.nan) for t in (old_logps, ref_logps)
+            )
+        mask = mask.to(mask_dtype)
+    if items is not None:
+        options["num_items_in_batch"] = torch.tensor(items, device=make.device)
+    return {
+        "logits": logits,
+        "old_logps": old_logps,
+        "ref_logps": ref_logps,
+        "completion_ids": ids,
+        "advantages": make.randn(batch, dtype=wide),
+        "completion_mask": mask,
+        "importance_sampling_ratio": None if importance is None else make.uniform(*importance, dtype=wide) + 0.5,
+        **options,
+    }
+
+
+TINY = {"batch": 3, "length": 5, "vocabulary": 37}
+"""Three rows, so that advantages of both signs are likely."""
+
+CASES = (
+    Case("odd", "odd", **TINY, masked=0.3, eps_low=0.1, eps_high=0.15),
+    Case("plain", "odd", **TINY, old=False, ref=False, beta=0.0),
+    Case("many-tokens", "odd", batch=2, length=65, vocabulary=17, masked=0.2, loss_type="dapo", temperature=0.7),
+    Case("long-row", "odd", batch=1, length=2, vocabulary=5000, temperature=1.3, logps_dtype=torch.bfloat16),
+    Case("one-token", "edge", batch=1, length=1, vocabulary=3),
+    Case("no-tokens", "edge", batch=2, length=0, vocabulary=9),
+    Case("all-masked", "edge", **TINY, masked=1.0, loss_type="bnpo"),
+    Case("masked-row-sequence", "edge", **TINY, masked=0.3, masked_rows=1, importance_sampling_level="sequence"),
+    Case("garbage-under-the-mask", "edge", **TINY, masked=0.4, garbage=True),
+    Case(
+        "garbage-under-the-mask-sequence",
+        "edge",
+        **TINY,
+        masked=0.4,
+        garbage=True,
+        importance_sampling_level="sequence",
+        use_bias_correction_kl=True,
+        reduction="none",
+    ),
+    Case("masked-vocabulary", "edge", **TINY, hidden=0.5, temperature=0.5),
+    Case("bnpo-delta", "option", **TINY, masked=0.3, mask_dtype=torch.int32, loss_type="bnpo", delta=1.1),
+    Case(
+        "dr_grpo", "option", **TINY, masked=0.3, mask_dtype=torch.float32, loss_type="dr_grpo", max_completion_length=9
+    ),
+    Case("dapo-items", "option", **TINY, masked=0.3, loss_type="dapo", num_items_in_batch=7, importance=(3,)),
+    Case("dapo-items-tensor", "option", **TINY, masked=0.3, loss_type="dapo", items=7.5, ref=False, beta=0.0),
+    Case("dapo-few-items", "option", **TINY, loss_type="dapo", num_items_in_batch=0.5, use_bias_correction_kl=True),
+    Case("cispo", "option", **TINY, masked=0.3, loss_type="cispo", eps_high=1.2, importance=(3, 5)),
+    Case("cispo-items", "option", **TINY, loss_type="cispo", eps_high=5.0, items=3.0, old=False),
+    Case("sapo", "option", **TINY, masked=0.3, loss_type="sapo", ref=False, beta=0.0),
+    Case(
+        "sapo-temperatures",
+        "option",
+        **TINY,
+        loss_type="sapo",
+        sapo_temperature_pos=2.0,
+        sapo_temperature_neg=0.5,
+        use_bias_correction_kl=True,
+        importance=(3, 1),
+    ),
+    Case("luspo", "option", **TINY, masked=0.3, loss_type="luspo", delta=1.3),
+    Case(
+        "luspo-sequence",
+        "option",
+        **TINY,
+        masked=0.3,
+        loss_type="luspo",
+        importance_sampling_level="sequence",
+        ref=False,
+        beta=0.0,
+        importance=(3,),
+    ),
+    Case(
+        "luspo-sequence-kl",
+        "option",
+        **TINY,
+        masked=0.3,
+        loss_type="luspo",
+        importance_sampling_level="sequence",
+        importance=(3, 5),
+    ),
+    Case(
+        "sequence",
+        "option",
+        **TINY,
+        masked=0.3,
+        importance_sampling_level="sequence",
+        eps_low=0.05,
+        eps_high=0.05,
+        delta=1.02,
+        importance=(3, 1),
+        use_bias_correction_kl=True,
+    ),
+    Case("sequence-on-policy", "option", **TINY, masked=0.3, old=False, importance_sampling_level="sequence"),
+    Case("none", "option", **TINY, masked=0.3, delta=1.1, use_bias_correction_kl=True, reduction="none"),
+    Case(
+        "none-luspo",
+        "option",
+        **TINY,
+        masked=0.3,
+        loss_type="luspo",
+        importance_sampling_level="sequence",
+        reduction="none",
+    ),
+    Case("none-cispo", "option", **TINY, masked=0.3, loss_type="cispo", beta=0.0, eps_high=0.9, reduction="none"),
+    Case("big-values", "extreme", **TINY, scale=1e3, masked=0.3),
+    Case("small", "small", batch=4, length=512, vocabulary=32000, masked=0.1),
+    Case("medium", "medium", batch=8, length=1024, vocabulary=128256, masked=0.1),
+    Case("large", "large", batch=8, length=2048, vocabulary=151936, masked=0.1),
+)
+
+HUGE = Case("huge", "large", batch=17, length=1024, vocabulary=1 << 17, masked=0.1, reduction="none")
+
+
+def _good(make: Make, **changed: Any) -> dict[str, Any]:
+    return {
+        "logits": make.randn(2, 4, 8),
+        "old_logps": make.randn(2, 3),
+        "ref_logps": make.randn(2, 3),
+        "completion_ids": make.integers(0, 8, 2, 3),
+        "advantages": make.randn(2),
+        **changed,
+    }
+
+
+def _integers(name: str) -> Bad:
+    return Bad(
+        f"integer-{name.replace('_', '-')}",
+        TypeError,
+        (name, "int64"),
+        lambda make: _good(make, **{name: make.integers(0, 8, 2, 3)}),
+    )
+
+
+def _shape(name: str) -> Bad:
+    return Bad(
+        f"short-{name.replace('_', '-')}",
+        ValueError,
+        (name, "(2, 2)", "(2, 3)"),
+        lambda make: _good(make, **{name: _good(make, completion_mask=make.mask(0.5, 2, 3))[name][:, 1:]}),
+    )
+
+
+def _option(id: str, error: type[Exception], says: tuple[str, ...], **options: Any) -> Bad:
+    """The first option is the one that the message names."""
+    return Bad(id, error, (next(iter(options)), *says), lambda make: _good(make, **options))
+
+
+BAD = (
+    *(_integers(name) for name in ("logits", "old_logps", "ref_logps", "advantages", "importance_sampling_ratio")),
+    Bad(
+        "float-ids", TypeError, ("completion_ids", "float32"), lambda make: _good(make, completion_ids=make.randn(2, 3))
+    ),
+    Bad(
+        "complex-mask",
+        TypeError,
+        ("completion_mask", "complex64"),
+        lambda make: _good(make, completion_mask=make.randn(2, 3, dtype=torch.complex64)),
+    ),
+    Bad(
+        "ids-not-a-tensor",
+        TypeError,
+        ("completion_ids", "list"),
+        lambda make: _good(make, completion_ids=[[1] * 3] * 2),
+    ),
+    Bad("flat-logits", ValueError, ("logits", "2 dimensions"), lambda make: _good(make, logits=make.randn(4, 8))),
+    Bad("no-classes", ValueError, ("logits", "(2, 4, 0)"), lambda make: _good(make, logits=make.randn(2, 4, 0))),
+    Bad("no-positions", ValueError, ("logits", "(2, 0, 8)"), lambda make: _good(make, logits=make.randn(2, 0, 8))),
+    *(_shape(name) for name in ("completion_ids", "old_logps", "ref_logps", "completion_mask")),
+    Bad(
+        "advantages-by-token",
+        ValueError,
+        ("advantages", "(2, 3)", "(2,)"),
+        lambda make: _good(make, advantages=make.randn(2, 3)),
+    ),
+    Bad(
+        "importance-by-column",
+        ValueError,
+        ("importance_sampling_ratio", "(3,)", "(2,), (2, 1) or (2, 3)"),
+        lambda make: _good(make, importance_sampling_ratio=make.randn(3)),
+    ),
+    Bad("no-ref-logps", ValueError, ("ref_logps", "None", "beta"), lambda make: _good(make, ref_logps=None)),
+    _option("unknown-loss-type", ValueError, ("'ppo'", "'grpo'"), loss_type="ppo"),
+    _option("unknown-level", ValueError, ("'row'", "'token'"), importance_sampling_level="row"),
+    _option("unknown-reduction", ValueError, ("'sum'", "'mean'"), reduction="sum"),
+    _option("temperature-not-a-number", TypeError, ("'1'",), temperature="1"),
+    _option("temperature-zero", ValueError, ("0.0",), temperature=0.0),
+    _option("beta-not-a-number", TypeError, ("None",), beta=None),
+    _option("negative-beta", ValueError, ("-0.1",), beta=-0.1),
+    _option("eps-low-not-a-number", TypeError, ("None",), eps_low=None),
+    _option("negative-eps-low", ValueError, ("-0.1",), eps_low=-0.1),
+    _option("eps-high-not-a-number", TypeError, ("None",), eps_high=None),
+    _option("negative-eps-high", ValueError, ("-0.1",), eps_high=-0.1),
+    _option("delta-not-a-number", TypeError, ("'2'",), delta="2"),
+    _option("delta-zero", ValueError, ("0.0",), delta=0.0),
+    _option("delta-with-cispo", ValueError, ("2.0", "'cispo'"), delta=2.0, loss_type="cispo"),
+    _option("delta-with-sapo", ValueError, ("2.0", "'sapo'"), delta=2.0, loss_type="sapo"),
+    _option("sequence-with-cispo", ValueError, ("'cispo'",), importance_sampling_level="sequence", loss_type="cispo"),
+    _option("sequence-with-sapo", ValueError, ("'sapo'",), importance_sampling_level="sequence", loss_type="sapo"),
+    _option("max-length-not-an-int", TypeError, ("9.0",), max_completion_length=9.0),
+    _option("max-length-zero", ValueError, ("0",), max_completion_length=0),
+    _option("items-not-a-number", TypeError, ("'7'",), num_items_in_batch="7"),
+    Bad(
+        "items-by-row",
+        ValueError,
+        ("num_items_in_batch", "1 dimensions"),
+        lambda make: _good(make, num_items_in_batch=make.randn(2)),
+    ),
+    _option("bias-correction-not-a-bool", TypeError, ("1",), use_bias_correction_kl=1),
+    _option("sapo-pos-not-a-number", TypeError, ("None",), sapo_temperature_pos=None),
+    _option("sapo-pos-zero", ValueError, ("0.0",), sapo_temperature_pos=0.0),
+    _option("sapo-neg-not-a-number", TypeError, ("None",), sapo_temperature_neg=None),
+    _option("sapo-neg-negative", ValueError, ("-1.0",), sapo_temperature_neg=-1.0),
+    Bad(
+        "id-too-high",
+        IndexError,
+        ("completion_ids", "8", "0 to 7"),
+        lambda make: _good(make, completion_ids=make.integers(8, 9, 2, 3)),
+    ),
+    Bad(
+        "negative-id",
+        IndexError,
+        ("completion_ids", "-100"),
+        lambda make: _good(make, completion_ids=make.integers(-100, -99, 2, 3)),
+    ),
+)

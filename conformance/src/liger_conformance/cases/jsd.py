@@ -1,0 +1,134 @@
+"""Cases of jsd."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+from liger_conformance.cases.cross_entropy import labels
+
+
+def logprobs(
+    make: Make, rows: int, vocabulary: int, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Log-probabilities of random logits."""
+    logits = make.randn(rows, vocabulary, dtype=torch.promote_types(make.dtype, torch.float32)) * scale
+    return logits.log_softmax(-1).to(dtype or make.dtype)
+
+
+def build(
+    make: Make,
+    *,
+    rows: int,
+    vocabulary: int,
+    scale: float = 1.0,
+    ignored: float | None = None,
+    garbage: bool = False,
+    absent: float = 0.0,
+    absent_student: float = 0.0,
+    absent_teacher: float = 0.0,
+    far: float = 0.0,
+    ends: bool = False,
+    teacher_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """`ignored` is the share of ignored rows (None: no labels), which hold NaN with `garbage`.
+
+    `absent` is the probability that both log-probabilities of a class are −inf, `absent_student` and `absent_teacher`
+    that one is; `far` that both are −1e4. With `ends`, only the first and the last two rows count.
+    """
+    student = logprobs(make, rows, vocabulary, scale)
+    teacher = logprobs(make, rows, vocabulary, scale, teacher_dtype)
+    if far:
+        hidden = make.mask(far, rows, vocabulary)
+        student, teacher = student.masked_fill(hidden, -1e4), teacher.masked_fill(hidden, -1e4)
+    if absent or absent_student or absent_teacher:
+        hidden = make.mask(absent, rows, vocabulary)
+        student = student.masked_fill(hidden | make.mask(absent_student, rows, vocabulary), -torch.inf)
+        teacher = teacher.masked_fill(hidden | make.mask(absent_teacher, rows, vocabulary), -torch.inf)
+    target = None
+    if ignored is not None:
+        target = labels(make, rows, vocabulary, ignored, options.get("ignore_index", -100))
+    if ends and target is not None:
+        target[2:-2] = -100
+    if garbage and target is not None:
+        student = student.masked_fill((target == -100)[:, None], torch.nan)
+        teacher = teacher.masked_fill((target == -100)[:, None], torch.nan)
+    return {"student_logprobs": student, "teacher_logprobs": teacher, "labels": target, **options}
+
+
+CASES = (
+    Case("odd", "odd", rows=5, vocabulary=123, ignored=0.3, beta=0.3),
+    Case("plain", "odd", rows=7, vocabulary=65),
+    Case("many-rows", "odd", rows=133, vocabulary=17, ignored=0.1),
+    Case("long-row", "odd", rows=2, vocabulary=5000, beta=0.1),
+    Case("one-row", "edge", rows=1, vocabulary=40),
+    Case("two-classes", "edge", rows=3, vocabulary=2, beta=0.7),
+    Case("all-ignored", "edge", rows=3, vocabulary=33, ignored=1.0),
+    Case("ignored-class", "edge", rows=6, vocabulary=33, ignored=0.3, ignore_index=3, beta=1.0),
+    Case("garbage-in-ignored-rows", "edge", rows=6, vocabulary=33, ignored=0.5, garbage=True),
+    Case("absent", "edge", rows=5, vocabulary=70, absent=0.4),
+    Case("absent-forward", "edge", rows=5, vocabulary=70, absent=0.4, beta=0.0),
+    Case("absent-reverse", "edge", rows=5, vocabulary=70, absent=0.4, beta=1.0),
+    Case("absent-on-one-side", "edge", rows=5, vocabulary=70, absent_student=0.4, absent_teacher=0.4, beta=0.3),
+    Case("absent-student-reverse", "edge", rows=5, vocabulary=70, absent_student=0.4, beta=1.0),
+    Case("forward", "option", rows=5, vocabulary=96, ignored=0.2, beta=0.0),
+    Case("reverse", "option", rows=5, vocabulary=96, ignored=0.2, beta=1),
+    Case("float32-teacher", "option", rows=5, vocabulary=96, teacher_dtype=torch.float32),
+    Case("bfloat16-teacher", "option", rows=5, vocabulary=96, teacher_dtype=torch.bfloat16, beta=0.0),
+    Case("far", "extreme", rows=4, vocabulary=64, far=0.5),
+    Case("far-forward", "extreme", rows=4, vocabulary=64, far=0.5, beta=0.0),
+    Case("big-values", "extreme", rows=4, vocabulary=64, scale=3e3),
+    Case("tiny-values", "extreme", rows=4, vocabulary=64, scale=1e-2),
+    Case("small", "small", rows=1024, vocabulary=32000),
+    Case("medium", "medium", rows=2048, vocabulary=128256),
+    Case("large", "large", rows=4096, vocabulary=128256),
+)
+
+HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, ignored=0.0, ends=True)
+
+
+def _good(make: Make, **changed: Any) -> dict[str, Any]:
+    return {"student_logprobs": logprobs(make, 3, 8), "teacher_logprobs": logprobs(make, 3, 8), **changed}
+
+
+BAD = (
+    Bad(
+        "integer-student",
+        TypeError,
+        ("student_logprobs", "int64"),
+        lambda make: _good(make, student_logprobs=make.integers(0, 9, 3, 8)),
+    ),
+    Bad(
+        "integer-teacher",
+        TypeError,
+        ("teacher_logprobs", "int64"),
+        lambda make: _good(make, teacher_logprobs=make.integers(0, 9, 3, 8)),
+    ),
+    Bad(
+        "student-not-a-tensor",
+        TypeError,
+        ("student_logprobs", "list"),
+        lambda make: _good(make, student_logprobs=[[1.0] * 8] * 3),
+    ),
+    Bad(
+        "batched-student",
+        ValueError,
+        ("student_logprobs", "3 dimensions"),
+        lambda make: _good(make, student_logprobs=make.randn(1, 3, 8)),
+    ),
+    Bad(
+        "narrow-teacher",
+        ValueError,
+        ("teacher_logprobs", "(3, 7)", "(3, 8)"),
+        lambda make: _good(make, teacher_logprobs=make.randn(3, 7)),
+    ),
+    Bad("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
+    Bad(
+        "short-labels", ValueError, ("labels", "(2,)", "(3,)"), lambda make: _good(make, labels=make.integers(0, 8, 2))
+    ),
+    Bad("beta-not-a-number", TypeError, ("beta", "'0.5'"), lambda make: _good(make, beta="0.5")),
+    Bad("negative-beta", ValueError, ("beta", "-0.1"), lambda make: _good(make, beta=-0.1)),
+    Bad("beta-above-one", ValueError, ("beta", "1.1"), lambda make: _good(make, beta=1.1)),
+    Bad("ignore-index-not-an-int", TypeError, ("ignore_index", "None"), lambda make: _good(make, ignore_index=None)),
+)

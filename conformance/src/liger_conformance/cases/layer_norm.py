@@ -1,0 +1,66 @@
+"""Cases of layer_norm."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(
+    make: Make,
+    *,
+    rows: int | tuple[int, ...],
+    hidden: int,
+    bias: bool = True,
+    mean: float = 0.0,
+    scale: float = 1.0,
+    weight_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    return {
+        "x": make.randn(*rows, hidden) * scale + mean,
+        "weight": make.randn(hidden, dtype=weight_dtype),
+        "bias": make.randn(hidden, dtype=weight_dtype) if bias else None,
+        **options,
+    }
+
+
+CASES = (
+    Case("odd", "odd", rows=5, hidden=123),
+    Case("batched", "odd", rows=(2, 3), hidden=65),
+    Case("many-rows", "odd", rows=133, hidden=17),
+    Case("long-row", "odd", rows=2, hidden=5000),
+    Case("one-element", "edge", rows=1, hidden=1),
+    Case("one-column", "edge", rows=7, hidden=1),
+    Case("vector", "edge", rows=(), hidden=33),
+    Case("constant-rows", "edge", rows=4, hidden=64, scale=0.0, mean=3.0),
+    Case("no-bias", "option", rows=4, hidden=96, bias=False),
+    Case("eps", "option", rows=4, hidden=96, eps=0.5, scale=0.1),
+    Case("float32-weight", "option", rows=4, hidden=96, weight_dtype=torch.float32),
+    Case("far-from-zero", "extreme", rows=64, hidden=50, mean=1000.0),
+    Case("tiny-values", "extreme", rows=4, hidden=64, scale=1e-4),
+    Case("big-values", "extreme", rows=4, hidden=64, scale=1e4),
+    Case("small", "small", rows=2048, hidden=2048),
+    Case("medium", "medium", rows=8192, hidden=4096),
+    Case("large", "large", rows=16384, hidden=8192),
+)
+
+HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+
+def _bad(make: Make, **changed: Any) -> dict[str, Any]:
+    return {"x": make.randn(2, 8), "weight": make.randn(8), "bias": make.randn(8), **changed}
+
+
+BAD = (
+    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 8))),
+    Bad("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 8))),
+    Bad("no-weight", TypeError, ("weight", "NoneType"), lambda make: _bad(make, weight=None)),
+    Bad("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 8))),
+    Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
+    Bad("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _bad(make, weight=make.randn(7))),
+    Bad("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _bad(make, bias=make.randn(7))),
+    Bad("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
+)

@@ -1,0 +1,122 @@
+"""Cases of llama4_rope."""
+
+import math
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(
+    make: Make,
+    *,
+    batch: int,
+    length: int,
+    q_heads: int,
+    k_heads: int,
+    head: int,
+    real: bool = False,
+    conjugated: bool = False,
+    transposed: bool = False,
+    scale: float = 1.0,
+    k_dtype: torch.dtype | None = None,
+    freqs_dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Frequencies have moduli between 0.5 and 1.5. `real` ones are of `freqs_dtype`."""
+
+    def heads(number: int, dtype: torch.dtype | None) -> torch.Tensor:
+        if transposed:
+            return (make.randn(batch, number, length, head, dtype=dtype) * scale).transpose(1, 2)
+        return make.randn(batch, length, number, head, dtype=dtype) * scale
+
+    moduli = make.uniform(length, head // 2, dtype=torch.float32) + 0.5
+    freqs = torch.polar(moduli, make.uniform(length, head // 2, dtype=torch.float32) * 2 * math.pi)
+    if real:
+        freqs = torch.view_as_real(freqs).to(freqs_dtype or make.dtype)
+    return {
+        "q": heads(q_heads, None),
+        "k": heads(k_heads, k_dtype),
+        "freqs_cis": freqs.conj() if conjugated else freqs,
+    }
+
+
+CASES = (
+    Case("odd", "odd", batch=2, length=5, q_heads=3, k_heads=1, head=22),
+    Case("odd-real", "odd", batch=3, length=7, q_heads=4, k_heads=2, head=10, real=True),
+    Case("long", "odd", batch=1, length=37, q_heads=2, k_heads=1, head=8),
+    Case("one-element", "edge", batch=1, length=1, q_heads=1, k_heads=1, head=2),
+    Case("more-k-heads", "edge", batch=1, length=5, q_heads=2, k_heads=3, head=16),
+    Case("many-heads", "edge", batch=1, length=2, q_heads=33, k_heads=5, head=16),
+    Case("transposed", "option", batch=2, length=5, q_heads=3, k_heads=1, head=16, transposed=True),
+    Case("conjugated", "option", batch=2, length=5, q_heads=3, k_heads=1, head=16, conjugated=True),
+    Case(
+        "float32-real", "option", batch=2, length=5, q_heads=3, k_heads=1, head=16, real=True, freqs_dtype=torch.float32
+    ),
+    Case("float32-k", "option", batch=2, length=5, q_heads=3, k_heads=1, head=16, k_dtype=torch.float32),
+    Case("bfloat16-k", "option", batch=2, length=5, q_heads=3, k_heads=1, head=16, k_dtype=torch.bfloat16),
+    Case("big-values", "extreme", batch=1, length=5, q_heads=2, k_heads=1, head=16, scale=1e4),
+    Case("small", "small", batch=1, length=2048, q_heads=32, k_heads=8, head=128),
+    Case("medium", "medium", batch=4, length=2048, q_heads=32, k_heads=8, head=128),
+    Case("large", "large", batch=2, length=16384, q_heads=32, k_heads=8, head=128),
+)
+
+HUGE = Case("huge", "large", batch=(1 << 9) + 3, length=1024, q_heads=32, k_heads=8, head=128)
+
+
+def _bad(make: Make, **changed: Any) -> dict[str, Any]:
+    return {
+        "q": make.randn(2, 3, 4, 8),
+        "k": make.randn(2, 3, 1, 8),
+        "freqs_cis": make.randn(3, 4, 2),
+        **changed,
+    }
+
+
+BAD = (
+    Bad("integer-q", TypeError, ("q", "int64"), lambda make: _bad(make, q=make.integers(0, 9, 2, 3, 4, 8))),
+    Bad("integer-k", TypeError, ("k", "int64"), lambda make: _bad(make, k=make.integers(0, 9, 2, 3, 1, 8))),
+    Bad(
+        "integer-freqs",
+        TypeError,
+        ("freqs_cis", "int64", "complex64"),
+        lambda make: _bad(make, freqs_cis=make.integers(0, 9, 3, 4, 2)),
+    ),
+    Bad(
+        "complex128-freqs",
+        TypeError,
+        ("freqs_cis", "complex128", "complex64"),
+        lambda make: _bad(make, freqs_cis=torch.zeros(3, 4, dtype=torch.complex128, device=make.device)),
+    ),
+    Bad("flat-q", ValueError, ("q", "3 dimensions"), lambda make: _bad(make, q=make.randn(2, 3, 32))),
+    Bad("flat-k", ValueError, ("k", "3 dimensions"), lambda make: _bad(make, k=make.randn(2, 3, 8))),
+    Bad("odd-head-size", ValueError, ("q", "head size 7", "even"), lambda make: _bad(make, q=make.randn(2, 3, 4, 7))),
+    Bad("empty-heads", ValueError, ("q", "head size 0", "even"), lambda make: _bad(make, q=make.randn(2, 3, 4, 0))),
+    Bad("k-of-another-batch", ValueError, ("k", "(1, 3, 1, 8)"), lambda make: _bad(make, k=make.randn(1, 3, 1, 8))),
+    Bad("k-of-another-length", ValueError, ("k", "(2, 5, 1, 8)"), lambda make: _bad(make, k=make.randn(2, 5, 1, 8))),
+    Bad("k-of-another-head-size", ValueError, ("k", "(2, 3, 1, 4)"), lambda make: _bad(make, k=make.randn(2, 3, 1, 4))),
+    Bad(
+        "freqs-of-another-length",
+        ValueError,
+        ("freqs_cis", "(5, 4, 2)", "(3, 4, 2)"),
+        lambda make: _bad(make, freqs_cis=make.randn(5, 4, 2)),
+    ),
+    Bad(
+        "freqs-of-a-whole-head",
+        ValueError,
+        ("freqs_cis", "(3, 8, 2)", "(3, 4, 2)"),
+        lambda make: _bad(make, freqs_cis=make.randn(3, 8, 2)),
+    ),
+    Bad(
+        "real-freqs-of-complex-shape",
+        ValueError,
+        ("freqs_cis", "(3, 4)", "(3, 4, 2)"),
+        lambda make: _bad(make, freqs_cis=make.randn(3, 4)),
+    ),
+    Bad(
+        "complex-freqs-with-batch",
+        ValueError,
+        ("freqs_cis", "(1, 3, 4)", "(3, 4)"),
+        lambda make: _bad(make, freqs_cis=torch.zeros(1, 3, 4, dtype=torch.complex64, device=make.device)),
+    ),
+)

@@ -1,0 +1,122 @@
+"""Cases of qwen2vl_mrope."""
+
+import math
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(
+    make: Make,
+    *,
+    batch: int,
+    length: int,
+    q_heads: int,
+    k_heads: int,
+    sections: tuple[int, int, int] | list[int],
+    tables: int | None = None,
+    transposed: bool = True,
+    scale: float = 1.0,
+    k_dtype: torch.dtype | None = None,
+    table_dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """`tables` is the batch of cos and sin (None: q's). Every column of every plane has its own angle."""
+    head = 2 * sum(sections)
+
+    def heads(number: int, dtype: torch.dtype | None) -> torch.Tensor:
+        if transposed:
+            return (make.randn(batch, length, number, head, dtype=dtype) * scale).transpose(1, 2)
+        return make.randn(batch, number, length, head, dtype=dtype) * scale
+
+    angles = make.uniform(3, tables or batch, length, head, dtype=torch.float32) * 2 * math.pi
+    table_dtype = table_dtype or make.dtype
+    return {
+        "q": heads(q_heads, None),
+        "k": heads(k_heads, k_dtype),
+        "cos": angles.cos().to(table_dtype),
+        "sin": angles.sin().to(table_dtype),
+        "mrope_section": sections,
+    }
+
+
+CASES = (
+    Case("odd", "odd", batch=2, length=5, q_heads=3, k_heads=1, sections=(3, 4, 4), tables=1),
+    Case("a-table-each", "odd", batch=2, length=7, q_heads=4, k_heads=2, sections=(2, 5, 1)),
+    Case("long", "odd", batch=1, length=37, q_heads=2, k_heads=1, sections=(1, 1, 2)),
+    Case("as-many-samples-as-planes", "odd", batch=3, length=4, q_heads=2, k_heads=1, sections=(2, 3, 3)),
+    Case("one-pair", "edge", batch=1, length=1, q_heads=1, k_heads=1, sections=(1, 0, 0)),
+    Case("time-only", "edge", batch=2, length=5, q_heads=2, k_heads=1, sections=(8, 0, 0)),
+    Case("height-only", "edge", batch=2, length=5, q_heads=2, k_heads=1, sections=(0, 8, 0)),
+    Case("width-only", "edge", batch=2, length=5, q_heads=2, k_heads=1, sections=(0, 0, 8)),
+    Case("no-height", "edge", batch=2, length=5, q_heads=2, k_heads=1, sections=(5, 0, 3)),
+    Case("more-k-heads", "edge", batch=1, length=5, q_heads=2, k_heads=3, sections=(2, 3, 3)),
+    Case("many-heads", "edge", batch=1, length=2, q_heads=33, k_heads=5, sections=(2, 3, 3)),
+    Case("list-of-sections", "option", batch=2, length=5, q_heads=2, k_heads=1, sections=[2, 3, 3]),
+    Case("contiguous", "option", batch=2, length=5, q_heads=3, k_heads=1, sections=(2, 3, 3), transposed=False),
+    Case(
+        "float32-tables",
+        "option",
+        batch=2,
+        length=5,
+        q_heads=3,
+        k_heads=1,
+        sections=(2, 3, 3),
+        table_dtype=torch.float32,
+    ),
+    Case("float32-k", "option", batch=2, length=5, q_heads=3, k_heads=1, sections=(2, 3, 3), k_dtype=torch.float32),
+    Case("bfloat16-k", "option", batch=2, length=5, q_heads=3, k_heads=1, sections=(2, 3, 3), k_dtype=torch.bfloat16),
+    Case("big-values", "extreme", batch=1, length=5, q_heads=2, k_heads=1, sections=(2, 3, 3), scale=1e4),
+    Case("small", "small", batch=1, length=2048, q_heads=32, k_heads=8, sections=(16, 24, 24)),
+    Case("medium", "medium", batch=4, length=2048, q_heads=32, k_heads=8, sections=(16, 24, 24)),
+    Case("large", "large", batch=2, length=16384, q_heads=32, k_heads=8, sections=(16, 24, 24)),
+)
+
+HUGE = Case("huge", "large", batch=(1 << 9) + 3, length=1024, q_heads=32, k_heads=8, sections=(16, 24, 24), tables=1)
+
+
+def _bad(make: Make, **changed: Any) -> dict[str, Any]:
+    return {
+        "q": make.randn(2, 4, 5, 8),
+        "k": make.randn(2, 1, 5, 8),
+        "cos": make.randn(3, 2, 5, 8),
+        "sin": make.randn(3, 2, 5, 8),
+        "mrope_section": (1, 2, 1),
+        **changed,
+    }
+
+
+def _bad_tables(make: Make, *shape: int) -> dict[str, Any]:
+    return _bad(make, cos=make.randn(*shape), sin=make.randn(*shape))
+
+
+BAD = (
+    Bad("integer-q", TypeError, ("q", "int64"), lambda make: _bad(make, q=make.integers(0, 9, 2, 4, 5, 8))),
+    Bad("integer-k", TypeError, ("k", "int64"), lambda make: _bad(make, k=make.integers(0, 9, 2, 1, 5, 8))),
+    Bad("integer-cos", TypeError, ("cos", "int64"), lambda make: _bad(make, cos=make.integers(0, 9, 3, 2, 5, 8))),
+    Bad("integer-sin", TypeError, ("sin", "int64"), lambda make: _bad(make, sin=make.integers(0, 9, 3, 2, 5, 8))),
+    Bad(
+        "sin-of-another-dtype",
+        TypeError,
+        ("sin", "bfloat16", "float32"),
+        lambda make: _bad(make, sin=make.randn(3, 2, 5, 8, dtype=torch.bfloat16)),
+    ),
+    Bad("flat-q", ValueError, ("q", "3 dimensions"), lambda make: _bad(make, q=make.randn(2, 5, 32))),
+    Bad("flat-k", ValueError, ("k", "3 dimensions"), lambda make: _bad(make, k=make.randn(2, 5, 8))),
+    Bad("odd-head-size", ValueError, ("q", "head size 7", "even"), lambda make: _bad(make, q=make.randn(2, 4, 5, 7))),
+    Bad("empty-heads", ValueError, ("q", "head size 0", "even"), lambda make: _bad(make, q=make.randn(2, 4, 5, 0))),
+    Bad("k-of-another-batch", ValueError, ("k", "(1, 1, 5, 8)"), lambda make: _bad(make, k=make.randn(1, 1, 5, 8))),
+    Bad("k-of-another-length", ValueError, ("k", "(2, 1, 3, 8)"), lambda make: _bad(make, k=make.randn(2, 1, 3, 8))),
+    Bad("k-of-another-head-size", ValueError, ("k", "(2, 1, 5, 4)"), lambda make: _bad(make, k=make.randn(2, 1, 5, 4))),
+    Bad("tables-of-one-plane", ValueError, ("cos", "3 dimensions"), lambda make: _bad_tables(make, 2, 5, 8)),
+    Bad("tables-of-two-planes", ValueError, ("cos", "(2, 2, 5, 8)"), lambda make: _bad_tables(make, 2, 2, 5, 8)),
+    Bad("tables-of-another-batch", ValueError, ("cos", "(3, 4, 5, 8)"), lambda make: _bad_tables(make, 3, 4, 5, 8)),
+    Bad("tables-of-half-a-head", ValueError, ("cos", "(3, 2, 5, 4)"), lambda make: _bad_tables(make, 3, 2, 5, 4)),
+    Bad("smaller-sin", ValueError, ("sin", "(3, 1, 5, 8)"), lambda make: _bad(make, sin=make.randn(3, 1, 5, 8))),
+    Bad("section-not-a-list", TypeError, ("mrope_section", "4"), lambda make: _bad(make, mrope_section=4)),
+    Bad("section-of-a-float", TypeError, ("mrope_section", "2.0"), lambda make: _bad(make, mrope_section=(1, 2.0, 1))),
+    Bad("negative-section", ValueError, ("mrope_section", "-1"), lambda make: _bad(make, mrope_section=(3, -1, 2))),
+    Bad("two-sections", ValueError, ("mrope_section", "(2, 2)"), lambda make: _bad(make, mrope_section=(2, 2))),
+    Bad("wrong-sum", ValueError, ("mrope_section", "(2, 3, 3)"), lambda make: _bad(make, mrope_section=(2, 3, 3))),
+)

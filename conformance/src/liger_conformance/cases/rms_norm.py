@@ -1,0 +1,55 @@
+"""Cases of rms_norm."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(
+    make: Make, *, rows: int | tuple[int, ...], hidden: int, weight: bool = True, scale: float = 1.0, **options: Any
+) -> dict[str, Any]:
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    weight_dtype = options.pop("weight_dtype", None)
+    return {
+        "x": make.randn(*rows, hidden) * scale,
+        "weight": make.randn(hidden, dtype=weight_dtype) if weight else None,
+        **options,
+    }
+
+
+CASES = (
+    Case("odd", "odd", rows=5, hidden=123),
+    Case("batched", "odd", rows=(2, 3), hidden=65),
+    Case("many-rows", "odd", rows=515, hidden=17),
+    Case("long-row", "odd", rows=2, hidden=5000),
+    Case("one-element", "edge", rows=1, hidden=1, eps=1.0),
+    Case("vector", "edge", rows=(), hidden=33),
+    Case("gemma", "option", rows=4, hidden=96, offset=1.0, casting_mode="gemma"),
+    Case("none", "option", rows=4, hidden=96, casting_mode="none"),
+    Case("eps", "option", rows=4, hidden=96, eps=0.5, scale=0.1),
+    Case("no-weight", "option", rows=4, hidden=96, weight=False),
+    Case("float32-weight", "option", rows=4, hidden=96, weight_dtype=torch.float32),
+    Case("tiny-values", "extreme", rows=4, hidden=64, scale=1e-4),
+    Case("big-values", "extreme", rows=4, hidden=64, scale=1e3),
+    Case("small", "small", rows=2048, hidden=2048),
+    Case("medium", "medium", rows=8192, hidden=4096),
+    Case("large", "large", rows=16384, hidden=8192),
+)
+
+HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+BAD = (
+    Bad("integer-x", TypeError, ("x", "int64"), lambda make: {"x": make.integers(0, 9, 2, 8), "weight": make.randn(8)}),
+    Bad("x-not-a-tensor", TypeError, ("x", "list"), lambda make: {"x": [1.0], "weight": make.randn(1)}),
+    Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: {"x": make.randn(), "weight": None}),
+    Bad("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: {"x": make.randn(2, 8), "weight": make.randn(7)}),
+    Bad(
+        "unknown-casting-mode",
+        ValueError,
+        ("casting_mode", "'lama'", "'llama'"),
+        lambda make: {"x": make.randn(2, 8), "weight": make.randn(8), "casting_mode": "lama"},
+    ),
+    Bad("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: {"x": make.randn(2, 8), "weight": None, "eps": "1"}),
+)

@@ -1,0 +1,111 @@
+"""Cases of rope."""
+
+import math
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(
+    make: Make,
+    *,
+    batch: int,
+    length: int,
+    q_heads: int,
+    k_heads: int,
+    head: int,
+    columns: int | None = None,
+    tables: int | None = 1,
+    transposed: bool = True,
+    scale: float = 1.0,
+    k_dtype: torch.dtype | None = None,
+    table_dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """`columns` are rotated (None: all). `tables` is the batch of cos and sin; None leaves that dimension out.
+
+    Every column has its own angle, the two halves of a head too.
+    """
+
+    def heads(number: int, dtype: torch.dtype | None) -> torch.Tensor:
+        if transposed:
+            return (make.randn(batch, length, number, head, dtype=dtype) * scale).transpose(1, 2)
+        return make.randn(batch, number, length, head, dtype=dtype) * scale
+
+    leading = () if tables is None else (tables,)
+    angles = make.uniform(*leading, length, columns or head, dtype=torch.float32) * 2 * math.pi
+    table_dtype = table_dtype or make.dtype
+    return {
+        "q": heads(q_heads, None),
+        "k": heads(k_heads, k_dtype),
+        "cos": angles.cos().to(table_dtype),
+        "sin": angles.sin().to(table_dtype),
+    }
+
+
+CASES = (
+    Case("odd", "odd", batch=2, length=5, q_heads=3, k_heads=1, head=22, tables=2),
+    Case("one-table", "odd", batch=2, length=7, q_heads=4, k_heads=2, head=16),
+    Case("long", "odd", batch=1, length=37, q_heads=2, k_heads=1, head=8),
+    Case("one-element", "edge", batch=1, length=1, q_heads=1, k_heads=1, head=2),
+    Case("more-k-heads", "edge", batch=1, length=5, q_heads=2, k_heads=3, head=16),
+    Case("many-heads", "edge", batch=1, length=2, q_heads=33, k_heads=5, head=16),
+    Case("contiguous", "option", batch=2, length=5, q_heads=3, k_heads=1, head=22, tables=2, transposed=False),
+    Case("no-batch-dimension", "option", batch=3, length=5, q_heads=2, k_heads=1, head=16, tables=None),
+    Case("partial", "option", batch=2, length=5, q_heads=2, k_heads=1, head=40, columns=16),
+    Case("partial-odd-halves", "option", batch=2, length=5, q_heads=2, k_heads=1, head=33, columns=10, tables=2),
+    Case(
+        "partial-contiguous", "option", batch=2, length=5, q_heads=2, k_heads=1, head=40, columns=24, transposed=False
+    ),
+    Case("two-columns", "option", batch=1, length=5, q_heads=2, k_heads=1, head=5, columns=2),
+    Case("float32-tables", "option", batch=2, length=5, q_heads=3, k_heads=1, head=16, table_dtype=torch.float32),
+    Case("float32-k", "option", batch=2, length=5, q_heads=3, k_heads=1, head=16, k_dtype=torch.float32),
+    Case("bfloat16-k", "option", batch=2, length=5, q_heads=3, k_heads=1, head=16, k_dtype=torch.bfloat16),
+    Case("big-values", "extreme", batch=1, length=5, q_heads=2, k_heads=1, head=16, scale=1e4),
+    Case("small", "small", batch=1, length=2048, q_heads=32, k_heads=8, head=128),
+    Case("medium", "medium", batch=4, length=2048, q_heads=32, k_heads=8, head=128),
+    Case("large", "large", batch=2, length=16384, q_heads=32, k_heads=8, head=128),
+)
+
+HUGE = Case("huge", "large", batch=(1 << 9) + 3, length=1024, q_heads=32, k_heads=8, head=128)
+
+
+def _bad(make: Make, **changed: Any) -> dict[str, Any]:
+    return {
+        "q": make.randn(2, 4, 3, 8),
+        "k": make.randn(2, 1, 3, 8),
+        "cos": make.randn(2, 3, 8),
+        "sin": make.randn(2, 3, 8),
+        **changed,
+    }
+
+
+def _bad_tables(make: Make, *shape: int) -> dict[str, Any]:
+    return _bad(make, cos=make.randn(*shape), sin=make.randn(*shape))
+
+
+BAD = (
+    Bad("integer-q", TypeError, ("q", "int64"), lambda make: _bad(make, q=make.integers(0, 9, 2, 4, 3, 8))),
+    Bad("integer-k", TypeError, ("k", "int64"), lambda make: _bad(make, k=make.integers(0, 9, 2, 1, 3, 8))),
+    Bad("integer-cos", TypeError, ("cos", "int64"), lambda make: _bad(make, cos=make.integers(0, 9, 2, 3, 8))),
+    Bad("integer-sin", TypeError, ("sin", "int64"), lambda make: _bad(make, sin=make.integers(0, 9, 2, 3, 8))),
+    Bad(
+        "sin-of-another-dtype",
+        TypeError,
+        ("sin", "bfloat16", "float32"),
+        lambda make: _bad(make, sin=make.randn(2, 3, 8, dtype=torch.bfloat16)),
+    ),
+    Bad("flat-q", ValueError, ("q", "3 dimensions"), lambda make: _bad(make, q=make.randn(2, 3, 32))),
+    Bad("flat-k", ValueError, ("k", "3 dimensions"), lambda make: _bad(make, k=make.randn(2, 3, 8))),
+    Bad("k-of-another-batch", ValueError, ("k", "(1, 1, 3, 8)"), lambda make: _bad(make, k=make.randn(1, 1, 3, 8))),
+    Bad("k-of-another-length", ValueError, ("k", "(2, 1, 5, 8)"), lambda make: _bad(make, k=make.randn(2, 1, 5, 8))),
+    Bad("k-of-another-head-size", ValueError, ("k", "(2, 1, 3, 4)"), lambda make: _bad(make, k=make.randn(2, 1, 3, 4))),
+    Bad("tables-with-heads", ValueError, ("cos", "4 dimensions", "2 to 3"), lambda make: _bad_tables(make, 2, 1, 3, 8)),
+    Bad("tables-of-another-batch", ValueError, ("cos", "(3, 3, 8)"), lambda make: _bad_tables(make, 3, 3, 8)),
+    Bad("tables-of-another-length", ValueError, ("cos", "(4, 8)", "(3, 8)"), lambda make: _bad_tables(make, 4, 8)),
+    Bad("smaller-sin", ValueError, ("sin", "(3, 8)", "(2, 3, 8)"), lambda make: _bad(make, sin=make.randn(3, 8))),
+    Bad("odd-columns", ValueError, ("cos", "7 columns", "even"), lambda make: _bad_tables(make, 3, 7)),
+    Bad("no-columns", ValueError, ("cos", "0 columns"), lambda make: _bad_tables(make, 3, 0)),
+    Bad("too-many-columns", ValueError, ("cos", "10 columns", "8"), lambda make: _bad_tables(make, 3, 10)),
+)

@@ -1,0 +1,59 @@
+"""Cases of softmax."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(
+    make: Make,
+    *,
+    rows: int | tuple[int, ...],
+    columns: int,
+    scale: float = 1.0,
+    masked: float = 0.0,
+    masked_rows: int = 0,
+) -> dict[str, Any]:
+    """`masked` is the probability that an element is −inf; in the first `masked_rows` rows all are."""
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    x = make.randn(*rows, columns) * scale
+    if masked or masked_rows:
+        hidden = make.mask(masked, *x.shape)
+        hidden[..., 0] = False
+        hidden[:masked_rows] = True
+        x = x.masked_fill(hidden, -torch.inf)
+    return {"x": x}
+
+
+CASES = (
+    Case("odd", "odd", rows=5, columns=123),
+    Case("batched", "odd", rows=(2, 3), columns=65),
+    Case("many-rows", "odd", rows=133, columns=17),
+    Case("long-row", "odd", rows=2, columns=5000),
+    Case("very-long-row", "odd", rows=1, columns=(1 << 16) + 7),
+    Case("one-element", "edge", rows=1, columns=1),
+    Case("one-column", "edge", rows=7, columns=1),
+    Case("vector", "edge", rows=(), columns=33),
+    Case("equal-elements", "edge", rows=4, columns=64, scale=0.0),
+    Case("masked", "edge", rows=6, columns=70, masked=0.5),
+    Case("one-element-left", "edge", rows=4, columns=40, masked=1.0),
+    Case("all-masked-rows", "edge", rows=6, columns=70, masked=0.5, masked_rows=2),
+    Case("long-all-masked-row", "edge", rows=2, columns=5000, masked=0.9, masked_rows=1),
+    Case("sharp", "extreme", rows=4, columns=64, scale=20.0),
+    Case("big-values", "extreme", rows=4, columns=64, scale=1e4),
+    Case("long-big-values", "extreme", rows=2, columns=3000, scale=1e4),
+    Case("tiny-values", "extreme", rows=4, columns=64, scale=1e-4),
+    Case("small", "small", rows=4096, columns=1024),
+    Case("medium", "medium", rows=8192, columns=8192),
+    Case("large", "large", rows=8192, columns=32768),
+)
+
+HUGE = Case("huge", "large", rows=(1 << 13) + 3, columns=1 << 18)
+
+BAD = (
+    Bad("integer-x", TypeError, ("x", "int64"), lambda make: {"x": make.integers(0, 9, 2, 8)}),
+    Bad("x-not-a-tensor", TypeError, ("x", "list"), lambda make: {"x": [1.0]}),
+    Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: {"x": make.randn()}),
+)

@@ -1,0 +1,73 @@
+"""Cases of sparsemax."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+
+
+def build(
+    make: Make,
+    *,
+    shape: tuple[int, ...],
+    scale: float = 1.0,
+    mean: float = 0.0,
+    step: float | None = None,
+    masked: float = 0.0,
+    masked_rows: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """`step` rounds the values to its multiples, which makes ties, also with tau.
+
+    `masked` is the probability that an element is −inf; in the first `masked_rows` rows all are.
+    """
+    x = make.randn(*shape) * scale + mean
+    if step is not None:
+        x = (x / step).round() * step
+    if masked or masked_rows:
+        hidden = make.mask(masked, *shape)
+        hidden[..., 0] = False
+        hidden[:masked_rows] = True
+        x = x.masked_fill(hidden, -torch.inf)
+    return {"x": x, **options}
+
+
+CASES = (
+    Case("odd", "odd", shape=(5, 123)),
+    Case("batched", "odd", shape=(2, 3, 65)),
+    Case("many-rows", "odd", shape=(133, 17)),
+    Case("long-row", "odd", shape=(2, 5000)),
+    Case("one-element", "edge", shape=(1, 1)),
+    Case("one-column", "edge", shape=(7, 1)),
+    Case("vector", "edge", shape=(33,)),
+    Case("equal-elements", "edge", shape=(4, 64), scale=0.0),
+    Case("many-equal-elements", "edge", shape=(2, 3000), scale=0.0, mean=-2.0),
+    Case("ties", "edge", shape=(16, 40), step=0.5),
+    Case("ties-of-integers", "edge", shape=(16, 40), step=1.0),
+    Case("masked", "edge", shape=(6, 70), masked=0.5),
+    Case("one-element-left", "edge", shape=(4, 40), masked=1.0),
+    Case("all-masked-rows", "edge", shape=(6, 70), masked=0.5, masked_rows=2),
+    Case("first-dimension", "option", shape=(19, 5), dim=0),
+    Case("middle-dimension", "option", shape=(3, 19, 5), dim=1),
+    Case("dimension-from-the-end", "option", shape=(3, 19, 5), dim=-2),
+    Case("last-dimension", "option", shape=(3, 5, 19), dim=2),
+    Case("whole-support", "extreme", shape=(4, 64), scale=1e-4),
+    Case("large-support", "extreme", shape=(4, 1000), scale=1e-2),
+    Case("big-values", "extreme", shape=(4, 64), scale=1e4),
+    Case("far-from-zero", "extreme", shape=(4, 64), mean=1e4),
+    Case("small", "small", shape=(2048, 1024)),
+    Case("medium", "medium", shape=(4096, 8192)),
+    Case("large", "large", shape=(4096, 32768)),
+)
+
+HUGE = Case("huge", "large", shape=((1 << 15) + 3, 65536))
+
+BAD = (
+    Bad("integer-x", TypeError, ("x", "int64"), lambda make: {"x": make.integers(0, 9, 2, 8)}),
+    Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: {"x": make.randn()}),
+    Bad("dim-not-an-int", TypeError, ("dim", "None"), lambda make: {"x": make.randn(2, 8), "dim": None}),
+    Bad("dim-too-large", ValueError, ("dim", "2", "-2 to 1"), lambda make: {"x": make.randn(2, 8), "dim": 2}),
+    Bad("dim-too-small", ValueError, ("dim", "-3", "-2 to 1"), lambda make: {"x": make.randn(2, 8), "dim": -3}),
+    Bad("no-columns", ValueError, ("x", "(2, 0)", "one element"), lambda make: {"x": make.randn(2, 0)}),
+)

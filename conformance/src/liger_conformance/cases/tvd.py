@@ -1,0 +1,89 @@
+"""Cases of tvd."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+from liger_conformance.cases.cross_entropy import labels
+from liger_conformance.cases.jsd import logprobs
+
+
+def build(
+    make: Make,
+    *,
+    rows: int,
+    vocabulary: int,
+    scale: float = 1.0,
+    ignored: float | None = None,
+    garbage: bool = False,
+    ties: float = 0.0,
+    q_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """`ignored` is the share of ignored rows (None: no labels), which hold NaN with `garbage`.
+
+    `ties` is the probability that q is p.
+    """
+    wide = torch.promote_types(make.dtype, torch.float32)
+    p = logprobs(make, rows, vocabulary, scale, wide).exp().to(make.dtype)
+    q = logprobs(make, rows, vocabulary, scale, wide).exp().to(q_dtype or make.dtype)
+    q = q.where(~make.mask(ties, rows, vocabulary), p.to(q.dtype)) if ties else q
+    target = None
+    if ignored is not None:
+        target = labels(make, rows, vocabulary, ignored, options.get("ignore_index", -100))
+        if garbage:
+            p, q = (t.masked_fill((target == -100)[:, None], torch.nan) for t in (p, q))
+    return {"p": p, "q": q, "labels": target, **options}
+
+
+CASES = (
+    Case("odd", "odd", rows=5, vocabulary=123, ignored=0.3),
+    Case("plain", "odd", rows=7, vocabulary=65),
+    Case("many-rows", "odd", rows=133, vocabulary=17, ignored=0.1, reduction="mean"),
+    Case("long-row", "odd", rows=2, vocabulary=5000, reduction="sum"),
+    Case("one-element", "edge", rows=1, vocabulary=1, reduction="none"),
+    Case("one-row", "edge", rows=1, vocabulary=40),
+    Case("all-ignored", "edge", rows=3, vocabulary=33, ignored=1.0),
+    Case("all-ignored-mean", "edge", rows=3, vocabulary=33, ignored=1.0, reduction="mean"),
+    Case("ignored-class", "edge", rows=6, vocabulary=33, ignored=0.3, ignore_index=3),
+    Case("garbage-in-ignored-rows", "edge", rows=6, vocabulary=33, ignored=0.5, garbage=True),
+    Case("ties", "edge", rows=5, vocabulary=70, ties=0.4),
+    Case("equal", "edge", rows=5, vocabulary=70, ties=1.0, reduction="none"),
+    Case("mean", "option", rows=5, vocabulary=96, reduction="mean"),
+    Case("sum-ignored", "option", rows=5, vocabulary=96, ignored=0.3, reduction="sum"),
+    Case("none", "option", rows=5, vocabulary=97, reduction="none"),
+    Case("none-ignored", "option", rows=5, vocabulary=97, ignored=0.3, reduction="none", garbage=True),
+    Case("float32-q", "option", rows=5, vocabulary=96, q_dtype=torch.float32, ties=0.3),
+    Case("bfloat16-q", "option", rows=5, vocabulary=96, q_dtype=torch.bfloat16),
+    Case("big-values", "extreme", rows=4, vocabulary=64, scale=1e4),
+    Case("small", "small", rows=1024, vocabulary=32000),
+    Case("medium", "medium", rows=2048, vocabulary=128256),
+    Case("large", "large", rows=4096, vocabulary=128256),
+)
+
+HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, reduction="none")
+
+
+def _good(make: Make, **changed: Any) -> dict[str, Any]:
+    return {"p": make.uniform(3, 8), "q": make.uniform(3, 8), **changed}
+
+
+BAD = (
+    Bad("integer-p", TypeError, ("p", "int64"), lambda make: _good(make, p=make.integers(0, 9, 3, 8))),
+    Bad("integer-q", TypeError, ("q", "int64"), lambda make: _good(make, q=make.integers(0, 9, 3, 8))),
+    Bad("p-not-a-tensor", TypeError, ("p", "list"), lambda make: _good(make, p=[[1.0] * 8] * 3)),
+    Bad("vector-p", ValueError, ("p", "1 dimensions"), lambda make: _good(make, p=make.randn(8))),
+    Bad("narrow-q", ValueError, ("q", "(3, 7)", "(3, 8)"), lambda make: _good(make, q=make.randn(3, 7))),
+    Bad("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
+    Bad(
+        "short-labels", ValueError, ("labels", "(2,)", "(3,)"), lambda make: _good(make, labels=make.integers(0, 8, 2))
+    ),
+    Bad(
+        "unknown-reduction",
+        ValueError,
+        ("reduction", "'average'", "'batchmean'"),
+        lambda make: _good(make, reduction="average"),
+    ),
+    Bad("ignore-index-not-an-int", TypeError, ("ignore_index", "None"), lambda make: _good(make, ignore_index=None)),
+)

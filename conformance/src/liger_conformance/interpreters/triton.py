@@ -1,0 +1,178 @@
+"""Triton's CPU interpreter (`TRITON_INTERPRET=1`) repaired, and a record of which Triton kernels ran.
+
+With `TRITON_INTERPRET=1` Triton runs a kernel with numpy, which is how the suite runs Triton kernels without a GPU. As
+shipped it is silently wrong in places (bf16 is kept as its bits, and added as integers), lacks operations (libdevice,
+atomics of bf16), is kinder than a device (`eps` is a float64), and dereferences any pointer. `repair()` mends that, in
+this process.
+
+Each repair is a function that says what is wrong, and in which of the releases 3.4 to 3.9. When no supported release
+needs it any more, delete it, its line in `_REPAIRS` and its test.
+
+Importing this module does not import triton; calling its functions does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from liger_conformance.interpreters import (
+    triton_bounds,
+    triton_launch,
+    triton_operations,
+    triton_syntax,
+    triton_values,
+)
+
+__all__ = ["Launch", "launches", "repair"]
+
+# Each with the last release that needs it, None while every release does. A later one may wrap what an earlier one set.
+_REPAIRS: tuple[tuple[Callable[[ModuleType], None], tuple[int, int] | None], ...] = (
+    (triton_operations.repair_nan_in_min_max, (3, 7)),
+    (triton_operations.repair_fma, (3, 8)),
+    (triton_operations.repair_erf, None),
+    (triton_operations.repair_libdevice, None),
+    (triton_operations.repair_reductions, None),
+    (triton_operations.repair_scans, None),
+    (triton_values.repair_bf16_arithmetic, None),
+    (triton_values.repair_bf16_dot, None),
+    (triton_values.repair_tf32_dot, None),
+    (triton_values.repair_casts, None),
+    (triton_values.repair_bf16_constants, (3, 8)),
+    (triton_values.repair_bf16_atomics, None),
+    (triton_values.repair_scalar_arguments, None),
+    (triton_syntax.repair_syntax, None),
+    (triton_launch.repair_index, (3, 6)),
+    (triton_launch.repair_patching, None),
+    (triton_launch.repair_overflow_check, None),
+    (triton_launch.repair_autotune, None),
+    (triton_launch.repair_warnings, None),
+    (triton_launch.repair_bounds, None),
+)
+
+
+def repair(*, check_bounds: bool = True) -> None:
+    """Mend the interpreter of the installed triton, before any module that defines kernels is imported. Once is enough.
+
+    With `check_bounds`, a kernel that reads or writes outside every tensor that it was given raises `IndexError`, and
+    names them. The last call decides.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("Triton's interpreter is off: set TRITON_INTERPRET=1 before triton is imported")
+    import triton
+
+    major, minor, *_ = triton.__version__.split(".")
+    release = int(major), int(minor)
+    if release < (3, 4):
+        raise RuntimeError(f"triton {triton.__version__} is older than 3.4, the oldest whose interpreter this repairs")
+    from triton.runtime import interpreter
+
+    # Triton's own device functions, such as tl.max, were decorated when triton was imported.
+    if not isinstance(triton.language.max, interpreter.InterpretedFunction):
+        raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set: set it first")
+    _mend(interpreter, release)
+    triton_bounds.enabled = check_bounds
+
+
+@functools.cache
+def _mend(interpreter: ModuleType, release: tuple[int, int]) -> None:
+    for mend, last_release in _REPAIRS:
+        if last_release is None or release <= last_release:
+            mend(interpreter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launch of a Triton kernel: the kernel's name, the module that defines it, and its grid."""
+
+    kernel: str
+    module: str
+    grid: tuple[int, int, int]
+
+
+_recorders: list[list[Launch]] = []
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[list[Launch]]:
+    """Yield a list that grows by one `Launch` per kernel that is launched until the context ends, from whichever
+    thread.
+
+    Interpreted and compiled kernels both, but not those launched by code that torch.compile generated. Without triton
+    the list stays empty.
+    """
+    recorded: list[Launch] = []
+    if importlib.util.find_spec("triton") is not None:
+        _watch_launches()
+    _recorders.append(recorded)
+    try:
+        yield recorded
+    finally:
+        _recorders[:] = [recorder for recorder in _recorders if recorder is not recorded]
+
+
+def _record(fn: Any, grid: Any) -> None:
+    x, y, z, *_ = (*map(int, grid), 1, 1)
+    for recorder in _recorders:
+        recorder.append(Launch(fn.__name__, fn.__module__, (x, y, z)))
+
+
+@functools.cache
+def _watch_launches() -> None:
+    _watch_compiled_launches()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _watch_interpreted_launches()
+
+
+def _watch_compiled_launches() -> None:
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    @functools.wraps(launch)
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if warmup or not _recorders:
+            return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
+        sizes = grid
+
+        def evaluate(arguments: Any) -> Any:
+            nonlocal sizes
+            sizes = grid(arguments)
+            return sizes
+
+        compiled = launch(self, *args, grid=evaluate if callable(grid) else grid, warmup=warmup, **kwargs)
+        _record(self.fn, sizes)
+        return compiled
+
+    JITFunction.run = run
+
+
+def _watch_interpreted_launches() -> None:
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    launch = GridExecutor.__call__
+    set_grid_dim = InterpreterBuilder.set_grid_dim
+    running: list[Any] = []
+
+    @functools.wraps(launch)
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        running.append(self.fn)
+        try:
+            launch(self, *args, **kwargs)
+        finally:
+            running.pop()
+
+    # Called once per launch, before its first program runs.
+    @functools.wraps(set_grid_dim)
+    def set_and_record(self: Any, *grid: int) -> None:
+        set_grid_dim(self, *grid)
+        _record(running[-1], grid)
+
+    GridExecutor.__call__ = run
+    InterpreterBuilder.set_grid_dim = set_and_record

@@ -1,0 +1,203 @@
+"""Repairs of the values in Triton's interpreter: bf16, casts, tl.dot, and the types of arguments.
+
+A value is a `TensorHandle`: a numpy array beside a Triton dtype. numpy has no bf16, so those are kept as their bits, in
+uint16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+_BF16_NAN = 0x7FC0
+
+
+def to_fp32(bits: np.ndarray) -> np.ndarray:
+    """The values of bf16 bits, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """The bits of fp32 values in bf16, rounded to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), _BF16_NAN, rounded).astype(np.uint16)
+
+
+def _is_bf16(handle: Any) -> bool:
+    return hasattr(handle, "dtype") and handle.dtype.scalar.name == "bf16" and handle.data.dtype == np.uint16
+
+
+def _widen(handle: Any) -> Any:
+    import triton.language as tl
+
+    return type(handle)(to_fp32(handle.data), tl.float32) if _is_bf16(handle) else handle
+
+
+def _narrow(handle: Any) -> Any:
+    import triton.language as tl
+
+    return type(handle)(to_bf16(handle.data), tl.bfloat16) if handle.data.dtype == np.float32 else handle
+
+
+def repair_bf16_arithmetic(interpreter: ModuleType) -> None:
+    """Arithmetic, comparisons, clamp and fma of bf16 treat its bits as integers: 1.0 + 1.0 is inf. All releases.
+
+    Here they are done in fp32 and rounded once, as on a device.
+    """
+    builder = interpreter.InterpreterBuilder
+
+    def in_fp32(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def compute(self: Any, *arguments: Any) -> Any:
+            if not any(map(_is_bf16, arguments)):
+                return method(self, *arguments)
+            return _narrow(method(self, *map(_widen, arguments)))
+
+        return compute
+
+    for name in ("binary_op", "unary_op", "create_clampf", "create_fma"):
+        setattr(builder, name, in_fp32(getattr(builder, name)))
+
+
+def repair_bf16_dot(interpreter: ModuleType) -> None:
+    """tl.dot multiplies the bits of bf16 operands as integers. All releases."""
+    builder = interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+
+    @functools.wraps(create_dot)
+    def dot(self: Any, a: Any, b: Any, *arguments: Any) -> Any:
+        return create_dot(self, _widen(a), _widen(b), *arguments)
+
+    builder.create_dot = dot
+
+
+def repair_tf32_dot(interpreter: ModuleType) -> None:
+    """tl.dot of fp32 operands is exact whatever its `input_precision`, whose default on NVIDIA's devices is "tf32": 10
+    bits of mantissa. A kernel that forgets to ask for "ieee" would pass here and fail there. All releases.
+    """
+    builder = interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+    tf32 = interpreter._ir.INPUT_PRECISION.TF32
+
+    def rounded(handle: Any) -> Any:
+        if handle.data.dtype != np.float32:
+            return handle
+        bits = np.ascontiguousarray(handle.data).view(np.uint32)
+        bits = np.where(np.isfinite(handle.data), (bits + 0x1000) & 0xFFFFE000, bits)
+        return type(handle)(bits.view(np.float32), handle.dtype)
+
+    @functools.wraps(create_dot)
+    def dot(self: Any, a: Any, b: Any, accumulator: Any, input_precision: Any, *arguments: Any) -> Any:
+        if input_precision == tf32:
+            a, b = rounded(a), rounded(b)
+        return create_dot(self, a, b, accumulator, input_precision, *arguments)
+
+    builder.create_dot = dot
+
+
+def repair_casts(interpreter: ModuleType) -> None:
+    """fp32 to bf16 truncates, which doubles the error, biases sums and makes some NaN inf. Casts between bf16 and int take
+    the bits for the value, as does one of a comparison of fp32, whose result says that it is fp32. All releases.
+    """
+    import triton.language as tl
+
+    builder = interpreter.InterpreterBuilder
+    cast_impl = builder.cast_impl
+    create_fp_to_fp = builder.create_fp_to_fp
+    towards_zero = interpreter._ir.ROUNDING_MODE.RTZ
+
+    @functools.wraps(cast_impl)
+    def cast(self: Any, source: Any, dtype: Any) -> Any:
+        if _is_bf16(source):
+            return source if dtype.scalar == tl.bfloat16 else cast(self, _widen(source), dtype)
+        if dtype.scalar == tl.bfloat16:
+            return _narrow(type(source)(source.data.astype(np.float32), tl.float32))
+        return cast_impl(self, source, dtype)
+
+    @functools.wraps(create_fp_to_fp)
+    def cast_with_rounding(self: Any, source: Any, dtype: Any, rounding: Any) -> Any:
+        if rounding != towards_zero or dtype.scalar != tl.bfloat16:  # casts of fp8
+            return create_fp_to_fp(self, source, dtype, rounding)
+        values = source.data.astype(np.float32)
+        truncated = np.where(np.isnan(values), _BF16_NAN, values.view(np.uint32) >> 16)
+        return type(source)(truncated.astype(np.uint16), tl.bfloat16)
+
+    builder.cast_impl = cast
+    builder.create_fp_to_fp = cast_with_rounding
+
+
+def repair_bf16_constants(interpreter: ModuleType) -> None:
+    """A constant in bf16 raises, in tl.full(...) or x * 0.5: there is no get_bf16. Until 3.8."""
+    import triton.language as tl
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return interpreter.TensorHandle(to_bf16(np.array([value], np.float32)), tl.bfloat16)
+
+    interpreter.InterpreterBuilder.get_bf16 = get_bf16
+
+
+def repair_bf16_atomics(interpreter: ModuleType) -> None:
+    """tl.atomic_add of bf16 raises "Unsupported data type". All releases. (The other atomics of bf16 don't compile
+    either.)
+    """
+    import triton.language as tl
+
+    builder = interpreter.InterpreterBuilder
+    create_atomic_rmw = builder.create_atomic_rmw
+    add = interpreter._ir.ATOMIC_OP.FADD
+
+    @functools.wraps(create_atomic_rmw)
+    def atomic_rmw(self: Any, operation: Any, pointer: Any, value: Any, mask: Any, *options: Any) -> Any:
+        if operation != add or not _is_bf16(value):
+            return create_atomic_rmw(self, operation, pointer, value, mask, *options)
+        shape = value.data.shape
+        active = np.broadcast_to(mask.data, shape)
+        addresses, addends = np.broadcast_to(pointer.data, shape)[active], to_fp32(value.data[active])
+        before = np.zeros(addresses.shape, np.uint16)
+        # Lanes that share an address take turns, in their order, and each rounds its own sum.
+        turns = _earlier_equals(addresses)
+        for turn in range(turns.max(initial=-1) + 1):
+            lanes = turns == turn
+            unmasked = np.ones(np.count_nonzero(lanes), bool)
+            current = interpreter._interpreter.load(addresses[lanes], unmasked, before[lanes], before.dtype)
+            interpreter._interpreter.store(addresses[lanes], to_bf16(to_fp32(current) + addends[lanes]), unmasked)
+            before[lanes] = current
+        result = np.zeros(shape, np.uint16)
+        result[active] = before
+        return interpreter.TensorHandle(result, tl.bfloat16)
+
+    builder.create_atomic_rmw = atomic_rmw
+
+
+def _earlier_equals(keys: np.ndarray) -> np.ndarray:
+    """For each key, how many keys before it are equal to it."""
+    order = np.argsort(keys, kind="stable")
+    position = np.arange(keys.size)
+    starts_a_run = np.diff(keys[order], prepend=0) != 0
+    count = np.empty(keys.size, np.int64)
+    count[order] = position - np.maximum.accumulate(np.where(starts_a_run, position, 0))
+    return count
+
+
+def repair_scalar_arguments(interpreter: ModuleType) -> None:
+    """A float argument stays a Python float: it has no `.to`, and bf16 times it is bf16, where on a device the argument
+    is fp32 and so is the product. All releases. A bool argument raises, until 3.7.
+    """
+    import triton.language as tl
+
+    convert = interpreter._implicit_cvt
+
+    @functools.wraps(convert)
+    def convert_argument(argument: Any) -> Any:
+        if isinstance(argument, bool):
+            return tl.tensor(interpreter.TensorHandle(np.array([argument]), tl.int1), tl.int1)
+        if isinstance(argument, float):
+            return tl.tensor(interpreter.TensorHandle(np.array([argument], np.float32), tl.float32), tl.float32)
+        return convert(argument)
+
+    interpreter._implicit_cvt = convert_argument

@@ -1,0 +1,215 @@
+"""The pytest plugin: which implementations are checked, on what, and the report at the end.
+
+``pytest --pyargs liger_conformance --impl=acme`` checks the language ``acme``, wherever its package comes from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import liger_core
+from liger_conformance import interpreters
+from liger_conformance.case import QUICK, Case, cases_of
+from liger_conformance.known import KnownFailures
+from liger_conformance.report import Report, classify
+from liger_conformance.running import Target
+from liger_core.backend import backends, not_installed
+from liger_core.contract import ops
+
+SUITE = "liger_conformance.suite"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+targets_key = pytest.StashKey[list[Target]]()
+known_key = pytest.StashKey[KnownFailures]()
+report_key = pytest.StashKey[Report]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("liger", "liger conformance")
+    group.addoption(
+        "--impl", action="append", default=[], metavar="LANGUAGE", help="check this language (repeatable; default: all)"
+    )
+    group.addoption("--op", action="append", default=[], metavar="OP", help="check this op (repeatable; default: all)")
+    group.addoption("--device", help="where: cuda, npu, xpu or cpu (default: this machine's accelerator)")
+    group.addoption("--report", metavar="DIR", type=Path, help="write the matrix to DIR/conformance.json and .md")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "cases(groups, dtypes, first, kernels, out_of_range, huge): the cases and targets that a conformance test takes",
+    )
+    config.addinivalue_line("markers", "slow: sizes of real models, and what takes long; run with -m slow")
+    device = config.getoption("--device") or liger_core.infer_device()
+    interpreters.prepare(device)
+    for name in config.getoption("--op"):
+        if name not in ops:
+            raise pytest.UsageError(f"--op={name}: there is no such op; the ops are {', '.join(sorted(ops))}")
+    targets = []
+    report = Report(device)
+    for language in config.getoption("--impl") or ["torch", *(b.language for b in backends())]:
+        if language == "torch":
+            chosen, backend, lane = device, None, "passed"
+        else:
+            backend = next((b for b in backends() if b.language == language), None)
+            if backend is None:
+                raise pytest.UsageError(f"--impl={language}: {not_installed(language)}")
+            chosen = device if device in backend.devices else "cpu" if "cpu" in backend.devices else device
+            lane = "interpreted" if interpreters.interprets(backend, chosen) else "passed"
+            why = backend.missing(chosen) or _absent(chosen)
+            if why is None and chosen != device and config.getoption("--device"):
+                why = f"--device={device} was asked for, and {language} runs on {', '.join(backend.devices)}"
+            if why is not None:
+                if language in config.getoption("--impl"):
+                    raise pytest.UsageError(f"--impl={language} can't run here: {why}")
+                report.not_run(language, chosen, why)
+                continue
+            if lane == "interpreted":
+                interpreters.repair(backend)
+        for name in sorted(config.getoption("--op") or ops):
+            if backend is None or backend.has_kernel(name):
+                targets.append(Target(ops[name], language, chosen, backend, lane))
+            else:
+                report.not_claimed(name, language, chosen)
+    config.stash[targets_key] = targets
+    config.stash[known_key] = KnownFailures({t.backend.language: t.backend.package for t in targets if t.backend})
+    config.stash[report_key] = report
+
+
+def _absent(device: str) -> str | None:
+    if device == "cpu":
+        return None
+    module = getattr(torch, device, None)
+    return None if module is not None and module.is_available() else f"this machine has no {device} device"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # Asked for one implementation, the tests of the suite itself are not meant.
+    if (
+        config.getoption("--impl")
+        and collection_path.parent.name == "tests"
+        and collection_path.parent.parent.name == "conformance"
+    ):
+        return True
+    return None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if not metafunc.module.__name__.startswith(SUITE):
+        return
+    wants = metafunc.fixturenames
+    targets = metafunc.config.stash[targets_key]
+    if "language" in wants:
+        metafunc.parametrize("language", sorted({t.language for t in targets if t.backend}))
+        return
+    if "target" not in wants:
+        return
+    mark = next(metafunc.definition.iter_markers("cases"), None)
+    options = mark.kwargs if mark else {}
+    groups, dtypes = options.get("groups", QUICK), options.get("dtypes", DTYPES)
+    names, rows = [n for n in ("target", "case", "bad", "dtype") if n in wants], []
+    for target in targets:
+        if not _concerns(target, options):
+            continue
+        cases: list[Any] = [None]
+        if "case" in wants:
+            cases = [case for case in cases_of(target.op.name).cases if case.group in groups]
+            cases = cases[: options.get("first")]
+        elif "bad" in wants:
+            cases = list(cases_of(target.op.name).bad)
+        for case in cases:
+            for dtype in dtypes if "dtype" in wants else [None]:
+                values = {"target": target, "case": case, "bad": case, "dtype": dtype}
+                text = [str(target), *([str(case)] if case is not None else []), *([_short(dtype)] if dtype else [])]
+                slow = isinstance(case, Case) and case.group not in QUICK
+                rows.append(
+                    pytest.param(*(values[n] for n in names), id="-".join(text), marks=[pytest.mark.slow] * slow)
+                )
+    metafunc.parametrize(names, rows)
+
+
+def _concerns(target: Target, options: dict[str, Any]) -> bool:
+    if options.get("kernels") and target.backend is None:
+        return False
+    if options.get("out_of_range") and all(bad.error is not IndexError for bad in cases_of(target.op.name).bad):
+        return False
+    return not (options.get("huge") and cases_of(target.op.name).huge is None)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    known = config.stash[known_key]
+    # A test that none of the targets takes is left by pytest as one item without parameters.
+    idle = {item for item in items if _of_suite(item) and not any(map(_is_set, item.callspec.params.values()))}  # type: ignore
+    items[:] = [item for item in items if item not in idle]
+    suite = [item for item in items if _of_suite(item)]
+    for item in suite:
+        values = item.callspec.params  # type: ignore[attr-defined]
+        target = values.get("target")
+        if target is None:
+            continue
+        dtype = values.get("dtype")
+        place = (target.op.name, target.language, target.device, _short(dtype) if dtype else "any", target.lane)
+        item.user_properties.append(("liger", place))
+        if reason := known.reason(target.language, item.name):
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+    if not config.getoption("--op"):
+        known.collected({item.name for item in suite})
+    # The slow ones only when the command line speaks of them.
+    if "slow" not in (config.option.markexpr or ""):
+        slow = [item for item in suite if item.get_closest_marker("slow")]
+        if slow:
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if item not in set(slow)]
+
+
+def _of_suite(item: pytest.Item) -> bool:
+    module = getattr(item, "module", None)
+    return module is not None and module.__name__.startswith(SUITE) and hasattr(item, "callspec")
+
+
+def _is_set(value: object) -> bool:
+    return isinstance(value, (Target, str))
+
+
+@pytest.fixture
+def known_failures(request: pytest.FixtureRequest) -> KnownFailures:
+    """What each implementation declares as failing."""
+    return request.config.stash[known_key]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if _config is not None:
+        for name, place in report.user_properties:
+            if name == "liger" and (outcome := classify(report, place[4])):
+                _config.stash[report_key].add(tuple(place[:4]), outcome, report)
+
+
+_config: pytest.Config | None = None
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    global _config
+    _config = session.config
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    report = config.stash[report_key]
+    if report.ran:
+        terminalreporter.section("conformance")
+        terminalreporter.write(report.text(terminalreporter._tw.fullwidth))
+        if directory := config.getoption("--report"):
+            report.write(directory)
+            terminalreporter.write_line(f"written to {directory}/conformance.json and {directory}/conformance.md")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    global _config
+    _config = None

@@ -1,0 +1,162 @@
+"""What a run found: op × language × device × dtype. Outcomes are counted apart and never added up."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter, defaultdict
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OUTCOMES = ("failed", "known failure", "passed", "interpreted", "not claimed", "not run")
+"""In the order of a cell. ``interpreted`` passed with no hardware involved."""
+
+NOT_CLAIMED = "not claimed: "
+"""How a skip's reason starts when the implementation refuses the case."""
+
+Place = tuple[str, str, str, str]
+"""op, language, device, dtype (``any``: the test is of no dtype)."""
+
+
+def classify(report: Any, lane: str) -> str | None:
+    """The outcome that a test's phase shows, or None when it shows nothing yet."""
+    if report.skipped:
+        if hasattr(report, "wasxfail"):
+            return "known failure"
+        return "not claimed" if reason_of(report).startswith(NOT_CLAIMED) else "not run"
+    if report.failed:
+        return "failed"
+    return lane if report.when == "call" else None
+
+
+def reason_of(report: Any) -> str:
+    """Why a test was skipped."""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
+
+
+class Report:
+    """Collects outcomes; prints and writes the matrix.
+
+    Args:
+        device: the device type of the run.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.counts: dict[Place, Counter[str]] = defaultdict(Counter)
+        self.reasons: dict[str, Counter[str]] = {
+            "not claimed": Counter(),
+            "not run": Counter(),
+            "known failure": Counter(),
+        }
+        self.languages_not_run: list[tuple[str, str, str]] = []
+        self.ran = 0
+
+    def not_run(self, language: str, device: str, why: str) -> None:
+        """A whole language that can't run here."""
+        self.languages_not_run.append((language, device, why))
+
+    def not_claimed(self, op: str, language: str, device: str) -> None:
+        """An op that a language has no kernel for."""
+        self.counts[op, language, device, "any"]["not claimed"] += 1
+
+    def add(self, place: Place, outcome: str, report: Any) -> None:
+        """A test's outcome."""
+        self.ran += 1
+        self.counts[place][outcome] += 1
+        if outcome in self.reasons:
+            reason = report.wasxfail if outcome == "known failure" else reason_of(report).removeprefix(NOT_CLAIMED)
+            self.reasons[outcome][reason] += 1
+
+    def heading(self) -> dict[str, str]:
+        """Versions and hardware."""
+        facts = {
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+            "machine": platform.machine(),
+            "device": self.device,
+        }
+        if self.device != "cpu":
+            facts["device"] = f"{self.device}: {getattr(torch, self.device).get_device_name()}"
+        facts["python"] = platform.python_version()
+        names = ["torch", "triton", "triton-ascend", "cuda-tile", "torch-npu", "liger-core", "liger-conformance"]
+        names += [
+            f"liger-{language}" for language in sorted({place[1] for place in self.counts}) if language != "torch"
+        ]
+        for name in names:
+            try:
+                facts[name] = version(name)
+            except PackageNotFoundError:
+                continue
+        return facts
+
+    def rows(self) -> tuple[list[str], list[tuple[str, list[str]]]]:
+        """The matrix: column heads, and for each op its cells."""
+        columns = sorted(
+            {place[1:] for place in self.counts}, key=lambda c: (c[0] != "torch", c[0], c[1], _DTYPE_ORDER.get(c[2], 9))
+        )
+        table = []
+        for op in sorted({place[0] for place in self.counts}):
+            table.append((op, [_cell(self.counts.get((op, *column), Counter())) for column in columns]))
+        return [f"{language}/{device} {dtype}" for language, device, dtype in columns], table
+
+    def text(self, width: int) -> str:
+        """The matrix for a terminal."""
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console(width=max(width, 100), record=False, force_terminal=False, no_color=True)
+        heads, table = self.rows()
+        grid = Table(title=", ".join(f"{k} {v}" for k, v in self.heading().items()), title_justify="left")
+        grid.add_column("op", no_wrap=True)
+        for head in heads:
+            grid.add_column(head)
+        for op, cells in table:
+            grid.add_row(op, *cells)
+        with console.capture() as capture:
+            console.print(grid)
+        return capture.get() + "".join(f"{line}\n" for line in self._notes())
+
+    def _notes(self) -> list[str]:
+        notes = [f"not run: {language} on {device}: {why}" for language, device, why in self.languages_not_run]
+        for outcome, reasons in self.reasons.items():
+            notes += [f"{outcome} ({count}): {reason}" for reason, count in sorted(reasons.items())]
+        return notes
+
+    def write(self, directory: Path) -> None:
+        """Write conformance.json and conformance.md."""
+        directory.mkdir(parents=True, exist_ok=True)
+        heads, table = self.rows()
+        lines = ["# Conformance", "", ", ".join(f"{k} {v}" for k, v in self.heading().items()), ""]
+        lines += ["| op | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        lines += [f"| {op} | " + " | ".join(cells) + " |" for op, cells in table]
+        lines += ["", *(f"- {note}" for note in self._notes())]
+        (directory / "conformance.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+        cells = [
+            dict(zip(("op", "language", "device", "dtype"), place, strict=True)) | {"outcomes": dict(counts)}
+            for place, counts in sorted(self.counts.items())
+        ]
+        whole = {
+            "heading": self.heading(),
+            "cells": cells,
+            "languages not run": [
+                dict(zip(("language", "device", "why"), entry, strict=True)) for entry in self.languages_not_run
+            ],
+            "reasons": {outcome: dict(reasons) for outcome, reasons in self.reasons.items()},
+        }
+        (directory / "conformance.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+_DTYPE_ORDER = {"float32": 0, "bfloat16": 1, "float16": 2, "any": 3}
+
+
+def _cell(counts: Counter[str]) -> str:
+    parts = []
+    for outcome in OUTCOMES:
+        if n := counts[outcome]:
+            parts.append(outcome if outcome == "not claimed" and sum(counts.values()) == n else f"{n} {outcome}")
+    return ", ".join(parts) or "-"

@@ -1,0 +1,235 @@
+"""The interface is the contract's: signatures, errors, the kernel that runs, and torch.compile."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_core
+from liger_conformance import interpreters
+from liger_conformance.case import QUICK, Bad, Case, Make, cases_of
+from liger_conformance.compare import compare, same_bits
+from liger_conformance.known import KnownFailures
+from liger_conformance.running import (
+    Target,
+    baseline_and_truth,
+    complete,
+    evaluate,
+    incoming_for,
+    name_results,
+    only,
+    present,
+)
+from liger_conformance.suite.test_values import arguments_of
+from liger_core import dispatch
+
+
+@pytest.mark.cases(kernels=True)
+def test_signature(target: Target) -> None:
+    """Parameters, kinds and defaults of `forward` and `refuses` are the contract's."""
+    expected = [(p.name, p.kind, p.default) for p in target.op.signature.parameters.values()]
+    for name, extra in (("forward", 1), ("refuses", 0)):
+        function: Callable[..., Any] | None = getattr(target.kernel, name, None)
+        if function is not None:
+            found = [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+            assert found[extra:] == expected, f"{name} has another signature than {target.op!r}"
+
+
+@pytest.mark.cases(kernels=True)
+def test_backward_signature(target: Target) -> None:
+    """`backward` takes each option of the contract by keyword."""
+    parameters = inspect.signature(target.kernel.backward).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(target.op.options)
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=2)
+def test_route(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """The package that was asked for launches the kernels, all of them, also inside composed ops."""
+    arguments = complete(target.op, arguments_of(target, case, dtype))
+    with interpreters.launches() as launches, only(target):
+        with torch.no_grad():
+            target.op(**arguments)
+        forward_launches = len(launches)
+        evaluate(target.op, target.op, arguments)
+    if target.backend is None:
+        assert not launches, f"the reference launched {launches[0]}"
+        return
+    foreign = [launch for launch in launches if not launch.module.startswith(f"{target.backend.package}.")]
+    assert not foreign, f"{foreign[0].kernel} of {foreign[0].module} ran where {target} was asked for"
+    if interpreters.counts_launches(target.backend):
+        assert forward_launches, f"{target} launched no kernel: it computes by other means"
+
+
+def test_bad_input(target: Target, bad: Bad) -> None:
+    """The reference's error, before any kernel runs."""
+    op = target.op
+    if bad.error is IndexError and target.device != "cpu":
+        pytest.skip("values are not read on an accelerator: test_values_out_of_range")
+    texts = []
+    for language in ("torch", target.language):
+        arguments = bad.build(Make(torch.float32, target.device))
+        with liger_core.use(language), pytest.raises(bad.error) as caught:
+            op(**arguments)
+        assert type(caught.value) is bad.error
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1], "another message than the reference's"
+    for word in (op.name, *bad.says):
+        assert word in texts[1], f"the message doesn't say {word!r}: {texts[1]}"
+
+
+@pytest.mark.cases(out_of_range=True)
+def test_values_out_of_range(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label or an index out of range is never read: NaN on an accelerator, IndexError under LIGER_KERNEL_CHECK=1."""
+    op = target.op
+    wrong = [bad for bad in cases_of(op.name).bad if bad.error is IndexError]
+    monkeypatch.setattr(op, "_check_values", None)  # what an accelerator does without LIGER_KERNEL_CHECK
+    for bad in wrong:
+        with only(target):
+            results = name_results(op, op(**bad.build(Make(torch.float32, target.device))))
+        assert next(iter(results.values())).isnan().any(), f"{bad} gives a number"
+    monkeypatch.undo()
+    monkeypatch.setattr(dispatch, "settings", lambda: dispatch.Settings(None, False, True))
+    for bad in wrong:
+        with liger_core.use(target.language), pytest.raises(IndexError, match=op.name):
+            op(**bad.build(Make(torch.float32, target.device)))
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.float32,), first=1, kernels=True)
+def test_float64(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Only the reference takes float64; a kernel that is demanded says so."""
+    arguments = arguments_of(target, case, torch.float64)
+    with liger_core.use(target.language), pytest.raises(liger_core.Unsupported, match="float64"):
+        target.op(**arguments)
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.float32,), first=1)
+def test_autocast(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Autocast casts the operands of a matmul and nothing else."""
+    op = target.op
+    arguments = complete(op, arguments_of(target, case, dtype))
+    with only(target), torch.autocast(target.device, torch.bfloat16):
+        actual = evaluate(op, op, arguments)
+    cast = {n: v.bfloat16() if n in op.autocast and v is not None else v for n, v in arguments.items()}
+    with only(target):
+        expected = evaluate(op, op, cast)
+    for name, value in actual.results.items():
+        assert same_bits(value, expected.results[name]), f"{name} differs under autocast"
+    for name, value in actual.gradients.items():
+        assert value is None or value.dtype is arguments[name].dtype
+        wanted = expected.gradients[name]
+        assert value is wanted or same_bits(value, wanted.to(value.dtype)), (
+            f"the gradient of {name} differs under autocast"
+        )
+
+
+@pytest.mark.parametrize("start", ["cold", "warm"])
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.float32,), first=1)
+def test_compile(target: Target, case: Case, dtype: torch.dtype, start: str) -> None:
+    """`torch.compile(fullgraph=True)`, forward and backward, with sizes that change."""
+    if target.lane == "interpreted":
+        pytest.skip("an interpreter can't be traced by torch.compile")
+    op = target.op
+    backend = "aot_eager" if target.device == "cpu" else "inductor"
+    torch.compiler.reset()
+    op.forget_plans()
+    with liger_core.use(target.language):
+        if start == "warm":
+            op(**arguments_of(target, case, dtype))
+        compiled = torch.compile(op, fullgraph=True, backend=backend)
+        for draw in range(2):
+            arguments = arguments_of(target, case, dtype, draw)
+            if draw:
+                arguments = more_rows(arguments, op.names[0])
+            baseline, truth = baseline_and_truth(op, arguments)
+            actual = evaluate(op, compiled, arguments)
+            for name, value in actual.items().items():
+                compare(name, value, baseline.items()[name], truth.items()[name])
+
+
+def more_rows(arguments: dict[str, Any], first: str) -> dict[str, Any]:
+    """The arguments twice over, along the rows that every tensor shares with the first."""
+    rows = arguments[first].shape[0]
+    return {
+        name: torch.cat([value, value])
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows
+        else value
+        for name, value in arguments.items()
+    }
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+def test_graph_capture(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Forward and backward are captured in a CUDA graph and replayed on other data: there is no host sync."""
+    if target.device != "cuda":
+        pytest.skip("CUDA graphs need a CUDA device")
+    op = target.op
+    arguments = complete(op, arguments_of(target, case, dtype))
+    other = complete(op, arguments_of(target, case, dtype, draw=1))
+    with only(target):
+        expected = evaluate(op, op, other)
+        incoming = {n: v.clone() for n, v in evaluate_incoming(target, arguments).items()}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            evaluate(op, op, arguments, None, incoming)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = evaluate(op, op, arguments, None, incoming)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            value.copy_(other[name])
+    graph.replay()
+    for name, value in expected.items().items():
+        assert same_bits(value, captured.items()[name]), f"{name} differs when a graph is replayed"
+
+
+def evaluate_incoming(target: Target, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return incoming_for(target.op, name_results(target.op, target.op(**arguments)))
+
+
+@pytest.mark.slow
+@pytest.mark.cases(huge=True, dtypes=(torch.bfloat16,))
+def test_huge(target: Target, dtype: torch.dtype) -> None:
+    """A tensor of more than 2^31 elements: the first and the last rows are right, and so are their gradients."""
+    op = target.op
+    huge = cases_of(op.name).huge
+    assert huge is not None
+    if target.device == "cpu":
+        pytest.skip("more than 2^31 elements need an accelerator")
+    arguments = complete(op, arguments_of(target, huge, dtype))
+    rows = arguments[op.names[0]].shape[0]
+    ends = torch.tensor([0, 1, rows - 2, rows - 1], device=target.device)
+
+    def of_ends(values: dict[str, Any]) -> dict[str, Any]:
+        return {n: v.index_select(0, ends) if _has_rows(v, rows) else v for n, v in values.items()}
+
+    few = of_ends(arguments)
+    wanted = tuple(name for name in present(op, arguments) if _has_rows(arguments[name], rows))
+    try:
+        with torch.no_grad(), only(target):
+            incoming = incoming_for(op, name_results(op, op(**arguments)))
+        few_incoming = of_ends(incoming)
+        with only(target):
+            actual = evaluate(op, op, arguments, wanted, incoming)
+    except torch.OutOfMemoryError:
+        pytest.skip("the device has too little memory")
+    del arguments, incoming
+    baseline, truth = baseline_and_truth(op, few, wanted, few_incoming)
+    for name, value in of_ends(actual.items()).items():
+        compare(name, value, baseline.items()[name], truth.items()[name])
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
+
+
+def test_known_failures(language: str, known_failures: KnownFailures) -> None:
+    """Every declared failure is of a test that exists."""
+    unmatched = known_failures.unmatched(language)
+    assert not unmatched, f"{language} declares failures of tests that don't exist: {', '.join(unmatched)}"

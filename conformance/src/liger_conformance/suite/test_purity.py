@@ -1,0 +1,198 @@
+"""Nothing is written to but the outputs, all of these are, and nothing is kept that isn't needed."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_core
+from liger_conformance.case import QUICK, Case
+from liger_conformance.compare import same_bits
+from liger_conformance.running import (
+    Poison,
+    Target,
+    complete,
+    differentiable_results,
+    evaluate,
+    incoming_for,
+    name_results,
+    only,
+    present,
+    with_leaves,
+)
+from liger_conformance.suite.test_values import arguments_of
+
+
+def snapshot(values: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def assert_unchanged(before: dict[str, Tensor], after: dict[str, Any], when: str) -> None:
+    for name, value in before.items():
+        assert same_bits(value, after[name].detach()), f"{when} wrote to {name}"
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,))
+def test_writes_to_nothing_it_is_given(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Inputs, saved tensors and incoming gradients stay as they were."""
+    op = target.op
+    arguments = complete(op, arguments_of(target, case, dtype))
+    arguments = with_leaves(op, arguments, present(op, arguments))
+    inputs = snapshot(arguments)
+    with only(target) as observed:
+        results = name_results(op, op(**arguments))
+        assert_unchanged(inputs, arguments, "forward")
+        saved = {f"saved tensor {i}": value for i, value in enumerate(observed.saved[0] if observed.saved else ())}
+        incoming = incoming_for(op, results)
+        outputs = differentiable_results(op, results)
+        wanted = [arguments[name] for name in present(op, arguments)]
+        kept, gradients, returned = snapshot(saved), snapshot(incoming), snapshot(outputs)
+        torch.autograd.grad(list(outputs.values()), wanted, list(incoming.values()), allow_unused=True)
+    assert_unchanged(inputs, arguments, "backward")
+    assert_unchanged(kept, saved, "backward")
+    assert_unchanged(gradients, incoming, "backward")
+    assert_unchanged(returned, outputs, "backward")
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,))
+def test_writes_every_element(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Allocations start as NaN, and the answer is right all the same."""
+    op = target.op
+    arguments = arguments_of(target, case, dtype)
+    with only(target):
+        plain = evaluate(op, op, arguments)
+        with Poison():
+            poisoned = evaluate(op, op, arguments)
+    for name, value in plain.items().items():
+        assert same_bits(value, poisoned.items()[name]), (
+            f"{name} differs when memory starts as NaN: an element is not written"
+        )
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+def test_gradients_are_not_inputs(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """A gradient shares no memory with an input, a saved tensor or an incoming gradient: autograd may add to it in place."""
+    op = target.op
+    arguments = complete(op, arguments_of(target, case, dtype))
+    names = present(op, arguments)
+    arguments = with_leaves(op, arguments, names)
+    with only(target) as observed:
+        results = name_results(op, op(**arguments))
+        incoming, outputs = incoming_for(op, results), differentiable_results(op, results)
+        saved = [value for value in (observed.saved[0] if observed.saved else ()) if value is not None]
+        found = torch.autograd.grad(
+            list(outputs.values()), [arguments[n] for n in names], list(incoming.values()), allow_unused=True
+        )
+    given = {
+        t.untyped_storage().data_ptr()
+        for t in (*arguments.values(), *incoming.values(), *saved)
+        if isinstance(t, Tensor)
+    }
+    if target.backend is not None:
+        for name, gradient in zip(names, found, strict=True):
+            if gradient is not None and gradient.numel():
+                assert gradient.untyped_storage().data_ptr() not in given, (
+                    f"the gradient of {name} is memory of somebody else"
+                )
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,))
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext], ids=["no_grad", "inference", "frozen"]
+)
+def test_saves_nothing_without_gradients(target: Target, case: Case, dtype: torch.dtype, mode: Any) -> None:
+    """Without grad mode, or with nothing that requires a gradient, nothing is saved, and the results are the same."""
+    op = target.op
+    arguments = complete(op, arguments_of(target, case, dtype))
+    names = () if mode is contextlib.nullcontext else present(op, arguments)
+    expected = None
+    with only(target) as observed:
+        expected = evaluate(op, op, arguments)
+        observed.saved.clear()
+        with mode():
+            results = name_results(op, op(**with_leaves(op, arguments, names)))
+    for saved in observed.saved if target.backend else ():
+        assert not saved, f"saved {len(saved)} values that no backward will read"
+    for name, value in results.items():
+        assert value is None or not value.requires_grad
+        assert same_bits(value, expected.results[name]), f"{name} differs when no gradient is wanted"
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=2)
+def test_backward_twice(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """With `retain_graph`, backward gives the same bits again."""
+    op = target.op
+    arguments = complete(op, arguments_of(target, case, dtype))
+    names = present(op, arguments)
+    arguments = with_leaves(op, arguments, names)
+    with only(target):
+        results = name_results(op, op(**arguments))
+        incoming, outputs = incoming_for(op, results), differentiable_results(op, results)
+        first, second = (
+            torch.autograd.grad(
+                list(outputs.values()),
+                [arguments[n] for n in names],
+                list(incoming.values()),
+                retain_graph=True,
+                allow_unused=True,
+            )
+            for _ in range(2)
+        )
+    for name, one, two in zip(names, first, second, strict=True):
+        assert same_bits(one, two), f"the gradient of {name} differs the second time"
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16, torch.float32))
+def test_deterministic(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """The same inputs give the same bits."""
+    arguments = arguments_of(target, case, dtype)
+    with only(target):
+        first, second = (evaluate(target.op, target.op, arguments) for _ in range(2))
+    for name, value in first.items().items():
+        assert same_bits(value, second.items()[name]), f"{name} differs from run to run"
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+def test_second_derivative(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Kernels have none and say so; the reference has."""
+    op = target.op
+    arguments = complete(op, arguments_of(target, case, dtype))
+    names = present(op, arguments)
+    arguments = with_leaves(op, arguments, names)
+    with only(target):
+        outputs = differentiable_results(op, name_results(op, op(**arguments)))
+        found = torch.autograd.grad(
+            [o.float().square().sum() for o in outputs.values()], [arguments[n] for n in names], create_graph=True
+        )
+    total = sum(g.float().square().sum() for g in found)
+    if target.backend is None:
+        total.backward()
+        return
+    with pytest.raises(RuntimeError, match=f"{op.name} in {target.language} has no second derivative"):
+        total.backward()
+
+
+def test_empty(target: Target) -> None:
+    """Zero rows give empty outputs and zero gradients."""
+    op = target.op
+    first = op.names[0]
+    from liger_conformance.case import cases_of
+
+    arguments = empty_rows(cases_of(op.name).build(cases_of(op.name).cases[0], torch.bfloat16, target.device), first)
+    with liger_core.use(target.language):
+        actual = evaluate(op, op, arguments)
+    for name, value in actual.items().items():
+        assert value is not None
+        assert not value.isnan().any(), f"{name} is NaN for zero rows"
+        assert value.numel() == 0 or not value.any(), f"{name} is not zero for zero rows"
+
+
+def empty_rows(arguments: dict[str, Any], first: str) -> dict[str, Any]:
+    """The arguments with zero rows: those that share their number of rows with the first."""
+    rows = arguments[first].shape[0]
+    return {
+        name: value[:0] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
+        for name, value in arguments.items()
+    }

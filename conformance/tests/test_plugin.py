@@ -1,0 +1,109 @@
+"""The plugin from outside: `pytest --pyargs liger_conformance --impl=acme` where the package acme is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ACME = Path(__file__).parent / "acme"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder where liger-acme is installed, as pip would do it."""
+    site = tmp_path / "site"
+    shutil.copytree(ACME, site, ignore=shutil.ignore_patterns("__pycache__"))
+    info = site / "liger_acme-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-acme\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[liger.backends]\nacme = liger_acme:backend\n")
+    return site
+
+
+def suite(site: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the installed suite in an empty folder."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "LIGER_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "--pyargs", "liger_conformance", "-q", "-p", "no:cacheprovider", *options],
+        env=environment | {"PYTHONPATH": str(site), "COLUMNS": "160"},
+        cwd=site,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+QUICK = ("-k", "test_values and (odd or no-weight) and not partial and not unused or test_known_failures")
+
+
+def test_out_of_tree_package_is_checked(site: Path, tmp_path: Path) -> None:
+    """Found, dispatched to and checked, with no line changed elsewhere; and reported."""
+    done = suite(site, "--impl=acme", f"--report={tmp_path / 'report'}", *QUICK)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report" / "conformance.json").read_text())
+    cells = {(cell["op"], cell["dtype"]): cell["outcomes"] for cell in report["cells"]}
+    lane = "interpreted" if report["heading"]["device"] == "cpu" else "passed"
+    assert cells["rms_norm", "bfloat16"] == {lane: 1, "not claimed": 1}
+    assert cells["softmax", "any"] == {"not claimed": 1}
+    assert report["heading"]["liger-acme"] == "0.1"
+    assert "| rms_norm |" in (tmp_path / "report" / "conformance.md").read_text()
+
+
+def test_known_failures_are_strict(site: Path) -> None:
+    """A failure that is declared is a known failure; a declared test that passes fails; so does an id that is stale."""
+    kernel = site / "liger_acme" / "ops" / "rms_norm.py"
+    kernel.write_text(kernel.read_text().replace("(g - normed * mean) * r", "g * r"))
+    known = site / "liger_acme" / "known_failures.py"
+    link = "see https://example.org/1"
+    names = [f"test_values[rms_norm-acme-*-odd-{dtype}]" for dtype in ("float32", "bfloat16", "float16")]
+    known.write_text(f"KNOWN_FAILURES = {dict.fromkeys(names, link)!r}")
+    done = suite(site, "--impl=acme", *QUICK)
+    assert done.returncode == 0, done.stdout
+    assert "1 known failure" in done.stdout
+    assert "interpreted" not in done.stdout.partition("conformance ==")[2].partition("not claimed")[0]
+    names = ["test_values[rms_norm-acme-*]", "test_values[rms_norm-gone]"]
+    known.write_text(f"KNOWN_FAILURES = {dict.fromkeys(names, link)!r}")
+    done = suite(site, "--impl=acme", *QUICK)
+    assert done.returncode == 1
+    assert "declares failures of tests that don't exist: test_values[rms_norm-gone]" in done.stdout
+
+
+def test_an_unexpected_pass_fails(site: Path) -> None:
+    (site / "liger_acme" / "known_failures.py").write_text(
+        "KNOWN_FAILURES = {'test_values[rms_norm-acme-*-odd-float32]': 'see https://example.org/1'}"
+    )
+    done = suite(site, "--impl=acme", *QUICK)
+    assert done.returncode == 1
+    assert "[XPASS(strict)]" in done.stdout
+
+
+def test_a_declaration_needs_a_link(site: Path) -> None:
+    (site / "liger_acme" / "known_failures.py").write_text("KNOWN_FAILURES = {'test_values[x]': 'just because'}")
+    done = suite(site, "--impl=acme", *QUICK)
+    assert done.returncode != 0
+    assert "it takes a reason and a link" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--impl=nope"], "there is no language 'nope'; installed: torch, acme"),
+        (
+            ["--impl=acme", "--device=npu"],
+            "--impl=acme can't run here: --device=npu was asked for, and acme runs on cpu, cuda",
+        ),
+        (["--impl=acme", "--op=nope"], "--op=nope: there is no such op; the ops are cross_entropy"),
+    ],
+)
+def test_what_cannot_run_is_an_error(site: Path, options: list[str], says: str) -> None:
+    done = suite(site, *options)
+    assert done.returncode == 4
+    assert says in done.stderr

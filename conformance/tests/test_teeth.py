@@ -1,0 +1,204 @@
+"""The suite has teeth: kernels that are wrong in one way each are caught, by the test that is there for it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_core
+from liger_conformance.case import QUICK, Case, cases_of
+from liger_conformance.compare import Mismatch
+from liger_conformance.running import Target
+from liger_conformance.suite import test_interface, test_layouts, test_purity, test_values
+from liger_core import BackendInfo
+from liger_core.contract import Op, ops
+
+pytest.importorskip("triton")
+
+VALUES, INTERFACE = test_values.test_values, test_interface.test_signature
+
+# what is wrong: (text of the kernel, the mutant's, the test that catches it, case)
+MUTANTS: dict[str, tuple[str, str, Callable[..., None], str]] = {
+    "eps dropped": ("/ hidden + eps", "/ hidden", VALUES, "eps"),
+    "eps elsewhere": (
+        "tl.rsqrt(tl.sum(xs * xs, 0) / hidden + eps)",
+        "1 / (tl.sqrt(tl.sum(xs * xs, 0) / hidden) + eps)",
+        VALUES,
+        "eps",
+    ),
+    "bfloat16 accumulation": (
+        "tl.sum(xs * xs, 0)",
+        "tl.sum((xs * xs).to(tl.bfloat16), 0).to(tl.float32)",
+        VALUES,
+        "long-row",
+    ),
+    "bfloat16 weight gradient": ("parts.sum(0)", "sum(parts.bfloat16())", VALUES, "many-rows"),
+    "mask one too wide": ("columns < hidden", "columns <= hidden", VALUES, "odd"),
+    "mask one too narrow": ("columns < hidden", "columns < hidden - 1", VALUES, "odd"),
+    "32-bit offsets": (".to(tl.int64)", "", test_layouts.test_offsets_beyond_32_bits, "odd"),
+    "a row not written": (
+        "_forward[(rows.shape[0],)]",
+        "_forward[(rows.shape[0] - 1,)]",
+        test_purity.test_writes_every_element,
+        "odd",
+    ),
+    "a default changed": ("eps: float = 1e-6", "eps: float = 1e-5", INTERFACE, "odd"),
+    "an option that is missing": ("    offset: float = 0.0,\n", "", INTERFACE, "odd"),
+    "a gradient missing a term": ("(g - normed * mean) * r", "g * r", VALUES, "odd"),
+    "a flipped sign": ("(g - normed * mean) * r", "(g + normed * mean) * r", VALUES, "odd"),
+    "offset ignored in backward": ("g = ds * (offset + tl", "g = ds * (0.0 * offset + tl", VALUES, "one-offset"),
+    "the contiguous stride assumed": ("rows.stride(0)", "x.shape[-1]", test_layouts.test_input_layouts, "odd"),
+    "the gradient's stride assumed": ("dy.contiguous()", "dy", test_layouts.test_incoming_gradient_layouts, "odd"),
+    "writes to its input": (
+        "    rows = _rows(x)\n    y =",
+        "    rows = _rows(x)\n    x.mul_(1.25)\n    y =",
+        test_purity.test_writes_to_nothing_it_is_given,
+        "odd",
+    ),
+    "writes to a saved tensor": (
+        "    return dx if needs[0]",
+        "    inverse_rms.zero_()\n    return dx if needs[0]",
+        test_purity.test_writes_to_nothing_it_is_given,
+        "odd",
+    ),
+    "backward only once": (
+        "    return dx if needs[0]",
+        "    inverse_rms.zero_()\n    return dx if needs[0]",
+        test_purity.test_backward_twice,
+        "odd",
+    ),
+    "saves without need": ("if any(needs) else ()", "", test_purity.test_saves_nothing_without_gradients, "odd"),
+    "gradients nobody wants": ("dx if needs[0] else None", "dx", test_values.test_partial_gradients, "odd"),
+    "returns its incoming gradient": (
+        "return dx if needs[0] else None",
+        "return dy",
+        test_purity.test_gradients_are_not_inputs,
+        "odd",
+    ),
+    "computes by other means": (
+        "    _forward[(rows.shape[0],)]",
+        "    y.copy_(torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps))\n    0 and _forward[(rows.shape[0],)]",
+        test_interface.test_route,
+        "odd",
+    ),
+    "calls the reference": (
+        "    return y, (x",
+        "    y.copy_(rms_norm.reference(x, weight))\n    return y, (x",
+        VALUES,
+        "odd",
+    ),
+    "another dtype": ("y, (x, weight", "y.float(), (x, weight", VALUES, "odd"),
+    "differs from run to run": (
+        "    return y, (x",
+        "    y *= 1 + torch.rand(1).item() / 64\n    return y, (x",
+        test_purity.test_deterministic,
+        "odd",
+    ),
+}
+
+
+def target_of(info: BackendInfo, op: str = "rms_norm") -> Target:
+    device = liger_core.infer_device()
+    return Target(ops[op], info.language, device, info, "interpreted" if device == "cpu" else "passed")
+
+
+def run(test: Callable[..., None], target: Target, case: str) -> None:
+    """A test of the suite, with every value of each parameter that it takes besides the target and the case."""
+    chosen = next((c for c in cases_of(target.op.name).cases if c.id == case), None)
+    chosen = chosen or Case("one-offset", "option", rows=4, hidden=96, offset=1.0)
+    takes = inspect.signature(test).parameters
+    rows: list[dict[str, Any]] = [{"target": target}]
+    for name, values in (
+        ("case", [chosen]),
+        ("dtype", [torch.bfloat16, torch.float32]),
+        ("layout", test_layouts.LAYOUTS),
+        ("mode", [torch.no_grad]),
+    ):
+        if name in takes:
+            rows = [row | {name: value} for row in rows for value in values]
+    for row in rows:
+        test(**row)
+
+
+@pytest.mark.parametrize("wrong", MUTANTS)
+def test_mutants_are_caught(wrong: str, acme: BackendInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel passes the test; the mutant fails it."""
+    text, mutant, test, case = MUTANTS[wrong]
+    run(test, target_of(acme), case)
+
+    file = Path(importlib.import_module("liger_acme.ops.rms_norm").__file__ or "")
+    source = file.read_text(encoding="utf-8")
+    assert text in source, f"{text!r} is not in {file.name}: mend the mutant"
+    path = tmp_path / "rms_norm.py"
+    path.write_text(source.replace(text, mutant), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("liger_acme.ops.rms_norm", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "liger_acme.ops.rms_norm", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(ops["rms_norm"], "_plans", {})
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        run(test, target_of(acme), case)
+
+
+@pytest.mark.parametrize("name", sorted(ops))
+@pytest.mark.parametrize("constant", [0.0, 1.0])
+def test_watermark_fails(
+    name: str, constant: float, install: Callable[[BackendInfo], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Constants of the right shape, dtype and device are no implementation of any op."""
+    info = BackendInfo("watermark", (liger_core.infer_device(),), "torch", "watermark", "pip install watermark")
+    kernel = watermark(ops[name], constant)
+    monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, op: op == name)
+    monkeypatch.setattr(BackendInfo, "kernel", lambda self, op: kernel)
+    install(info)
+    for case in cases_of(name).cases:
+        if case.group == "odd":
+            with pytest.raises(Mismatch):
+                test_values.check(target_of(info, name), case, torch.float32)
+
+
+def watermark(op: Op[..., Any], constant: float) -> types.ModuleType:
+    """A kernel module that knows shapes and dtypes, and nothing else."""
+    reference = op.reference
+
+    def stamp(value: Tensor | None) -> Tensor | None:
+        return value if value is None else torch.full_like(value, constant)
+
+    def forward(needs: tuple[bool, ...], **arguments: Any) -> Any:
+        with torch.no_grad():
+            result = reference(**arguments)
+        stamped = stamp(result) if isinstance(result, Tensor) else tuple(map(stamp, result))
+        return stamped, tuple(arguments[name] for name in op.differentiable)
+
+    def backward(needs: tuple[bool, ...], saved: Any, *grads: Any, **options: Any) -> Any:
+        return tuple(stamp(value) if wanted else None for value, wanted in zip(saved, needs, strict=True))
+
+    module = types.ModuleType(f"watermark.ops.{op.name}")
+    module.forward, module.backward = forward, backward  # type: ignore[attr-defined]
+    return module
+
+
+def test_every_op_has_cases() -> None:
+    """Every contract has cases of each kind, and ids that are unique."""
+    for name in ops:
+        found = cases_of(name)
+        assert {"odd", "small", "medium", "large"} <= {case.group for case in found.cases}, name
+        assert found.cases[0].group == "odd", (
+            f"{name}: the first case is taken where one is enough; it must be an odd size"
+        )
+        assert set(QUICK) & {case.group for case in found.cases} - {"odd"}, name
+        assert found.bad, name
+        for ids in ([case.id for case in found.cases], [bad.id for bad in found.bad]):
+            assert len(ids) == len(set(ids)), name

@@ -1,0 +1,108 @@
+"""The example runs, and tells when an op is broken."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import train_lm
+from torch import Tensor
+
+SMALL = replace(train_lm.PRESETS["tiny"], hidden=32, layers=2, feed_forward=64, context=32, batch=4, steps=6)
+
+
+def test_the_script_trains_draws_and_agrees(tmp_path: Path) -> None:
+    picture = tmp_path / "curves.png"
+    command = [sys.executable, train_lm.__file__, "--steps", "3", "--device", "cpu", "--output", str(picture)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The trainings agree" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_language_that_cannot_run_ends_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_lm.main(["--device", "cpu", "--language", "no-such-language"]) == 2
+    assert "no-such-language" in capsys.readouterr().err
+
+
+class ForgotEps(train_lm.Plain):
+    """Its rms_norm adds no eps."""
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * x.square().mean(-1, keepdim=True).rsqrt() * weight
+
+
+class BackwardKeys(train_lm.Plain):
+    """Its rope turns the keys backward."""
+
+    @staticmethod
+    def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return train_lm.Plain.rope(q, k, cos, sin)[0], train_lm.Plain.rope(q, k, cos, -sin)[1]
+
+
+class NoGateGradient(train_lm.Plain):
+    """Its swiglu is right, but gives the gate no gradient."""
+
+    @staticmethod
+    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        return train_lm.Plain.swiglu(gate.detach(), up)
+
+
+class NoGradientToHead(train_lm.Plain):
+    """Its loss is right, but gives the head no gradient."""
+
+    @staticmethod
+    def fused_linear_cross_entropy(x: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+        return train_lm.Plain.fused_linear_cross_entropy(x, linear_weight.detach(), target)
+
+
+def gradients(ops: object, **changes: object) -> dict[str, Tensor]:
+    data = train_lm.tokenise(Path(train_lm.__file__).read_bytes(), SMALL)
+    return train_lm.first_gradients(replace(SMALL, **changes), ops, data, seed=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_liger_core_agrees(tied: bool, mixed: bool) -> None:
+    both = [gradients(ops, tied=tied, mixed=mixed) for ops in (train_lm.liger, train_lm.Plain)]
+    assert train_lm.disagreements(both, train_lm.GRADIENT_TOLERANCE[torch.bfloat16 if mixed else torch.float32]) == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "mixed"),
+    [
+        (ForgotEps, False),
+        (BackwardKeys, False),
+        (NoGateGradient, False),
+        (NoGateGradient, True),
+        (NoGradientToHead, True),
+    ],
+)
+def test_a_broken_op_is_caught(broken: type[train_lm.Plain], mixed: bool) -> None:
+    allowed = train_lm.GRADIENT_TOLERANCE[torch.bfloat16 if mixed else torch.float32]
+    both = [gradients(ops, tied=False, mixed=mixed) for ops in (broken, train_lm.Plain)]
+    assert train_lm.disagreements(both, allowed), f"{broken.__doc__} No gradient differs by more than {allowed}."
+
+
+@pytest.mark.parametrize("last", [2.1, float("nan"), float("inf")])
+def test_curves_that_part_are_caught(last: float) -> None:
+    both = [train_lm.mean_losses(curve) for curve in ([4.0, 3.0, last], [4.0, 3.0, 2.0])]
+    (message,) = train_lm.disagreements(both, train_lm.LOSS_TOLERANCE[torch.bfloat16])
+    assert "the mean loss of part 3" in message
+
+
+def test_the_split_keeps_the_same_modules_back() -> None:
+    train, validation = train_lm.standard_library()
+    assert (train, validation) == train_lm.standard_library()
+    assert len(train) > 10 * len(validation) > 1_000_000
+
+
+def test_pairs_of_bytes_are_tokens() -> None:
+    size = train_lm.PRESETS["100m"]
+    assert train_lm.tokenise(b"abcd!", size).tolist() == [ord("a") * 256 + ord("b"), ord("c") * 256 + ord("d")]

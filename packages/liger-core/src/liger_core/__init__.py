@@ -1,0 +1,63 @@
+"""Operators for training language models: one contract per op, one kernel per language."""
+
+from liger_core.backend import BackendInfo, Unsupported, backends
+from liger_core.dispatch import use
+from liger_core.introspect import explain, get_current_backend, get_op, infer_device, list_overridden_ops
+from liger_core.ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_core.ops.dyt import dyt
+from liger_core.ops.embedding import embedding
+from liger_core.ops.fused_add_rms_norm import fused_add_rms_norm
+from liger_core.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_core.ops.fused_linear_jsd import fused_linear_jsd
+from liger_core.ops.fused_neighborhood_attention import fused_neighborhood_attention
+from liger_core.ops.geglu import geglu
+from liger_core.ops.group_norm import group_norm
+from liger_core.ops.grpo_loss import GRPOOutput, grpo_loss
+from liger_core.ops.jsd import jsd
+from liger_core.ops.kl_div import kl_div
+from liger_core.ops.layer_norm import layer_norm
+from liger_core.ops.llama4_rope import llama4_rope
+from liger_core.ops.poly_norm import poly_norm
+from liger_core.ops.qwen2vl_mrope import qwen2vl_mrope
+from liger_core.ops.rms_norm import rms_norm
+from liger_core.ops.rope import rope
+from liger_core.ops.softmax import softmax
+from liger_core.ops.sparsemax import sparsemax
+from liger_core.ops.swiglu import swiglu
+from liger_core.ops.tvd import tvd
+
+__all__ = [
+    "BackendInfo",
+    "CrossEntropyOutput",
+    "GRPOOutput",
+    "Unsupported",
+    "backends",
+    "cross_entropy",
+    "dyt",
+    "embedding",
+    "explain",
+    "fused_add_rms_norm",
+    "fused_linear_cross_entropy",
+    "fused_linear_jsd",
+    "fused_neighborhood_attention",
+    "geglu",
+    "get_current_backend",
+    "get_op",
+    "group_norm",
+    "grpo_loss",
+    "infer_device",
+    "jsd",
+    "kl_div",
+    "layer_norm",
+    "list_overridden_ops",
+    "llama4_rope",
+    "poly_norm",
+    "qwen2vl_mrope",
+    "rms_norm",
+    "rope",
+    "softmax",
+    "sparsemax",
+    "swiglu",
+    "tvd",
+    "use",
+]

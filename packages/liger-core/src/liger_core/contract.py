@@ -1,0 +1,254 @@
+"""What an op promises: a reference function, its checks, and a call that finds the kernel to keep the promise."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from liger_core import dispatch
+from liger_core.backend import Unsupported
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+Needs = tuple[bool, ...]
+"""Which of an op's differentiable arguments want a gradient, in the order of `Op.differentiable`."""
+
+Saved = tuple[Tensor | None, ...]
+"""What a kernel's forward keeps for its backward. Empty when nothing needs a gradient."""
+
+ops: dict[str, Op[..., Any]] = {}
+"""Every contract by name."""
+
+
+class Op(Generic[P, R]):
+    """A contract. Calling it runs the best kernel installed for the tensors' device, or the reference.
+
+    Attributes:
+        name: the op's name, which is also its kernels' file name.
+        reference: the PyTorch function that defines the op. In float64 it is the exact answer.
+        differentiable: the arguments that can get a gradient.
+        result: the NamedTuple that the op returns when it returns several named values, else None.
+        grad_results: positions of the returned values that have a gradient; None means all of them.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        differentiable: tuple[str, ...],
+        result: type[tuple[Any, ...]] | None,
+        grad_results: tuple[str, ...] | None,
+        autocast: tuple[str, ...],
+    ) -> None:
+        functools.update_wrapper(self, reference)
+        self.name = reference.__name__
+        self.reference: Callable[..., R] = reference
+        self.differentiable = differentiable
+        self.result = result
+        fields: tuple[str, ...] = getattr(result, "_fields", ())
+        self.grad_results = None if grad_results is None else tuple(fields.index(name) for name in grad_results)
+        self.autocast = autocast
+
+        self.signature = inspect.signature(reference)
+        parameters = self.signature.parameters.values()
+        self.names = tuple(p.name for p in parameters)
+        self.positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        self.required = tuple(p.name for p in parameters if p.default is p.empty)
+        self.template = {p.name: p.default for p in parameters}
+        hints = get_type_hints(reference)
+        self.tensors = tuple(name for name in self.names if hints[name] in (Tensor, Tensor | None))
+        self.optional = tuple(name for name in self.tensors if hints[name] == (Tensor | None))
+        self.options = tuple(name for name in self.names if name not in self.tensors)
+
+        self._checks: Callable[..., None] = _no_check
+        self._check_values: Callable[..., None] | None = None
+        self._plans: dict[tuple[str, str | None], dispatch.Plan] = {}
+        ops[self.name] = self
+
+    def __repr__(self) -> str:
+        return f"<liger op {self.name}{self.signature}>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.call(dispatch.state.demand, args, kwargs)
+
+    def checks(self, check: F) -> F:
+        """Attach what inspects the arguments' metadata: called with the reference's signature, before any kernel."""
+        self._checks = check
+        return check
+
+    def checks_values(self, check: F) -> F:
+        """Attach what reads the arguments' data: on the CPU always, on an accelerator under LIGER_KERNEL_CHECK=1."""
+        self._check_values = check
+        return check
+
+    def call(self, demand: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """Check the arguments, then run the language that `demand` names, or the best one."""
+        arguments = self.bind(args, kwargs)
+        device, refusal = self.inspect(arguments)
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
+        if autocast:
+            self._cast(arguments, torch.get_autocast_dtype(device))
+        self._checks(**arguments)
+        if torch.compiler.is_compiling():
+            dispatch.plan_while_tracing(self.name, device, demand)
+        elif self._check_values is not None and (device == "cpu" or dispatch.settings().check):
+            self._check_values(**arguments)
+        if autocast:
+            with torch.autocast(device, enabled=False):
+                return self.run(device, demand, refusal, arguments)
+        return self.run(device, demand, refusal, arguments)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Every argument by name, in the order of the signature, defaults filled in."""
+        arguments = self.template.copy()
+        arguments.update(zip(self.names, args))  # noqa: B905  too many are caught below
+        arguments.update(kwargs)
+        given = len(args)
+        wrong = given > self.positional or len(arguments) > len(self.names)
+        for name in kwargs:
+            wrong = wrong or name in self.names[:given]
+        for name in self.required[given:]:
+            wrong = wrong or name not in kwargs
+        if wrong:
+            self._explain_wrong_arguments(args, kwargs)
+        return arguments
+
+    def _explain_wrong_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}; it takes {self.signature}") from None
+
+    def inspect(self, arguments: dict[str, Any]) -> tuple[str, str | None]:
+        """The device type of the tensors, and why no kernel of any language takes them, or None."""
+        device: torch.device | None = None
+        refusal = first = None
+        for name in self.tensors:
+            tensor = arguments[name]
+            kind = type(tensor)
+            if kind is not Tensor and kind is not Parameter:
+                if tensor is None and name in self.optional:
+                    continue
+                if not isinstance(tensor, Tensor):
+                    raise TypeError(f"{self.name}: {name} is a {kind.__name__}; it takes a torch.Tensor")
+                if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
+                    refusal = f"{name} is a {kind.__name__}; kernels take plain tensors"
+            if device is None:
+                device, first = tensor.device, name
+            elif tensor.device != device:
+                raise ValueError(f"{self.name}: {name} is on {tensor.device}; it takes {first}'s device, {device}")
+            if tensor.dtype is torch.float64:
+                refusal = f"{name} is float64; kernels compute in float32"
+        if device is None:
+            raise TypeError(f"{self.name}: no argument is a tensor")
+        return device.type, refusal
+
+    def run(self, device: str, demand: str | None, refusal: str | None, arguments: dict[str, Any]) -> R:
+        """Run the first planned kernel that doesn't refuse. `arguments` are checked already."""
+        plan = self._plans.get((device, demand))
+        if plan is None:
+            plan = self.plan(device, demand)
+        if plan.kernels:
+            if arguments[self.names[0]].numel() == 0:
+                return self.reference(**arguments)  # no rows: nothing to launch, in any language
+            reasons = plan.reasons
+            for kernel in plan.kernels:
+                why = refusal
+                if why is None and kernel.refuses is not None:
+                    why = kernel.refuses(**arguments)
+                if why is None:
+                    return kernel.run(arguments)
+                reasons = (*reasons, f"{kernel.language}: {why}")
+            if plan.demanded:
+                raise Unsupported(f"{self.name} on {device}: {'; '.join(reasons)}")
+            dispatch.fall_back(self.name, device, reasons)
+        elif not plan.demanded:
+            dispatch.fall_back(self.name, device, plan.reasons)
+        return self.reference(**arguments)
+
+    def plan(self, device: str, demand: str | None) -> dispatch.Plan:
+        """Find, and remember, the kernels to try on a device, in order."""
+        plan = self._plans[device, demand] = dispatch.make_plan(self, device, demand)
+        return plan
+
+    def forget_plans(self) -> None:
+        """Look again at what is installed and asked for, at the next call."""
+        self._plans.clear()
+
+    def _cast(self, arguments: dict[str, Any], dtype: torch.dtype) -> None:
+        for name in self.autocast:
+            tensor = arguments[name]
+            if tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
+                arguments[name] = tensor.to(dtype)
+
+
+def _no_check(**arguments: Any) -> None:
+    """An op without `checks` takes anything."""
+
+
+def op(
+    *,
+    differentiable: tuple[str, ...],
+    result: type[tuple[Any, ...]] | None = None,
+    grad_results: tuple[str, ...] | None = None,
+    autocast: tuple[str, ...] = (),
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make a reference function a contract.
+
+    Its annotations are read: a parameter that starts with ``Tensor`` is a tensor, every other one an option.
+
+    Args:
+        differentiable: the tensor arguments that can get a gradient.
+        result: the NamedTuple that the reference returns, when it returns one.
+        grad_results: the fields of `result` that have a gradient; all, when it is left out.
+        autocast: the tensors that are cast to the autocast dtype in an autocast region. The op then runs with
+            autocast off; every other tensor keeps its dtype.
+    """
+
+    def decorate(reference: Callable[P, R]) -> Op[P, R]:
+        return Op(reference, differentiable, result, grad_results, autocast)
+
+    return decorate
+
+
+def implements(
+    contract: Op[P, R],
+) -> Callable[[Callable[Concatenate[Needs, P], tuple[Any, Saved]]], Callable[Concatenate[Needs, P], tuple[R, Saved]]]:
+    """Tie a kernel's ``forward`` to its contract, for the type checker and for Find References.
+
+    It returns the function as it is. A kernel module defines
+
+    - ``forward(needs, <the contract's signature>) -> (result, saved)``. `needs` says which differentiable arguments
+      want a gradient; when none does, `saved` is ``()``. `result` is a tensor, or a tuple in the contract's order with
+      None for what was not asked for.
+    - ``backward(needs, saved, <a gradient per differentiable result>, *, <options>) -> gradients``, one per differentiable
+      argument, None where `needs` says so. A gradient of a result is None when nothing flows into it. Neither
+      writes to what it is given.
+    - optionally ``refuses(<the contract's signature>) -> str | None``: why this kernel can't take a call.
+    """
+
+    def same(forward: Callable[Concatenate[Needs, P], tuple[Any, Saved]]) -> Any:
+        return forward
+
+    return same
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """At least float32; float64 stays float64, so that a float64 call of a reference is the exact answer."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def by_name(name: str | Op[..., Any]) -> Op[..., Any]:
+    """The contract called `name`, or ValueError with the names that exist."""
+    if isinstance(name, Op):
+        return cast("Op[..., Any]", name)
+    if name not in ops:
+        raise ValueError(f"there is no op {name!r}; the ops are {', '.join(sorted(ops))}")
+    return ops[name]

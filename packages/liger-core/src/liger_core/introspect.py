@@ -1,0 +1,171 @@
+"""Asking which kernel would run, and why."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_core import dispatch
+from liger_core.backend import BackendInfo, Unsupported, backends, discover
+from liger_core.contract import Op, by_name, ops
+
+
+def infer_device() -> str:
+    """The accelerator of this process: ``"cuda"`` (also ROCm), ``"npu"`` or ``"xpu"``; else ``"cpu"``."""
+    for device in ("cuda", "npu", "xpu"):
+        module = getattr(torch, device, None)
+        if module is not None and module.is_available():
+            return device
+    return "cpu"
+
+
+def get_current_backend(device: str | None = None) -> BackendInfo | None:
+    """The language that comes first on a device (default: `infer_device()`), or None where the reference runs.
+
+    It is the one demanded for every op by `use` or LIGER_KERNEL_BACKEND, else the device's first default language that
+    can run here.
+    """
+    device = device or infer_device()
+    language = dispatch.demanded_language("", dispatch.state.demand)
+    for backend in backends() if language else dispatch.default_backends(device):
+        if language in (None, backend.language) and backend.missing(device) is None:
+            return backend
+    return None
+
+
+def list_overridden_ops(device: str | None = None) -> list[str]:
+    """The ops that some installed package implements on a device (default: `infer_device()`), in name order."""
+    device = device or infer_device()
+    return [op for op in sorted(ops) if any(device in b.devices and b.has_kernel(op) for b in backends())]
+
+
+class BoundOp:
+    """An op held to a device and a language: what `get_op` returns. Call it like the op."""
+
+    def __init__(self, op: Op[..., Any], device: str | None, language: str | None) -> None:
+        self.op, self.device, self.language = op, device, language
+        self.__doc__ = op.__doc__
+        self.__name__ = op.name
+
+    def __repr__(self) -> str:
+        return f"<liger op {self.op.name} in {self.language or 'the best language'} on {self.device or 'any device'}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.device is not None:
+            device, _ = self.op.inspect(self.op.bind(args, kwargs))
+            if device != self.device:
+                raise ValueError(f"{self.op.name}: the tensors are on {device}; this callable takes {self.device}")
+        return self.op.call(self.language or dispatch.state.demand, args, kwargs)
+
+
+def get_op(name: str, *, device: str | None = None, language: str | None = None) -> BoundOp:
+    """The callable that runs an op on a device in a language; either may be left out.
+
+    Without `language` it chooses as the op itself does, now: `BoundOp.language` tells what it found (None where the
+    tensors' device decides).
+
+    Raises:
+        Unsupported: the language can't run the op there.
+        ValueError: an op that doesn't exist.
+    """
+    op = by_name(name)
+    if language is not None:
+        dispatch.parse_demand(language, "get_op")
+        if language != "torch":
+            backend = next(b for b in backends() if b.language == language)
+            places = [device] if device else list(backend.devices)
+            obstacles = [dispatch.obstacle(backend, name, place) for place in places]
+            if all(obstacles):
+                raise Unsupported(f"{name} in {language}: {'; '.join(filter(None, obstacles))}")
+    elif device is not None:
+        plan = op.plan(device, dispatch.state.demand)
+        language = plan.kernels[0].language if plan.kernels else "torch"
+    return BoundOp(op, device, language)
+
+
+class Candidate(NamedTuple):
+    """One language's standing for a call."""
+
+    language: str
+    why_not: str | None
+    source: str | None
+
+
+class Explanation(NamedTuple):
+    """Every candidate for a call, in the order in which they are tried. `str()` makes a readable table of it."""
+
+    op: str
+    device: str
+    demanded: str | None
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The candidate that runs; None when the demanded language can't, and the call would raise `Unsupported`."""
+        return next((c for c in self.candidates if c.why_not is None), None)
+
+    def __str__(self) -> str:
+        asked = f", {self.demanded} demanded" if self.demanded else ""
+        lines = [f"{self.op} on {self.device}{asked}:"]
+        for c in self.candidates:
+            mark = "->" if c is self.chosen else "  "
+            said = "chosen" if c is self.chosen else f"no: {c.why_not}" if c.why_not else "would run next"
+            lines.append(f"{mark} {c.language}: {said}" + (f"  ({c.source})" if c.source else ""))
+        if self.chosen is None:
+            lines.append("   the call raises Unsupported")
+        return "\n".join(lines)
+
+
+def source_of(function: Any) -> str:
+    """``file:line`` of a function."""
+    function = inspect.unwrap(function)
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+
+
+def explain(name: str | Op[..., Any], /, *args: Any, device: str | None = None, **kwargs: Any) -> Explanation:
+    """Say which kernel a call would run, and why not the others. Nothing is run.
+
+    Args:
+        name: the op, or its name.
+        *args: the call's arguments; without any, kernels are not asked whether they refuse.
+        device: the device type, when there are no arguments (default: `infer_device()`).
+        **kwargs: the call's arguments by name.
+
+    >>> print(explain("rms_norm", torch.ones(2, 4), torch.ones(4)))  # doctest: +ELLIPSIS
+    rms_norm on cpu:
+    ...
+    """
+    op = by_name(name)
+    arguments = refusal = None
+    if args or kwargs:
+        arguments = op.bind(args, kwargs)
+        device, refusal = op.inspect(arguments)
+    device = device or infer_device()
+    language = dispatch.demanded_language(op.name, dispatch.state.demand)
+    candidates = []
+    for backend in _in_order(device):
+        if language is not None and backend.language != language:
+            why = f"{language} is demanded"
+        elif language is None and device in backend.devices and device not in backend.default_devices:
+            why = f'only on demand: liger_core.use("{backend.language}")'
+        else:
+            why = dispatch.obstacle(backend, op.name, device)
+        source = None
+        if backend.missing(device) is None and backend.has_kernel(op.name):
+            module = backend.kernel(op.name)
+            source = source_of(module.forward)
+            if why is None and arguments is not None:
+                refuses = getattr(module, "refuses", None)
+                why = refusal or (refuses(**arguments) if refuses else None)
+        candidates.append(Candidate(backend.language, why, source))
+    candidates += [Candidate(broken.name, broken.error, None) for broken in discover()[1]]
+    why = None if language in (None, "torch") else f"{language} is demanded"
+    candidates.append(Candidate("torch", why, source_of(op.reference)))
+    return Explanation(op.name, device, language, tuple(candidates))
+
+
+def _in_order(device: str) -> list[BackendInfo]:
+    defaults = dispatch.default_backends(device)
+    return [*defaults, *(b for b in backends() if b not in defaults)]

@@ -1,0 +1,49 @@
+"""Launches that torch.compile can't trace."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
+
+import torch
+
+P = ParamSpec("P")
+
+
+def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Hide a kernel launch from torch.compile, for languages that Dynamo can't trace.
+
+    Eager calls go straight to the function. A traced call becomes one custom op that writes to the tensors named in
+    `writes`; its fake does nothing, since the host code around it, which is traced, has allocated them.
+
+        @opaque(writes=("y", "inverse_rms"))
+        def _launch_forward(y: Tensor, inverse_rms: Tensor, x: Tensor, eps: float) -> None:
+            ct.launch(stream(), (x.shape[0],), _forward, (y, inverse_rms, x, eps))
+
+    The function takes and annotates tensors, ints, floats, bools, strings, and sequences and None of those; it returns
+    nothing.
+
+    Args:
+        writes: names of the tensors that the launch writes to.
+    """
+
+    def decorate(launch: Callable[P, None]) -> Callable[P, None]:
+        name = f"liger::{launch.__module__}.{launch.__qualname__}".replace(".", "_").replace("<locals>", "")
+        custom = torch.library.custom_op(name, launch, mutates_args=writes)
+        custom.register_fake(_writes_nothing)
+
+        @functools.wraps(launch)
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+            if torch.compiler.is_compiling():
+                custom(*args, **kwargs)
+            else:
+                launch(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _writes_nothing(*args: object, **kwargs: object) -> None:
+    """The fake of a launch."""

@@ -1,0 +1,86 @@
+"""Generalised Jensen-Shannon divergence."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.contract import op, upcast
+from liger_core.ops.cross_entropy import check_labels
+
+
+@op(differentiable=("student_logprobs",))
+def jsd(
+    student_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    labels: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Mean over rows of the generalised Jensen-Shannon divergence of a student from its teacher, in float32.
+
+    With teacher P, student Q and M = beta P + (1 − beta) Q, a row's divergence is beta KL(P‖M) + (1 − beta) KL(Q‖M);
+    at beta = 0 it is KL(P‖Q), and at beta = 1 KL(Q‖P). A term of probability 0 is 0: log-probabilities may be −inf.
+
+    Args:
+        student_logprobs: ``[N, V]``; float32, bfloat16 or float16. The only tensor that gets a gradient.
+        teacher_logprobs: ``[N, V]``; float32, bfloat16 or float16, also beside another dtype of the student.
+        labels: int64 ``[N]``, or None. A row whose label is `ignore_index` doesn't count, whatever it holds: its
+            gradient is 0. Other labels have no effect.
+        beta: 0 to 1.
+        ignore_index: the label of rows that don't count.
+
+    Returns:
+        float32 scalar: the sum over the rows that count, divided by their number; 0 when no row counts.
+
+    Raises:
+        TypeError: a dtype or type that is not accepted.
+        ValueError: shapes that don't fit together, `beta` outside 0 to 1, or tensors on different devices.
+
+    Source:
+        Agarwal et al., On-Policy Distillation of Language Models, arXiv 2306.13649.
+
+    >>> jsd(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]]).log(), beta=0.0)
+    tensor(0.6931)
+    """
+    q, p = upcast(student_logprobs), upcast(teacher_logprobs.detach())
+    counted = torch.ones(q.shape[0], dtype=torch.bool, device=q.device) if labels is None else labels != ignore_index
+    q, p = q.masked_fill(~counted[:, None], 0.0), p.masked_fill(~counted[:, None], 0.0)
+    if beta == 0:
+        divergence = _kl(p, q)
+    elif beta == 1:
+        divergence = _kl(q, p)
+    else:
+        # Finite, since the gradient of logaddexp(−inf, −inf) is NaN.
+        p_finite, q_finite = p.clamp(min=torch.finfo(p.dtype).min), q.clamp(min=torch.finfo(q.dtype).min)
+        m = torch.logaddexp(p_finite + math.log(beta), q_finite + math.log1p(-beta))
+        divergence = beta * _kl(p, m) + (1 - beta) * _kl(q, m)
+    return divergence.sum(-1).masked_fill(~counted, 0.0).sum() / counted.sum().clamp(min=1)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Each class's term of KL(exp p ‖ exp q): exp(p)(p − q), and 0 where p is −inf."""
+    absent = p == -torch.inf
+    p, q = p.masked_fill(absent, 0.0), q.masked_fill(absent, 0.0)
+    return (p.exp() * (p - q)).masked_fill(absent, 0.0)
+
+
+@jsd.checks
+def _(
+    student_logprobs: Tensor, teacher_logprobs: Tensor, labels: Tensor | None, beta: float, ignore_index: int
+) -> None:
+    checks.floating("jsd", student_logprobs=student_logprobs, teacher_logprobs=teacher_logprobs)
+    checks.ndim("jsd", 2, 2, student_logprobs=student_logprobs)
+    checks.shape("jsd", "teacher_logprobs", teacher_logprobs, student_logprobs.shape, "student_logprobs's shape")
+    check_labels("jsd", labels, student_logprobs.shape[0], "a label per row of student_logprobs", "labels")
+    checks.integer("jsd", ignore_index=ignore_index)
+    check_beta("jsd", beta)
+
+
+def check_beta(op: str, beta: float) -> None:
+    """`beta` is a number from 0 to 1."""
+    checks.number(op, least=0, beta=beta)
+    if beta > 1:
+        raise ValueError(f"{op}: beta is {beta!r}; it takes a number from 0 to 1")

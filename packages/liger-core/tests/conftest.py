@@ -1,0 +1,50 @@
+"""Toy languages: one that torch.compile can trace, and one that it can't."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from liger_core import backend, cli, contract, dispatch, introspect
+from liger_core.backend import BackendInfo, BrokenBackend
+
+Install = Callable[..., None]
+
+sys.path.insert(0, str(Path(__file__).parent / "toys"))
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Pretend that exactly these languages are installed, and these broken ones."""
+
+    def pretend(*infos: BackendInfo, broken: tuple[BrokenBackend, ...] = ()) -> None:
+        found = tuple(sorted(infos, key=lambda info: info.language)), broken
+        for module in (backend, dispatch, introspect, cli):
+            monkeypatch.setattr(module, "discover", lambda: found)
+            monkeypatch.setattr(module, "backends", lambda: found[0])
+        forget()
+
+    def forget() -> None:
+        dispatch.settings.cache_clear()
+        dispatch._said.clear()
+        for op in contract.ops.values():
+            op.forget_plans()
+
+    for variable in ("LIGER_KERNEL_BACKEND", "LIGER_KERNEL_STRICT", "LIGER_KERNEL_CHECK"):
+        monkeypatch.delenv(variable, raising=False)
+    forget()
+    yield pretend
+    forget()
+    dispatch.state.demand = None
+
+
+@pytest.fixture
+def toys(install: Install) -> None:
+    """Both toy languages are installed: toy-traced is the CPU's default, toy-opaque is opt-in."""
+    import toy_opaque
+    import toy_traced
+
+    install(toy_traced.backend, toy_opaque.backend)

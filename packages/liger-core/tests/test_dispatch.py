@@ -1,0 +1,332 @@
+"""Which kernel a call runs, and what is said when it is not the one that was hoped for."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+
+import pytest
+import torch
+
+import liger_core
+from liger_core import BackendInfo, Unsupported, dispatch
+from liger_core.backend import BrokenBackend
+
+X = torch.tensor([[3.0, 4.0]])
+W = torch.ones(2)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, toys: None) -> list[str]:
+    """The languages that ran rms_norm, in order."""
+    import toy_opaque.ops.rms_norm as opaque
+    import toy_traced.ops.rms_norm as traced
+
+    seen: list[str] = []
+    for name, module in (("toy-traced", traced), ("toy-opaque", opaque)):
+
+        def forward(*args: object, name: str = name, inner: object = module.forward, **kwargs: object) -> object:
+            seen.append(name)
+            return inner(*args, **kwargs)  # type: ignore[operator]
+
+        monkeypatch.setattr(module, "forward", forward)
+    reference = liger_core.rms_norm.reference
+    monkeypatch.setattr(liger_core.rms_norm, "reference", lambda **kw: (seen.append("torch"), reference(**kw))[1])
+    return seen
+
+
+def test_default_language_of_the_device(ran: list[str]) -> None:
+    liger_core.rms_norm(X, W)
+    assert ran == ["toy-traced"]
+
+
+def test_use_demands_and_restores(ran: list[str]) -> None:
+    with liger_core.use("toy-opaque"):
+        liger_core.rms_norm(X, W)
+        with liger_core.use("torch"):
+            liger_core.rms_norm(X, W)
+        liger_core.rms_norm(X, W)
+    liger_core.rms_norm(X, W)
+    assert ran == ["toy-opaque", "torch", "toy-opaque", "toy-traced"]
+
+
+def test_use_for_one_op_and_for_the_process(ran: list[str]) -> None:
+    liger_core.use("torch", rms_norm="toy-opaque")
+    liger_core.rms_norm(X, W)
+    liger_core.use(rms_norm="torch")
+    liger_core.rms_norm(X, W)
+    liger_core.use()
+    liger_core.rms_norm(X, W)
+    assert ran == ["toy-opaque", "torch", "toy-traced"]
+
+
+def test_environment_variable(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_KERNEL_BACKEND", "torch,rms_norm=toy-opaque")
+    dispatch.settings.cache_clear()
+    liger_core.rms_norm.forget_plans()
+    liger_core.rms_norm(X, W)
+    with liger_core.use("toy-traced"):
+        liger_core.rms_norm(X, W)
+    assert ran == ["toy-opaque", "toy-traced"]
+
+
+@pytest.mark.parametrize(
+    ("demand", "error", "says"),
+    [
+        ("nope", Unsupported, "no language 'nope'; installed: torch, toy-opaque, toy-traced"),
+        ("cutile", Unsupported, r'cutile is not installed: uv pip install "liger-core\[cutile\]"'),
+        ("torch,bogus=torch", ValueError, "no op 'bogus'"),
+        ("torch,torch", ValueError, "it takes LANGUAGE, OP=LANGUAGE"),
+        (",", ValueError, "it takes LANGUAGE, OP=LANGUAGE"),
+    ],
+)
+def test_bad_demands(
+    toys: None, monkeypatch: pytest.MonkeyPatch, demand: str, error: type[Exception], says: str
+) -> None:
+    monkeypatch.setenv("LIGER_KERNEL_BACKEND", demand)
+    with pytest.raises(error, match=f"LIGER_KERNEL_BACKEND.*{says}"):
+        liger_core.rms_norm(X, W)
+
+
+def test_bad_use_leaves_the_setting_alone(toys: None) -> None:
+    with liger_core.use("torch"):
+        with pytest.raises(Unsupported, match="no language"):
+            liger_core.use("nope")
+        assert dispatch.state.demand == "torch"
+
+
+def test_demand_on_the_wrong_device(toys: None) -> None:
+    with liger_core.use("toy-traced"), pytest.raises(Unsupported, match="toy-traced runs on cpu, not on meta"):
+        liger_core.rms_norm(X.to("meta"), W.to("meta"))
+
+
+def test_demand_for_an_op_without_kernel(toys: None) -> None:
+    with liger_core.use("toy-traced"), pytest.raises(Unsupported, match="toy_traced has no kernel for softmax"):
+        liger_core.softmax(X)
+
+
+def test_demanded_refusal_is_an_error(toys: None) -> None:
+    with (
+        liger_core.use("toy-traced"),
+        pytest.raises(Unsupported, match="rms_norm on cpu: toy-traced: casting_mode 'none'"),
+    ):
+        liger_core.rms_norm(X, W, casting_mode="none")
+
+
+def test_default_refusal_falls_back_and_says_so_once(ran: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="liger_core")
+    for _ in range(2):
+        liger_core.rms_norm(X, W, casting_mode="none")
+    assert ran == ["torch", "torch"]
+    (record,) = caplog.records
+    assert (
+        "rms_norm on cpu runs the PyTorch reference (toy-traced: casting_mode 'none' is not written)" in record.message
+    )
+
+
+def test_strict_makes_the_fallback_an_error(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
+    liger_core.rms_norm(X, W)
+    with pytest.raises(Unsupported, match="casting_mode 'none'.*LIGER_KERNEL_STRICT=1 forbids"):
+        liger_core.rms_norm(X, W, casting_mode="none")
+
+
+def test_strict_takes_0_or_1(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_KERNEL_STRICT", "yes")
+    with pytest.raises(ValueError, match="LIGER_KERNEL_STRICT is 'yes'; it takes 0 or 1"):
+        liger_core.rms_norm(X, W)
+
+
+def test_a_bug_in_a_kernel_is_not_a_fallback(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import toy_traced.ops.rms_norm as kernel
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(kernel, "forward", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        liger_core.rms_norm(X, W)
+
+
+def test_a_kernel_that_does_not_import_is_not_a_fallback(install: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, op: True)
+    install(BackendInfo("acme", ("cpu",), "torch", "acme_missing", "pip install acme", ("cpu",)))  # type: ignore[operator]
+    with pytest.raises(ModuleNotFoundError, match="acme_missing"):
+        liger_core.rms_norm(X, W)
+
+
+def test_missing_requirement_names_the_command(install: object, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="liger_core")
+    install(BackendInfo("acme", ("cpu",), "acme_compiler", "toy_traced", "pip install acme", ("cpu",)))  # type: ignore[operator]
+    liger_core.rms_norm(X, W)
+    assert "acme: acme_compiler is not installed: pip install acme" in caplog.text
+    with liger_core.use("acme"), pytest.raises(Unsupported, match="pip install acme"):
+        liger_core.rms_norm(X, W)
+
+
+def test_a_backend_may_refuse_the_machine(install: object) -> None:
+    info = BackendInfo(
+        "acme", ("cpu",), "torch", "toy_traced", "pip install acme", refuses=lambda device: f"the {device} is too old"
+    )
+    install(info)  # type: ignore[operator]
+    with liger_core.use("acme"), pytest.raises(Unsupported, match="acme: the cpu is too old"):
+        liger_core.rms_norm(X, W)
+
+
+def test_broken_entry_points_are_told(install: object) -> None:
+    install(broken=(BrokenBackend("acme", "ImportError: libacme.so"),))  # type: ignore[operator]
+    assert "acme: no: ImportError: libacme.so" in str(liger_core.explain("rms_norm", X, W))
+    with pytest.raises(Unsupported, match="acme is installed but can't be imported: ImportError: libacme.so"):
+        liger_core.use("acme")
+
+
+def test_discover_reports_what_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_core import backend
+
+    def entry(name: str, load: object) -> types.SimpleNamespace:
+        return types.SimpleNamespace(name=name, value=f"{name}:backend", load=load)
+
+    def missing() -> None:
+        raise ImportError("no such library")
+
+    good = BackendInfo("good", ("cpu",), "torch", "good", "pip install good")
+    entries = [entry("bad", missing), entry("good", lambda: good), entry("wrong", lambda: "not a BackendInfo")]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
+    found, broken = backend.discover.__wrapped__()
+    assert found == (good,)
+    assert broken[0] == BrokenBackend("bad", "ImportError: no such library")
+    assert "is a str, not a BackendInfo" in broken[1].error
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"language": "Toy"}, "language is 'Toy'"),
+        ({"language": "torch"}, "not 'torch'"),
+        ({"devices": ()}, "devices is empty"),
+        ({"devices": "cpu"}, "devices is 'cpu'; it takes a tuple"),
+        ({"default_devices": ("cuda",)}, r"default_devices has \['cuda'\]"),
+        ({"package": "not-a-name"}, "package is 'not-a-name'"),
+        ({"requires": "acme.compiler"}, "requires is 'acme.compiler'"),
+    ],
+)
+def test_invalid_declarations(changes: dict[str, object], says: str) -> None:
+    fields = {
+        "language": "toy",
+        "devices": ("cpu",),
+        "requires": "torch",
+        "package": "toy",
+        "install": "pip install toy",
+    }
+    with pytest.raises(ValueError, match=says):
+        BackendInfo(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_float64_and_tensor_subclasses_run_the_reference(ran: list[str]) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert liger_core.rms_norm(X.double(), W.double()).dtype is torch.float64
+    mode = FakeTensorMode()
+    liger_core.rms_norm(mode.from_tensor(X), mode.from_tensor(W))
+    assert ran == ["torch", "torch"]
+    with liger_core.use("toy-traced"), pytest.raises(Unsupported, match="x is float64|weight is float64"):
+        liger_core.rms_norm(X.double(), W.double())
+
+
+def test_empty_input_runs_the_reference(ran: list[str]) -> None:
+    assert liger_core.rms_norm(X[:0], W).shape == (0, 2)
+    assert ran == ["torch"]
+
+
+def test_mixed_devices(toys: None) -> None:
+    with pytest.raises(ValueError, match="rms_norm: weight is on meta; it takes x's device, cpu"):
+        liger_core.rms_norm(X, W.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        ((), {"weight": W}, "missing a required argument: 'x'"),
+        ((X, W, 1e-6, 0.0), {}, "too many positional arguments"),
+        ((X, W), {"x": X}, "multiple values for argument 'x'"),
+        ((X, W), {"epsilon": 1e-6}, "got an unexpected keyword argument 'epsilon'"),
+        ((None, W), {}, "x is a NoneType; it takes a torch.Tensor"),
+    ],
+)
+def test_wrong_arguments(toys: None, args: tuple[object, ...], kwargs: dict[str, object], says: str) -> None:
+    with pytest.raises(TypeError, match=f"rms_norm: {says}"):
+        liger_core.rms_norm(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def test_get_op(ran: list[str]) -> None:
+    assert liger_core.get_op("rms_norm", device="cpu").language == "toy-traced"
+    liger_core.get_op("rms_norm", device="cpu", language="toy-opaque")(X, weight=W)
+    liger_core.get_op("rms_norm", language="torch")(X, W)
+    liger_core.get_op("rms_norm")(X, W)
+    assert ran == ["toy-opaque", "torch", "toy-traced"]
+    with pytest.raises(Unsupported, match="toy-opaque runs on cpu, not on cuda"):
+        liger_core.get_op("rms_norm", device="cuda", language="toy-opaque")
+    with pytest.raises(Unsupported, match="no language 'nope'"):
+        liger_core.get_op("rms_norm", language="nope")
+    with pytest.raises(ValueError, match="no op 'norm'"):
+        liger_core.get_op("norm")
+    with pytest.raises(ValueError, match="the tensors are on meta; this callable takes cpu"):
+        liger_core.get_op("rms_norm", device="cpu")(X.to("meta"), W.to("meta"))
+
+
+def test_explain_follows_the_call(toys: None) -> None:
+    plain = liger_core.explain("rms_norm", X, W)
+    assert [(c.language, c.why_not is None) for c in plain.candidates] == [
+        ("toy-traced", True),
+        ("toy-opaque", False),
+        ("torch", True),
+    ]
+    assert plain.chosen is plain.candidates[0]
+    assert plain.candidates[0].source.partition("toy_traced")[2].startswith("/ops/rms_norm.py:")  # type: ignore[union-attr]
+    refused = liger_core.explain("rms_norm", X, W, casting_mode="none")
+    assert refused.chosen.language == "torch"  # type: ignore[union-attr]
+    assert "toy-traced: no: casting_mode 'none' is not written" in str(refused)
+    with liger_core.use("toy-opaque"):
+        demanded = liger_core.explain("rms_norm", X.bfloat16(), W)
+        assert demanded.chosen is None
+        assert "the call raises Unsupported" in str(demanded)
+
+
+def test_introspection(toys: None) -> None:
+    assert [b.language for b in liger_core.backends()] == ["toy-opaque", "toy-traced"]
+    assert liger_core.get_current_backend("cpu").language == "toy-traced"  # type: ignore[union-attr]
+    assert liger_core.get_current_backend("cuda") is None
+    with liger_core.use("toy-opaque"):
+        assert liger_core.get_current_backend("cpu").language == "toy-opaque"  # type: ignore[union-attr]
+    with liger_core.use("torch"):
+        assert liger_core.get_current_backend("cpu") is None
+    assert liger_core.list_overridden_ops("cpu") == ["rms_norm"]
+    assert liger_core.list_overridden_ops("cuda") == []
+
+
+def test_every_op_is_exported() -> None:
+    from liger_core.contract import ops
+
+    assert len(ops) == 22
+    for name, op in ops.items():
+        assert getattr(liger_core, name) is op
+        assert name in liger_core.__all__
+
+
+def test_dispatch_is_one_look_up_after_the_first_call(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    liger_core.rms_norm(X, W)
+
+    def forbidden(*args: object) -> None:
+        raise AssertionError("searched again")
+
+    calls: list[str] = []
+    with monkeypatch.context() as patched:
+        for name in ("make_plan", "obstacle", "settings", "parse_demand", "backends", "discover"):
+            patched.setattr(dispatch, name, forbidden)
+        sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
+        liger_core.rms_norm.run(
+            "cpu", None, None, {"x": X, "weight": W, "eps": 1e-6, "offset": 0.0, "casting_mode": "llama"}
+        )
+        sys.setprofile(None)
+    assert calls[:3] == ["run", "refuses", "run"]

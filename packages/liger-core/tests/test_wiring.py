@@ -1,0 +1,244 @@
+"""The autograd and torch.compile wiring, through toy kernels that take every branch of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_core
+from liger_core import BackendInfo, contract
+from liger_core.contract import Needs, Saved, op
+
+
+class FitOutput(NamedTuple):
+    """What `fit` returns."""
+
+    loss: Tensor
+    worst: Tensor | None
+    residual: Tensor
+
+
+@pytest.fixture
+def fit(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.Op[..., Any]]:
+    """An op of several results, some without a gradient, whose kernel computes its gradients in forward."""
+
+    @op(differentiable=("x", "weight"), result=FitOutput, grad_results=("loss", "residual"), autocast=("x",))
+    def fit(x: Tensor, weight: Tensor, target: Tensor | None = None, *, worst: bool = False, bare: bool = False) -> Any:
+        residual = x * weight - (0 if target is None else target.detach())
+        loss = residual.square().sum()
+        return loss if bare else FitOutput(loss, residual.detach().abs().argmax() if worst else None, residual)
+
+    def forward(
+        needs: Needs,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor | None = None,
+        *,
+        worst: bool = False,
+        bare: bool = False,
+    ) -> tuple[Any, Saved]:
+        residual = x * weight - (0 if target is None else target)
+        dx = 2 * residual * weight if needs[0] else None
+        dweight = (2 * residual * x).sum(0) if needs[1] else None
+        saved = (dx, dweight, x if needs[1] else None, weight if needs[0] else None) if any(needs) else ()
+        loss = residual.square().sum()
+        return (loss if bare else (loss, residual.abs().argmax() if worst else None, residual)), saved
+
+    def backward(
+        needs: Needs, saved: Saved, dloss: Tensor | None, dresidual: Tensor | None = None, *, worst: bool, bare: bool
+    ) -> tuple[Tensor | None, ...]:
+        dx, dweight, x, weight = saved
+        if dx is not None:
+            dx = (0 if dloss is None else dx * dloss) + (0 if dresidual is None else dresidual * weight)
+        if dweight is not None:
+            dweight = (0 if dloss is None else dweight * dloss) + (0 if dresidual is None else (dresidual * x).sum(0))
+        return dx, dweight
+
+    kernel = types.ModuleType("toy.ops.fit")
+    kernel.forward, kernel.backward = forward, backward  # type: ignore[attr-defined]
+    monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, name: name == "fit")
+    monkeypatch.setattr(BackendInfo, "kernel", lambda self, name: kernel)
+    install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))
+    yield fit
+    del contract.ops["fit"]
+
+
+def differentiate(
+    call: Callable[..., Any], x: Tensor, weight: Tensor, target: Tensor, **options: Any
+) -> list[Tensor | None]:
+    """Values, then gradients for those of x and weight that require one."""
+    out = call(x, weight, target, **options)
+    out = (out,) if isinstance(out, Tensor) else out
+    outputs = [o for o in out if o is not None and o.requires_grad]
+    leaves = [leaf for leaf in (x, weight) if leaf.requires_grad]
+    grads = torch.autograd.grad(outputs, leaves, [torch.full_like(o, -0.5) for o in outputs]) if leaves else ()
+    return [*(o if o is None else o.detach() for o in out), *grads]
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")], ids=["eager", "compiled"]
+)
+@pytest.mark.parametrize("options", [{}, {"worst": True}, {"bare": True}], ids=["plain", "worst", "bare"])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
+def test_several_results(
+    fit: contract.Op[..., Any], needs: tuple[bool, bool], options: dict[str, bool], wrap: Callable[..., Any]
+) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    x, weight, target = (
+        torch.randn(3, 4, requires_grad=needs[0]),
+        torch.randn(4, requires_grad=needs[1]),
+        torch.randn(3, 4),
+    )
+    with liger_core.use("torch"):
+        expected = differentiate(fit, x, weight, target, **options)
+    with liger_core.use("toy"):
+        actual = differentiate(wrap(fit), x, weight, target, **options)
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_named_result_and_what_has_a_gradient(fit: contract.Op[..., Any]) -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4)
+    with liger_core.use("toy"):
+        out = fit(x, weight, worst=True)
+    assert type(out) is FitOutput
+    assert out.loss.requires_grad
+    assert out.residual.requires_grad
+    assert not out.worst.requires_grad
+
+
+@pytest.mark.parametrize("which", ["loss", "residual"])
+def test_one_result_without_gradient(fit: contract.Op[..., Any], which: str) -> None:
+    """The kernel sees None for the gradient of the result that nobody used."""
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    grads = {}
+    for language in ("torch", "toy"):
+        with liger_core.use(language):
+            grads[language] = torch.autograd.grad(getattr(fit(x, weight), which).sum(), (x, weight))
+    torch.testing.assert_close(grads["toy"], grads["torch"])
+
+
+def test_nothing_saved_without_grad(fit: contract.Op[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4)
+    with liger_core.use("toy"):
+        with torch.no_grad():
+            assert not fit(x, weight).loss.requires_grad
+        assert fit(x.detach(), weight).loss.grad_fn is None
+
+
+def test_second_derivative_says_no(fit: contract.Op[..., Any]) -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4)
+    with liger_core.use("toy"):
+        (dx,) = torch.autograd.grad(fit(x, weight).loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="fit in toy has no second derivative"):
+        dx.sum().backward()
+
+
+def test_autocast_casts_what_the_contract_says(fit: contract.Op[..., Any]) -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    for language in ("torch", "toy"):
+        with liger_core.use(language), torch.autocast("cpu", torch.bfloat16):
+            out = fit(x, weight)
+            (dx,) = torch.autograd.grad(out.loss, x)
+        with liger_core.use(language):
+            expected = fit(x.bfloat16(), weight)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+        assert dx.dtype is torch.float32
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return liger_core.rms_norm(x, weight, 1e-5, offset=1.0) * 2
+
+
+@pytest.mark.parametrize("start", ["cold", "warm"])
+@pytest.mark.parametrize("language", ["torch", "toy-traced", "toy-opaque"])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
+def test_compile_fullgraph(toys: None, language: str, start: str, needs: tuple[bool, bool]) -> None:
+    """No graph break, forward and backward, with sizes that change, traced or hidden behind an opaque launch."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    compiled = torch.compile(rms, fullgraph=True, backend="aot_eager")
+    for rows in (3, 5, 7):
+        x, weight = torch.randn(rows, 8, requires_grad=needs[0]), torch.randn(8, requires_grad=needs[1])
+        with liger_core.use("torch"):
+            expected = rms(x, weight)
+        with liger_core.use(language):
+            if start == "warm":
+                rms(x, weight)
+            actual = compiled(x, weight)
+        torch.testing.assert_close(actual, expected)
+        leaves = [leaf for leaf in (x, weight) if leaf.requires_grad]
+        if leaves:
+            torch.testing.assert_close(
+                torch.autograd.grad(actual.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
+            )
+
+
+def test_compiled_code_follows_use(toys: None) -> None:
+    """A change of language recompiles; it is not baked in."""
+    torch.compiler.reset()
+    import toy_traced.ops.rms_norm as kernel
+
+    compiled = torch.compile(lambda x: liger_core.rms_norm(x, None), fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 8)
+    with liger_core.use("torch"):
+        plain = compiled(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "forward", lambda needs, x, *args, **options: (torch.full_like(x, 7.0), ()))
+        with liger_core.use("toy-traced"):
+            assert (compiled(x) == 7).all()
+    with liger_core.use("torch"):
+        torch.testing.assert_close(compiled(x), plain)
+
+
+def test_eager_opaque_launch_skips_torch_library(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager calls never cross a torch.library boundary."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function.namespace)
+            return function(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 8, requires_grad=True)
+    with Listen(), liger_core.use("toy-opaque"):
+        liger_core.rms_norm(x, None).sum().backward()
+    assert "aten" in seen
+    assert "liger" not in seen
+
+
+def test_checkpoint_recomputes_in_the_same_language(toys: None) -> None:
+    """Activation checkpointing runs the forward again inside backward, in autograd's own threads on an accelerator."""
+    from torch.utils.checkpoint import checkpoint
+
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    with liger_core.use("toy-traced"):
+        plain = torch.autograd.grad(rms(x, weight).sum(), (x, weight))
+        again = torch.autograd.grad(checkpoint(rms, x, weight, use_reentrant=False).sum(), (x, weight))
+    torch.testing.assert_close(plain, again, rtol=0, atol=0)
+
+
+IMPORTS = """
+import sys, torch
+before = set(sys.modules)
+import liger_core
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+kernel_languages = {"triton", "cuda", "liger_triton", "liger_cutile", "liger_triton_ascend", "torch_npu"}
+print(sorted(new & kernel_languages), [name for name in sys.modules if name.startswith("torch._dynamo")])
+"""
+
+
+def test_import_brings_no_kernel_language_and_no_dynamo() -> None:
+    out = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[] []"

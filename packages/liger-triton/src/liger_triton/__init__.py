@@ -1,0 +1,16 @@
+"""Liger ops in Triton, for CUDA, ROCm and XPU; on the CPU in Triton's interpreter, under TRITON_INTERPRET=1."""
+
+import os
+
+from liger_core import BackendInfo
+
+_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+
+backend = BackendInfo(
+    "triton",
+    devices=("cuda", "xpu", "cpu") if _interpreted else ("cuda", "xpu"),
+    default_devices=("cuda", "xpu"),
+    requires="triton",
+    package=__name__,
+    install='uv pip install "liger-core[triton]"',
+)

@@ -1,0 +1,420 @@
+"""Cross-entropy of rows of logits, for `cross_entropy` and `fused_linear_cross_entropy`.
+
+One program per row reads its logits once, keeping a running maximum and a running sum of exponentials; the maximum and
+the logarithm of the sum are all that the gradient needs besides the logits. Both are kept, not their sum, which near
+1e4 would round away the third digit of a probability.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_triton.ops._rows import as_rows
+
+
+@triton.jit
+def _exp(x):
+    # tl.exp spends four instructions more on results below 2^-126, which this makes 0.
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def _cap(x, softcap):
+    """softcap · tanh(x / softcap), and its derivative; x and 1 without a softcap."""
+    if softcap is None:
+        return x, 1.0
+    else:
+        u = x / softcap
+        q = _exp(-2.0 * tl.abs(u))
+        r = 1.0 / (1.0 + q)
+        # Near 0 the exponential has no correct digit left. The polynomial is a minimax fit of (tanh(u) - u) / u³.
+        square = u * u
+        series = 0.020639074966311455 - 0.005704974289983511 * square
+        series = series * square - 0.05373971164226532
+        series = series * square + 0.13331441581249237
+        series = series * square - 0.3333328068256378
+        series = series * square * u + u
+        tail = 1.0 - 2.0 * q * r
+        tanh = tl.where(tl.abs(u) < 0.625, series, tl.where(u < 0.0, -tail, tail))
+        return softcap * tanh, 4.0 * q * r * r
+
+
+@triton.jit
+def _label_weight(weight, label, known):
+    if weight is None:
+        return 1.0
+    else:
+        return tl.load(weight + label, known, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def _rows(
+    logits, target, weight, weight_sum, losses, z_losses, hits, predicted, statistics,
+    row_stride, columns, first, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
+    ADD_Z_LOSS: tl.constexpr, TOKEN_SCALING: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    local = tl.program_id(0).to(tl.int64)
+    row = first + local
+    label = tl.load(target + row)
+    if label == ignore_index:
+        tl.store(losses + row, 0.0)
+        if z_losses is not None:
+            tl.store(z_losses + row, 0.0)
+        if hits is not None:
+            tl.store(hits + row, 0.0)
+        if predicted is not None:
+            tl.store(predicted + row, -1)
+        return
+
+    logits += local * row_stride
+    known = (label >= 0) & (label < columns)
+    label_logit = _cap(tl.load(logits + label, known, other=0.0).to(tl.float32), softcap)[0]
+    # Sums of logits are taken relative to the label's, so that a large offset common to all doesn't cancel in them.
+    pivot = tl.where(tl.abs(label_logit) < float("inf"), label_logit, 0.0)
+
+    # A thread holds whole groups of columns, so that each group has its own maximum and the loop exchanges nothing. They
+    # are neighbours where a thread can load them at once, else neighbouring threads load neighbours.
+    # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
+    maximum = tl.full([GROUPS], -3.4028234663852886e38, tl.float32)
+    total = tl.zeros([GROUPS], tl.float32)
+    weighted = tl.zeros([GROUPS], tl.float32)
+    best = tl.full([GROUPS], -3.4028234663852886e38, tl.float32)
+    best_column = tl.zeros([GROUPS], tl.int32)
+    group_step: tl.constexpr = GROUP if ALIGNED else 1
+    step: tl.constexpr = 1 if ALIGNED else GROUPS
+    lanes = tl.arange(0, GROUPS)[:, None] * group_step + tl.arange(0, GROUP)[None, :] * step
+    for start in range(0, columns, GROUPS * GROUP):
+        column = start + lanes
+        inside = column < columns
+        x = tl.load(logits + column, inside, other=-float("inf")).to(tl.float32)
+        if hits is not None or predicted is not None:
+            block_best, place = tl.max(x, axis=1, return_indices=True)
+            better = block_best > best
+            best = tl.where(better, block_best, best)
+            best_column = tl.where(better, start + tl.arange(0, GROUPS) * group_step + place * step, best_column)
+        if softcap is not None:
+            x = tl.where(inside, _cap(x, softcap)[0], -float("inf"))
+        if label_smoothing is not None:
+            distance = tl.where(inside, x - pivot, 0.0)
+            if weight is not None:
+                distance *= tl.load(weight + column, inside, other=0.0).to(tl.float32)
+            weighted += tl.sum(distance, axis=1)
+        higher = tl.maximum(maximum, tl.max(x, axis=1))
+        total = total * _exp(maximum - higher) + tl.sum(_exp(x - higher[:, None]), axis=1)
+        maximum = higher
+    top = tl.max(maximum)
+    log_sum = tl.log(tl.sum(total * _exp(maximum - top)))
+    log_sum = tl.where(known, log_sum, float("nan"))
+
+    lse = top + log_sum
+    nll = (top - label_logit) + log_sum
+    loss = _label_weight(weight, label, known) * nll
+    if label_smoothing is not None:
+        mass = columns * 1.0
+        if weight is not None:
+            mass = tl.load(weight_sum)
+        smooth = ((top - pivot) + log_sum) * mass - tl.sum(weighted)
+        loss = loss * (1.0 - label_smoothing) + smooth * (label_smoothing / columns)
+    z_loss = lse * 0.0
+    if lse_square_scale is not None:
+        z_loss = lse * lse * lse_square_scale
+    if TOKEN_SCALING:
+        probability = _exp(-nll)
+        loss *= probability
+        z_loss *= probability
+    if ADD_Z_LOSS:
+        loss += z_loss
+    tl.store(losses + row, loss)
+    if z_losses is not None:
+        tl.store(z_losses + row, z_loss)
+    if hits is not None or predicted is not None:
+        winner = tl.min(tl.where(best == tl.max(best), best_column, columns))
+        if hits is not None:
+            tl.store(hits + row, tl.where(winner == label, 1.0, 0.0))
+        if predicted is not None:
+            tl.store(predicted + row, winner)
+    if statistics is not None:
+        tl.store(statistics + row, top)
+        tl.store(statistics + rows + row, log_sum)
+        if TOKEN_SCALING:
+            tl.store(statistics + 2 * rows + row, probability)
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def _gradient(
+    dlogits, logits, target, weight, weight_sum, statistics, dloss, totals,
+    row_stride, dloss_stride, columns, first, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
+    TOKEN_SCALING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(columns, BLOCK)
+    local = (tl.program_id(0) // blocks).to(tl.int64)
+    row = first + local
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    dlogits += local * columns
+    label = tl.load(target + row)
+    if label == ignore_index:
+        tl.store(dlogits + column, tl.zeros([BLOCK], tl.float32), inside)
+        return
+
+    x = tl.load(logits + local * row_stride + column, inside, other=0.0).to(tl.float32)
+    top = tl.load(statistics + row)
+    log_sum = tl.load(statistics + rows + row)
+    scale = tl.load(dloss + row * dloss_stride) if dloss is not None else 1.0
+    if TOKEN_SCALING:
+        scale *= tl.load(statistics + 2 * rows + row)
+    z_scale = scale
+    if totals is not None:
+        z_scale = scale / tl.load(totals)
+        scale = scale / tl.load(totals + 1)
+
+    capped, derivative = _cap(x, softcap)
+    probability = _exp((capped - top) - log_sum)
+    label_scale = scale * _label_weight(weight, label, (label >= 0) & (label < columns))
+    if label_smoothing is not None:
+        label_scale *= 1.0 - label_smoothing
+    dx = label_scale * (probability - tl.where(column == label, 1.0, 0.0))
+    if label_smoothing is not None:
+        uniform = scale * (label_smoothing / columns)
+        if weight is None:
+            dx += uniform * (probability * columns - 1.0)
+        else:
+            weights = tl.load(weight + column, inside, other=0.0).to(tl.float32)
+            dx += uniform * (probability * tl.load(weight_sum) - weights)
+    if lse_square_scale is not None:
+        dx += probability * (z_scale * (2.0 * lse_square_scale) * (top + log_sum))
+    tl.store(dlogits + column, dx * derivative, inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _reduce(
+    losses, z_losses, hits, target, weight, loss, z_loss, accuracy, totals, rows, columns, ignore_index,
+    MEAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program, so that the order of the sums is always the same.
+    counted = tl.zeros([BLOCK], tl.float32)
+    weights = tl.zeros([BLOCK], tl.float32)
+    loss_sum = tl.zeros([BLOCK], tl.float32)
+    z_loss_sum = tl.zeros([BLOCK], tl.float32)
+    hit_sum = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        inside = row < rows
+        label = tl.load(target + row, inside, other=0)
+        counts = inside & (label != ignore_index)
+        counted += tl.where(counts, 1.0, 0.0)
+        if weight is not None:
+            known = counts & (label >= 0) & (label < columns)
+            weights += tl.load(weight + label, known, other=0.0).to(tl.float32)
+        if losses is not None:
+            loss_sum += tl.load(losses + row, inside, other=0.0)
+        if z_losses is not None:
+            z_loss_sum += tl.load(z_losses + row, inside, other=0.0)
+        if hits is not None:
+            hit_sum += tl.load(hits + row, inside, other=0.0)
+    any_counted = tl.sum(counted) > 0.0
+    count = tl.where(any_counted, tl.sum(counted), 1.0)
+    weight_total = count
+    if weight is not None:
+        weight_total = tl.where(any_counted, tl.sum(weights), 1.0)
+    if totals is not None:
+        tl.store(totals, count)
+        tl.store(totals + 1, weight_total)
+    if losses is not None:
+        loss_value = tl.sum(loss_sum)
+        z_loss_value = tl.sum(z_loss_sum)
+        if MEAN:
+            loss_value /= weight_total
+            z_loss_value /= count
+        tl.store(loss, loss_value + z_loss_value)
+        if z_loss is not None:
+            tl.store(z_loss, z_loss_value)
+        if accuracy is not None:
+            tl.store(accuracy, tl.sum(hit_sum) / count)
+
+
+class Options(NamedTuple):
+    """What a row's loss depends on besides its logits. What is off is None: a kernel is then compiled without it."""
+
+    ignore_index: int
+    label_smoothing: float | None
+    lse_square_scale: float | None
+    softcap: float | None
+    token_scaling: bool
+
+
+class Rows(NamedTuple):
+    """What `run_rows` writes per row; None for what isn't wanted.
+
+    Attributes:
+        losses: float32 ``[N]``; with the z-loss in it when the reduction is ``"none"``.
+        z_losses: float32 ``[N]``.
+        hits: float32 ``[N]``; 1 where the largest logit is the label's.
+        predicted: int64 ``[N]``.
+        statistics: float32 ``[2, N]``, a row's maximum and the logarithm of its sum of exponentials relative to that;
+            with token scaling ``[3, N]``, and the label's probability. What `run_gradient` needs.
+    """
+
+    losses: Tensor
+    z_losses: Tensor | None
+    hits: Tensor | None
+    predicted: Tensor | None
+    statistics: Tensor | None
+
+
+def options_of(
+    ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None, token_scaling: bool
+) -> Options:
+    """The options, normalised."""
+    return Options(
+        ignore_index,
+        float(label_smoothing) or None,
+        float(lse_square_scale) or None,
+        None if softcap is None else float(softcap),
+        token_scaling,
+    )
+
+
+def new_rows(
+    target: Tensor,
+    options: Options,
+    *,
+    reduction: str,
+    return_z_loss: bool,
+    return_token_accuracy: bool,
+    return_predicted_tokens: bool,
+    differentiable: bool,
+) -> Rows:
+    """Memory for the results of all rows."""
+    n = target.shape[0]
+    z_loss = return_z_loss or (options.lse_square_scale is not None and reduction != "none")
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=target.device)
+
+    return Rows(
+        empty(n),
+        empty(n) if z_loss else None,
+        empty(n) if return_token_accuracy else None,
+        torch.empty_like(target) if return_predicted_tokens else None,
+        empty(3 if options.token_scaling else 2, n) if differentiable else None,
+    )
+
+
+def weight_sum_of(weight: Tensor | None, options: Options) -> Tensor | None:
+    """The sum of all class weights, which label smoothing needs; float32, a scalar."""
+    return weight.sum(dtype=torch.float32) if weight is not None and options.label_smoothing is not None else None
+
+
+def _block(columns: int, most: int) -> int:
+    """The power of two, up to `most`, that columns fill. Comparisons, so that a dynamic size stays dynamic in a trace."""
+    block = 16
+    while block < columns and block < most:
+        block *= 2
+    return block
+
+
+def run_rows(
+    rows: Rows,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    options: Options,
+    reduction: str,
+    first: int = 0,
+) -> None:
+    """Write the results of the rows from `first` on, as many as `logits` has. `target` and `weight` are contiguous."""
+    logits, row_stride = as_rows(logits)
+    n, columns = logits.shape
+    block = _block(columns, 8192)
+    group = 16 // logits.element_size()  # what a thread loads at once
+    _rows[(n,)](
+        logits, target, weight, weight_sum, *rows, row_stride, columns, first, target.shape[0],
+        options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap,
+        ADD_Z_LOSS=reduction == "none" and options.lse_square_scale is not None, TOKEN_SCALING=options.token_scaling,
+        ALIGNED=row_stride % 16 == 0 and columns % 16 == 0, GROUPS=block // group, GROUP=group,
+        num_warps=max(block // 1024, 1),
+    )  # fmt: skip
+
+
+def run_gradient(
+    dlogits: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    statistics: Tensor,
+    dloss: Tensor | None,
+    totals: Tensor | None,
+    options: Options,
+    first: int = 0,
+) -> None:
+    """Write the gradient of the logits of the rows from `first` on.
+
+    Args:
+        dlogits: contiguous; may be `logits`.
+        statistics: of `run_rows`.
+        dloss: gradient of the loss; a scalar, one per row, or None for 1.
+        totals: of `reduce`, to divide by, or None.
+    """
+    logits, row_stride = as_rows(logits)
+    n, columns = logits.shape
+    block = _block(columns, 4096)
+    blocks = (columns + block - 1) // block
+    _gradient[(n * blocks,)](
+        dlogits, logits, target, weight, weight_sum, statistics, dloss, totals, row_stride,
+        dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns, first, target.shape[0],
+        options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap,
+        TOKEN_SCALING=options.token_scaling, BLOCK=block, num_warps=max(block // 512, 1),
+    )  # fmt: skip
+
+
+def new_totals(target: Tensor) -> Tensor:
+    """Memory for what ``"mean"`` divides by: the number of rows that count, and the sum of their labels' weights."""
+    return torch.empty(2, dtype=torch.float32, device=target.device)
+
+
+def run_totals(totals: Tensor, target: Tensor, weight: Tensor | None, columns: int, options: Options) -> None:
+    """Write what ``"mean"`` divides by."""
+    _reduce[(1,)](
+        None, None, None, target, weight, None, None, None, totals, target.shape[0], columns, options.ignore_index,
+        MEAN=True, BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+
+
+def reduce(
+    rows: Rows,
+    target: Tensor,
+    weight: Tensor | None,
+    totals: Tensor | None,
+    columns: int,
+    options: Options,
+    *,
+    reduction: str,
+    return_z_loss: bool,
+    return_token_accuracy: bool,
+    return_predicted_tokens: bool,
+) -> Tensor | tuple[Tensor | None, ...]:
+    """The op's result, from the rows'. `totals`, when given, are written as by `run_totals`."""
+    loss, z_loss, accuracy = rows.losses, rows.z_losses, rows.hits
+    if reduction != "none":
+
+        def scalar() -> Tensor:
+            return torch.empty((), dtype=torch.float32, device=target.device)
+
+        loss = scalar()
+        z_loss = scalar() if return_z_loss else None
+        accuracy = scalar() if return_token_accuracy else None
+        mean = reduction == "mean"
+        _reduce[(1,)](
+            rows.losses, rows.z_losses, rows.hits, target, weight if mean else None, loss, z_loss, accuracy, totals,
+            target.shape[0], columns, options.ignore_index, MEAN=mean, BLOCK=2048, num_warps=8,
+        )  # fmt: skip
+    if return_z_loss or return_token_accuracy or return_predicted_tokens:
+        return loss, z_loss, accuracy, rows.predicted
+    return loss

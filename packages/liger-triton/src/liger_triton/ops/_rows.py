@@ -1,0 +1,45 @@
+"""A tensor as rows, for kernels that work along the last dimension."""
+
+from torch import Tensor
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """A tensor whose rows lie at one distance from each other, each row's elements adjacent; and that distance.
+
+    It is `x`, or a view of it, wherever x's strides allow: contiguous, or sliced or expanded in any dimension but the
+    last. Otherwise it is a copy.
+
+    Args:
+        x: ``[..., H]``.
+
+    Returns:
+        The tensor, with as many rows of H elements as x, in x's order; and the distance of its rows, in elements.
+    """
+    columns = x.shape[-1]
+    if x.is_contiguous():
+        return x, columns
+    rows = x if x.dim() == 2 else x.reshape(-1, columns)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    return rows, rows.stride(0)
+
+
+def power_of_2(size: int, least: int = 16) -> int:
+    """The least power of two that is no less than `size` and `least`, itself one.
+
+    Found by comparisons, so that a dynamic size stays dynamic while torch.compile traces.
+    """
+    power = least
+    while power < size:
+        power *= 2
+    return power
+
+
+def tile_of(columns: int) -> tuple[int, int, int]:
+    """What a program takes that holds whole rows in registers: rows, columns (each a power of two), and its warps.
+
+    That is 2048 elements or one row, and 16 elements a thread as far as 16 warps go: two 16-byte loads of bf16 in
+    flight per thread, and registers few enough (32 to 40 in forward kernels) for a multiprocessor to be full.
+    """
+    block = power_of_2(columns)
+    return max(1, 2048 // block), block, min(max(4, block // 512), 16)

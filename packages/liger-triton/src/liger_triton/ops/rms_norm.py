@@ -1,0 +1,274 @@
+"""RMS norm: a row stays in registers from its statistics to its output; a row too long for that is read twice."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core import rms_norm
+from liger_core.contract import Needs, Saved, implements
+from liger_triton.ops._partial_sums import sm_count, total
+from liger_triton.ops._rows import as_rows, tile_of
+
+# Longer rows don't fit the registers of 16 warps: 64 columns a thread in the forward, which keeps x; 32 in the
+# backward, which keeps x, dy and the sum of dweight (and spills 28 registers at that length on sm_90).
+LONGEST_FORWARD = 32768
+LONGEST_BACKWARD = 16384
+
+
+@triton.jit
+def _round(value, dtype: tl.constexpr, ROUND: tl.constexpr):
+    """A float32 value, rounded to `dtype` if ROUND."""
+    return value.to(dtype).to(tl.float32) if ROUND else value
+
+
+@triton.jit
+def _load(x, residual, x_at, residual_at, inside):
+    """x, or x + residual rounded to x's dtype."""
+    xs = tl.load(x + x_at, inside, other=0.0)
+    if residual is not None:
+        xs = (xs.to(tl.float32) + tl.load(residual + residual_at, inside, other=0.0).to(tl.float32)).to(xs.dtype)
+    return xs
+
+
+@triton.jit
+def _square(xs, NATIVE: tl.constexpr):
+    wide = xs.to(tl.float32)
+    return _round(wide * wide, xs.dtype, NATIVE)
+
+
+@triton.jit
+def _inverse_rms(sum_of_squares, columns, eps, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    mean = _round(sum_of_squares / columns, dtype, NATIVE)
+    return _round(tl.rsqrt(_round(mean + eps, dtype, NATIVE)), dtype, NATIVE)
+
+
+@triton.jit
+def _load_scale(weight, column, inside, offset):
+    return offset + tl.load(weight + column, inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scaled(xs, r, weight, column, inside, offset, ROUND: tl.constexpr, NATIVE: tl.constexpr):
+    """x · r · (offset + weight)."""
+    y = xs.to(tl.float32) * r
+    if weight is not None:
+        scale = _round(_load_scale(weight, column, inside, offset), weight.dtype.element_ty, NATIVE)
+        y = _round(y, xs.dtype, ROUND) * scale
+    return y
+
+
+@triton.jit
+def _forward(
+    y, h, inverse_rms, x, residual, weight, rows, columns, x_stride, residual_stride, eps, offset,
+    ROUND: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < columns)
+    xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside)
+    if h is not None:
+        tl.store(h + row * columns + column, xs, inside)
+    r = _inverse_rms(tl.sum(_square(xs, NATIVE), 1, keep_dims=True), columns, eps, xs.dtype, NATIVE)
+    if inverse_rms is not None:
+        tl.store(inverse_rms + row, r, row < rows)
+    ys = _scaled(xs, r, weight, column, column < columns, offset, ROUND, NATIVE)
+    tl.store(y + row * columns + column, ys, inside)
+
+
+@triton.jit
+def _forward_long(
+    y, h, inverse_rms, x, residual, weight, columns, x_stride, residual_stride, eps, offset,
+    ROUND: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, column < columns)
+        squares += _square(xs, NATIVE)
+    r = _inverse_rms(tl.sum(squares), columns, eps, x.dtype.element_ty, NATIVE)
+    if inverse_rms is not None:
+        tl.store(inverse_rms + row, r)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside)
+        if h is not None:
+            tl.store(h + row * columns + column, xs, inside)
+        ys = _scaled(xs, r, weight, column, inside, offset, ROUND, NATIVE)
+        tl.store(y + row * columns + column, ys, inside)
+
+
+@triton.jit
+def _backward(
+    dx, partial, dy, dh, x, weight, inverse_rms, rows, columns, dy_stride, dh_stride, x_stride, offset,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)[None, :]
+    if weight is not None and STAGES > 1:
+        scale = _load_scale(weight, column, column < columns, offset)
+    dweight = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < columns)
+        r = tl.load(inverse_rms + row, row < rows, other=0.0)
+        xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
+        dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+        if dx is not None:
+            g = dys
+            if weight is not None:  # from L1 each time where registers are short
+                g *= scale if STAGES > 1 else _load_scale(weight, column, column < columns, offset)
+            slope = tl.sum(g * xs, 1, keep_dims=True) / columns * r * r * r
+            dxs = g * r - xs * slope
+            if dh is not None:
+                dxs += tl.load(dh + row * dh_stride + column, inside, other=0.0).to(tl.float32)
+            tl.store(dx + row * columns + column, dxs, inside)
+        if partial is not None:
+            dweight += dys * (xs * r)
+    if partial is not None:
+        column = tl.arange(0, BLOCK)
+        tl.store(partial + tl.program_id(0).to(tl.int64) * columns + column, tl.sum(dweight, 0), column < columns)
+
+
+@triton.jit
+def _dx_long(
+    dx, dy, dh, x, weight, inverse_rms, columns, dy_stride, dh_stride, x_stride, offset, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    r = tl.load(inverse_rms + row)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        g = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+        if weight is not None:
+            g *= _load_scale(weight, column, inside, offset)
+        products += g * tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
+    slope = tl.sum(products) / columns * r * r * r
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        g = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+        if weight is not None:
+            g *= _load_scale(weight, column, inside, offset)
+        dxs = g * r - tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32) * slope
+        if dh is not None:
+            dxs += tl.load(dh + row * dh_stride + column, inside, other=0.0).to(tl.float32)
+        tl.store(dx + row * columns + column, dxs, inside)
+
+
+@triton.jit
+def _dweight_long(
+    dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, rows, ROWS):
+        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < columns)[None, :]
+        r = tl.load(inverse_rms + row, row < rows, other=0.0)
+        normed = tl.load(x + row * x_stride + column[None, :], inside, other=0.0).to(tl.float32) * r
+        sums += tl.load(dy + row * dy_stride + column[None, :], inside, other=0.0).to(tl.float32) * normed
+    tl.store(dweight + column, tl.sum(sums, 0), column < columns)
+
+
+def launch_forward(
+    grad: bool, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, h = x + residual (None without a residual), and the inverse RMS of each row (None unless `grad`)."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    h, residual_stride = None, 0
+    if residual is not None:
+        h = torch.empty_like(y)
+        residual, residual_stride = as_rows(residual)
+    inverse_rms = torch.empty(rows, dtype=torch.float32, device=x.device) if grad else None
+    x, x_stride = as_rows(x)
+    if weight is not None:
+        weight = weight.contiguous()
+    modes = {"ROUND": casting_mode != "gemma", "NATIVE": casting_mode == "none"}
+    if columns <= LONGEST_FORWARD:
+        tile_rows, block, warps = tile_of(columns)
+        _forward[((rows + tile_rows - 1) // tile_rows,)](
+            y, h, inverse_rms, x, residual, weight, rows, columns, x_stride, residual_stride, eps, offset,
+            **modes, ROWS=tile_rows, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    else:
+        _forward_long[(rows,)](
+            y, h, inverse_rms, x, residual, weight, columns, x_stride, residual_stride, eps, offset,
+            **modes, BLOCK=4096, num_warps=8,
+        )  # fmt: skip
+    return y, h, inverse_rms
+
+
+def launch_backward(
+    needs_x: bool,
+    needs_weight: bool,
+    dy: Tensor,
+    dh: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    inverse_rms: Tensor,
+    offset: float,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx, with `dh` added to it if there is one, and dweight; each if needed."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+    dh_stride = 0
+    if dh is not None:
+        dh, dh_stride = as_rows(dh)
+    dy, dy_stride = as_rows(dy)
+    x, x_stride = as_rows(x)
+    scale = None if weight is None else weight.contiguous()
+    if columns > LONGEST_BACKWARD:
+        dweight = torch.empty_like(scale) if needs_weight else None
+        if needs_x:
+            _dx_long[(rows,)](
+                dx, dy, dh, x, scale, inverse_rms, columns, dy_stride, dh_stride, x_stride, offset,
+                BLOCK=4096, num_warps=8,
+            )  # fmt: skip
+        if needs_weight:
+            # Columns are many: 64 of them, a 128-byte line of bf16, leave at least 256 programs.
+            _dweight_long[((columns + 63) // 64,)](
+                dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, ROWS=64, BLOCK=64
+            )
+        return dx, dweight
+    tile_rows, block, warps = tile_of(columns)
+    programs = (rows + tile_rows - 1) // tile_rows
+    partial = None
+    if needs_weight:
+        # As many as run at once: the registers of a multiprocessor hold about 8192 columns of x, dy and dweight.
+        programs = min(programs, sm_count(x.device) * max(1, 8192 // (tile_rows * block)))
+        partial = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
+    # Fetch the next tile while one is worked on, where 48 KiB of shared memory hold its x and dy: any GPU has those.
+    stages = 2 if needs_weight and tile_rows * block * x.element_size() <= 16384 else 1
+    _backward[(programs,)](
+        dx, partial, dy, dh, x, scale, inverse_rms, rows, columns, dy_stride, dh_stride, x_stride, offset,
+        ROWS=tile_rows, BLOCK=block, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return dx, total(partial, weight) if needs_weight else None
+
+
+@implements(rms_norm)
+def forward(
+    needs: Needs,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> tuple[Tensor, Saved]:
+    grad = True in needs
+    y, _, inverse_rms = launch_forward(grad, x, None, weight, eps, offset, casting_mode)
+    return y, (x, weight, inverse_rms) if grad else ()
+
+
+def backward(
+    needs: Needs, saved: Saved, dy: Tensor, *, eps: float, offset: float, casting_mode: str
+) -> tuple[Tensor | None, ...]:
+    x, weight, inverse_rms = saved
+    return launch_backward(*needs, dy, None, x, weight, inverse_rms, offset)

@@ -1,0 +1,116 @@
+"""Softmax: a row stays in registers; a row too long for that is read twice, with an online sum the first time."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core import softmax
+from liger_core.contract import Needs, Saved, implements
+from liger_triton.ops._partial_sums import sm_count
+from liger_triton.ops._rows import as_rows, tile_of
+
+# Longer rows don't fit the registers of 16 warps, 64 columns a thread (at which backward spills 10 registers on sm_90).
+LONGEST = 32768
+
+
+@triton.jit
+def _forward(y, x, rows, columns, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    column = tl.arange(0, BLOCK)[None, :]
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < columns)
+        xs = tl.load(x + row * x_stride + column, inside, other=float("-inf")).to(tl.float32)
+        e = tl.exp(xs - tl.max(xs, 1, keep_dims=True))
+        tl.store(y + row * columns + column, e * (1.0 / tl.sum(e, 1, keep_dims=True)), inside)
+
+
+@triton.jit
+def _forward_long(y, x, columns, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    # Each lane has a maximum and a sum of its own. The least float32 stands for -inf: the difference of two is 0.
+    maximum = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        xs = tl.load(x + row * x_stride + column, column < columns, other=float("-inf")).to(tl.float32)
+        above = xs - maximum
+        e = tl.exp(-tl.abs(above))
+        total = tl.where(above > 0, total * e + 1.0, total + e)
+        maximum = tl.maximum(maximum, xs)
+    highest = tl.max(maximum)
+    scale = 1.0 / tl.sum(total * tl.exp(maximum - highest))
+    # Backwards: what was read last is in the cache still.
+    for back in range(0, columns, BLOCK):
+        column = (columns - 1) // BLOCK * BLOCK - back + tl.arange(0, BLOCK)
+        inside = column < columns
+        xs = tl.load(x + row * x_stride + column, inside, other=float("-inf")).to(tl.float32)
+        tl.store(y + row * columns + column, tl.exp(xs - highest) * scale, inside)
+
+
+@triton.jit
+def _backward(dx, dy, y, rows, columns, dy_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < columns)
+    ys = tl.load(y + row * columns + column, inside, other=0.0).to(tl.float32)
+    dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+    # By the sum of y, which is 1 but for its rounding: so a constant dy gives 0.
+    mean = tl.div_rn(tl.sum(ys * dys, 1, keep_dims=True), tl.sum(ys, 1, keep_dims=True))
+    tl.store(dx + row * columns + column, ys * (dys - mean), inside)
+
+
+@triton.jit
+def _backward_long(dx, dy, y, columns, dy_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        ys = tl.load(y + row * columns + column, inside, other=0.0).to(tl.float32)
+        total += ys
+        products += ys * tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+    mean = tl.div_rn(tl.sum(products), tl.sum(total))
+    for back in range(0, columns, BLOCK):
+        column = (columns - 1) // BLOCK * BLOCK - back + tl.arange(0, BLOCK)
+        inside = column < columns
+        ys = tl.load(y + row * columns + column, inside, other=0.0).to(tl.float32)
+        dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+        tl.store(dx + row * columns + column, ys * (dys - mean), inside)
+
+
+@implements(softmax)
+def forward(needs: Needs, x: Tensor) -> tuple[Tensor, Saved]:
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, x_stride = as_rows(x)
+    if columns > LONGEST:
+        _forward_long[(rows,)](y, x, columns, x_stride, BLOCK=8192, num_warps=16)
+    else:
+        tile_rows, block, warps = tile_of(columns)
+        programs, stages = (rows + tile_rows - 1) // tile_rows, 1
+        if block == 32768 and x.element_size() == 2:
+            # One program fills the registers of a multiprocessor, so nothing else would run there while it waits for
+            # its row. It takes one row after another instead, and fetches the next into 64 KiB of shared memory.
+            programs, stages = min(rows, sm_count(x.device)), 2
+        _forward[(programs,)](
+            y, x, rows, columns, x_stride, ROWS=tile_rows, BLOCK=block, STAGES=stages, num_warps=warps
+        )
+    return y, (y,) if needs[0] else ()
+
+
+def backward(needs: Needs, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (y,) = saved
+    columns = y.shape[-1]
+    rows = y.numel() // columns
+    dx = torch.empty_like(y)
+    dy, dy_stride = as_rows(dy)
+    if columns > LONGEST:
+        _backward_long[(rows,)](dx, dy, y, columns, dy_stride, BLOCK=8192, num_warps=16)
+    else:
+        tile_rows, block, warps = tile_of(columns)
+        programs = (rows + tile_rows - 1) // tile_rows
+        _backward[(programs,)](dx, dy, y, rows, columns, dy_stride, ROWS=tile_rows, BLOCK=block, num_warps=warps)
+    return (dx,)

@@ -219,14 +219,21 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     names = {"ops": sorted(ops), "groups": TIMED, "modes": MODES}
     for option, known in names.items():
-        parser.add_argument(f"--{option}", type=lambda text: text.split(","), default=[*known], help=f"of {', '.join(known)}")
-    parser.add_argument("--providers", type=lambda text: text.split(","), help="default: all installed languages, eager, compile, liger")
+        parser.add_argument(
+            f"--{option}", type=lambda text: text.split(","), default=[*known], help=f"of {', '.join(known)}"
+        )
+    what = "default: every installed language, eager, compile and liger"
+    parser.add_argument("--providers", type=lambda text: text.split(","), help=what)
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--device", default=liger_core.infer_device())
     parser.add_argument("--out", type=Path, default=records.RECORDS, help="directory of the record")
     parser.add_argument("--name", default="compare", help="the record's name")
-    parser.add_argument("--render", type=Path, nargs="+", metavar="CSV", help="measure nothing: make one record of these")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, the reference and eager: no record")
+    parser.add_argument(
+        "--render", type=Path, nargs="+", metavar="CSV", help="measure nothing: make one record of these"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes on the CPU, the reference and eager: no record"
+    )
     options = parser.parse_args(words)
     if options.smoke:
         options.device, options.groups = "cpu", ["small"]

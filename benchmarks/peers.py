@@ -48,7 +48,9 @@ class Eager:
         return F.cross_entropy((x @ linear_weight.T).float(), target)
 
     @staticmethod
-    def fused_linear_jsd(student_x: Tensor, student_weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+    def fused_linear_jsd(
+        student_x: Tensor, student_weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor
+    ) -> Tensor:
         student = torch.log_softmax((student_x @ student_weight.T).float(), -1)
         return Eager.jsd(student, torch.log_softmax((teacher_x @ teacher_weight.T).float(), -1))
 

@@ -134,6 +134,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, its columns padded so that it reads as text too."""
     cells = [list(columns), *map(list, rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)

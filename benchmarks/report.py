@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from records import table
@@ -72,12 +72,13 @@ def dispatch_table(rows: Sequence[Row]) -> str:
 
 def import_facts(rows: Sequence[Row]) -> str:
     """What an import brought into ``sys.modules``."""
-    return "\n".join(
-        f"- `import {row['module']}` after `import torch` takes {readable(row['cpu'])} of CPU time and adds {row['modules']} modules"
-        + (f", among them {', '.join(row['heavy'])}" if row["heavy"] else ", no kernel language and no Dynamo")
-        for row in rows
-        if row["measure"] == IMPORT
-    )
+    lines = []
+    for row in rows:
+        if row["measure"] == IMPORT:
+            among = f"among them {', '.join(row['heavy'])}" if row["heavy"] else "no kernel language and no Dynamo"
+            cost = f"{readable(row['cpu'])} of CPU time and adds {row['modules']} modules, {among}"
+            lines.append(f"- `import {row['module']}` after `import torch` takes {cost}")
+    return "\n".join(lines)
 
 
 def speed_table(rows: Sequence[Row]) -> str:
@@ -100,41 +101,42 @@ def comparison(rows: Sequence[Row]) -> str:
 
     Rows are those of its CSV, their values text or numbers.
     """
-    providers = list(dict.fromkeys(str(row["provider"]) for row in rows))
     parts = [
-        "Each peer's number is followed by how many times ours it is; ours is the best of ours.",
-        "## Time, ms\n\n" + _side_by_side(rows, providers, "ms", lambda value: f"{value:.4g}"),
-        "## Peak memory beyond the inputs, MiB\n\n" + _side_by_side(rows, providers, "peak_mib", lambda value: f"{value:.0f}"),
+        "A peer's number is followed by how many times the best of ours it is: above 1×, ours is better.",
+        "## Time, ms\n\n" + _side_by_side(rows, "ms", "{:.4g}", rates={"our GB/s": "gbps", "our TFLOP/s": "tflops"}),
+        "## Peak memory beyond the inputs, MiB\n\n" + _side_by_side(rows, "peak_mib", "{:.0f}"),
         "## Error relative to the reference in higher precision\n\n"
-        + _side_by_side(rows, providers, "error", lambda value: f"{value:.1e}", ratios=False),
+        + _side_by_side(rows, "error", "{:.1e}", ratios=False),
     ]
-    failed = [f"- {row['provider']}, {row['op']} {row['case']} {row['mode']}: {row['note']}" for row in rows if row["note"]]
-    if failed:
-        parts.append("## Not run, or not checked\n\n" + "\n".join(failed))
+    notes = [
+        f"- {row['provider']}, {row['op']} {row['case']} {row['mode']}: {row['note']}" for row in rows if row["note"]
+    ]
+    if notes:
+        parts.append("## Not run, or not checked\n\n" + "\n".join(notes))
     return "\n\n".join(parts)
 
 
 def _side_by_side(
-    rows: Iterable[Row], providers: Sequence[str], key: str, show: Callable[[float], str], ratios: bool = True
+    rows: Sequence[Row], key: str, form: str, *, ratios: bool = True, rates: Mapping[str, str] | None = None
 ) -> str:
-    places: dict[tuple[str, str, str], dict[str, Row]] = {}
+    """One line a job and one column a provider; `rates` are columns for what the fastest of ours reaches."""
+    providers = list(dict.fromkeys(str(row["provider"]) for row in rows))
+    jobs: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
-        places.setdefault((row["op"], row["case"], row["mode"]), {})[row["provider"]] = row
+        if row[key] not in ("", None):
+            jobs.setdefault((row["op"], row["case"], row["mode"]), {})[row["provider"]] = row
     lines = []
-    for place, found in places.items():
-        values = {p: float(row[key]) for p, row in found.items() if row[key] not in ("", None)}
-        best = min((value for p, value in values.items() if is_ours(p)), default=None)
-        cells = [_cell(values.get(p), None if is_ours(p) or not ratios else best, show) for p in providers]
-        rates = [max((str(row[r]) for row in found.values() if row["ms"] != "" and is_ours(row["provider"])), default="",
-                     key=lambda text: float(text or 0)) for r in ("gbps", "tflops")] if key == "ms" else []
-        lines.append([*place, *cells, *rates])
-    return table(["op", "case", "mode", *providers, *(["our GB/s", "our TFLOP/s"] if key == "ms" else [])], lines)
-
-
-def _cell(value: float | None, best: float | None, show: Callable[[float], str]) -> str:
-    if value is None:
-        return ""
-    return show(value) + (f" ({value / best:.2f}×)" if best else "")
+    for job, found in jobs.items():
+        ours = [row for provider, row in found.items() if is_ours(provider)]
+        best = min(ours, key=lambda row: float(row[key]), default=None)
+        cells = []
+        for provider in providers:
+            cell = form.format(float(found[provider][key])) if provider in found else ""
+            if cell and ratios and best and float(best[key]) and not is_ours(provider):
+                cell += f" ({float(found[provider][key]) / float(best[key]):.2f}×)"
+            cells.append(cell)
+        lines.append([*job, *cells, *(str(best[column]) if best else "" for column in (rates or {}).values())])
+    return table(["op", "case", "mode", *providers, *(rates or {})], lines)
 
 
 def is_ours(provider: str) -> bool:

@@ -220,4 +220,6 @@ def test_import(benchmark: BenchmarkFixture, name: str) -> None:
     benchmark.extra_info["cpu"] = statistics.median(run["cpu"] for run in runs)
     clock.replay(benchmark, [run["seconds"] for run in runs])
     if name == report.OURS:
-        assert not facts["heavy"], f"import {module} brings {', '.join(facts['heavy'])}; kernels are imported when one is called"
+        assert not facts["heavy"], (
+            f"import {module} brings {', '.join(facts['heavy'])}; kernels are imported when one is called"
+        )

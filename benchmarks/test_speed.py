@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from calls import arguments_of, make_call
+from calls import DTYPES, arguments_of, make_call
 from pytest_benchmark.fixture import BenchmarkFixture
 from timing import clock, peak_memory, release, times_of
 from traffic import FORWARD, MODES, work_of
 
 import liger_core
-from conftest import DTYPES
 from liger_conformance.case import TIMED, Case, cases_of
 from liger_conformance.plugin import report_key, targets_key
 from liger_conformance.running import Target

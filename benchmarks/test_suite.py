@@ -15,9 +15,10 @@ import report
 import timing
 import torch
 from calls import make_call, shrunk
+from traffic import FORWARD, FULL, MODES, MOVES, PRODUCTS, work_of
+
 from liger_conformance.case import cases_of
 from liger_core.contract import ops
-from traffic import FORWARD, FULL, MODES, MOVES, PRODUCTS, work_of
 
 
 def small_job(op: str, mode: str) -> compare.Job:
@@ -119,7 +120,7 @@ class FakeDevice:
         self.log: list[str] = []
         self.ms = 0.0
 
-    def Event(self, *, enable_timing: bool) -> FakeEvent:  # noqa: N802  PyTorch's name
+    def Event(self, *, enable_timing: bool) -> FakeEvent:
         return FakeEvent(self)
 
     def synchronize(self) -> None:

@@ -95,18 +95,21 @@ def work_of(op: str, mode: str, tensors: Mapping[str, object]) -> Work:
         KeyError: the op isn't declared in this file.
     """
     if op not in MOVES and op not in PRODUCTS:
-        raise KeyError(f"{op} has no entry in benchmarks/traffic.py: add the bytes that it has to move, or its products")
+        raise KeyError(
+            f"{op} has no entry in benchmarks/traffic.py: add the bytes that it has to move, or its products"
+        )
     moved = flops = None
     if op in MOVES:
         moves = MOVES[op]
         moved = _bytes(moves.forward, tensors) + (_bytes(moves.backward, tensors) if mode == FULL else 0)
     if op in PRODUCTS:
-        flops = sum(
-            2 * _tensor(tensors, p.x).numel() * _tensor(tensors, p.weight).shape[0]
-            * (p.forward + (p.backward if mode == FULL else 0))
-            for p in PRODUCTS[op]
-        )
+        flops = sum(_flops(product, mode, tensors) for product in PRODUCTS[op])
     return Work(moved, flops)
+
+
+def _flops(product: Product, mode: str, tensors: Mapping[str, object]) -> int:
+    one = 2 * _tensor(tensors, product.x).numel() * _tensor(tensors, product.weight).shape[0]
+    return one * (product.forward + (product.backward if mode == FULL else 0))
 
 
 def _bytes(passes: Passes, tensors: Mapping[str, object]) -> int:

@@ -249,13 +249,12 @@ def first_gradients(size: Preset, ops: Any, data: Tensor, seed: int) -> dict[str
     with autocast(size, data.device):
         loss = model(*next(batches(data, size, 1, seed)))
     loss.backward()
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    return {f"the first gradient of {name}": gradient for name, gradient in gradients.items()}
+    return {f"gradient of {n}": torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
 def mean_losses(curve: list[float]) -> dict[str, Tensor]:
     """The means over ten parts of the training: the noise of single steps averages out."""
-    return {f"the mean loss of part {i}": tenth.mean() for i, tenth in enumerate(torch.tensor(curve).chunk(10), 1)}
+    return {f"mean loss of part {i}": tenth.mean() for i, tenth in enumerate(torch.tensor(curve).chunk(10), 1)}
 
 
 def disagreements(both: Sequence[dict[str, Tensor]], allowed: float) -> list[str]:
@@ -300,7 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", type=torch.device, help="such as cuda:1 (default: the accelerator, else cpu)")
     parser.add_argument("--language", help="demand a kernel language, such as triton (default: the best installed)")
-    parser.add_argument("--tied", action=argparse.BooleanOptionalAction, default=True, help="one matrix for both ends")
+    parser.add_argument("--tied", action="store_true", default=True, help="embedding and head are one matrix (default)")
+    parser.add_argument("--untied", dest="tied", action="store_false", help="embedding and head are two matrices")
     parser.add_argument("--output", type=Path, default=Path("report/train_lm.png"), help="the picture of the curves")
     parser.add_argument("--compile", action="store_true", help="torch.compile both models")
     options = parser.parse_args(arguments)
@@ -339,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw(curves, options.output)
     console.print(f"The curves are in {options.output}.")
     for difference in wrong:
-        print(f"The trainings disagree: {difference}.", file=sys.stderr)
+        print(f"The trainings disagree: the {difference}.", file=sys.stderr)
     if not wrong:
         bounds = f"{GRADIENT_TOLERANCE[dtype]:.0e}, mean losses within {LOSS_TOLERANCE[dtype]:.0e}"
         console.print(f"The trainings agree: first gradients within {bounds}, relatively.")

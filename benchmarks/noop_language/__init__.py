@@ -6,5 +6,10 @@ from liger_core import BackendInfo
 def on(device: str) -> BackendInfo:
     """The language, as the default one of `device`."""
     return BackendInfo(
-        "noop", (device,), requires="torch", package="noop_language", install="part of benchmarks/", default_devices=(device,)
+        "noop",
+        (device,),
+        requires="torch",
+        package="noop_language",
+        install="part of benchmarks/",
+        default_devices=(device,),
     )

@@ -212,7 +212,9 @@ def test_cast_towards_zero():
     equal(cast(x, torch.bfloat16, "rtz").float(), torch.where(x.isnan(), x, expected))
 
 
-@pytest.mark.parametrize(("source", "target"), itertools.permutations([torch.int32, torch.int64, *DTYPES], 2), ids=str)
+@pytest.mark.parametrize(
+    ("source", "target"), list(itertools.permutations([torch.int32, torch.int64, *DTYPES], 2)), ids=str
+)
 def test_cast(source, target):
     x = (randn(N) * 100).to(source)
     equal(cast(x, target), x.to(target))

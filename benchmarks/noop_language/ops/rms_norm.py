@@ -8,7 +8,13 @@ from liger_core.contract import Needs, Saved, implements
 
 @implements(rms_norm)
 def forward(
-    needs: Needs, x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama"
+    needs: Needs,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
 ) -> tuple[Tensor, Saved]:
     return x, ()
 

@@ -88,6 +88,29 @@ def compare(
     )
 
 
+def check_reference(name: str, actual: Tensor | None, truth: Tensor | None, eps: float) -> None:
+    """Check one output or gradient of the reference itself, which has no baseline.
+
+    max|actual − truth| ≤ 64 · eps · max|truth|: what rounding at each step of a formula can add up to.
+
+    Args:
+        name: of the output, for the message.
+        actual: what the reference gave in some dtype.
+        truth: what it gives in float64.
+        eps: of the coarsest dtype of the inputs.
+
+    Raises:
+        Mismatch: with what was allowed and what was found.
+    """
+    if actual is None or truth is None or not actual.is_floating_point() or actual.numel() == 0:
+        return
+    error, scale = _error(actual, truth, actual.isfinite() & truth.isfinite())
+    if not error <= 64 * eps * scale:
+        raise Mismatch(
+            f"{name}: error {error:.3g} is more than {64 * eps * scale:.3g}, 64 units of rounding of {scale:.3g}"
+        )
+
+
 def _error(value: Tensor, truth: Tensor, finite: Tensor) -> tuple[float, float]:
     """The largest distance from the truth, and the largest magnitude of the truth, where the reference is finite."""
     zero = torch.zeros((), dtype=torch.float64, device=value.device)

@@ -44,12 +44,19 @@ BAD = (
     Bad("integer-x", TypeError, ("x", "int64"), lambda make: {"x": make.integers(0, 9, 2, 8), "weight": make.randn(8)}),
     Bad("x-not-a-tensor", TypeError, ("x", "list"), lambda make: {"x": [1.0], "weight": make.randn(1)}),
     Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: {"x": make.randn(), "weight": None}),
-    Bad("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: {"x": make.randn(2, 8), "weight": make.randn(7)}),
+    Bad(
+        "short-weight",
+        ValueError,
+        ("weight", "(7,)", "(8,)"),
+        lambda make: {"x": make.randn(2, 8), "weight": make.randn(7)},
+    ),
     Bad(
         "unknown-casting-mode",
         ValueError,
         ("casting_mode", "'lama'", "'llama'"),
         lambda make: {"x": make.randn(2, 8), "weight": make.randn(8), "casting_mode": "lama"},
     ),
-    Bad("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: {"x": make.randn(2, 8), "weight": None, "eps": "1"}),
+    Bad(
+        "eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: {"x": make.randn(2, 8), "weight": None, "eps": "1"}
+    ),
 )

@@ -104,10 +104,10 @@ def _sum_runs(
             )  # fmt: skip
         sums = tl.where(key == last, rest, 0.0)
         for i in tl.static_range(POSITIONS):
-            here = first + i < rows
-            row = tl.load(order + first + i, here, other=0)
-            dys = tl.load(dy + row * dy_stride + column, here & inside, other=0.0).to(tl.float32)
-            sums += tl.where(key == tl.load(keys + first + i, here, other=-1), dys, 0.0)
+            # Past the last position this adds row 0 of dy to sums that aren't stored.
+            row = tl.load(order + first + i, first + i < rows, other=0)
+            dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+            sums += tl.where(key == tl.load(keys + first + i, first + i < rows, other=-1), dys, 0.0)
         tl.store(dweight + key * columns + column, sums, starts & inside)
 
 

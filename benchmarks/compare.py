@@ -8,11 +8,7 @@ Providers are ``ours-LANGUAGE`` for each installed language, ``eager`` (PyTorch 
 (torch.compile of the same), ``liger`` and ``liger-cutile`` (liger-kernel). Cases are the timed ones of the conformance
 package. Each provider gets fresh inputs of the same values, because some write over theirs.
 
-A time is the median of `triton.testing.do_bench`, which clears the L2 cache before each call. Memory is the peak beyond
-the inputs. The error is that of the first result, or with the backward the largest of the gradients': the norm of the
-difference to the reference in float32 (float64 for float32 inputs), over the norm of the latter.
-
-A provider that fails is a row that says why.
+How a cell is measured is said in `jobs`. A provider that fails is a row that says why.
 """
 
 from __future__ import annotations
@@ -23,23 +19,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import peers
 import records
 import report
 import torch
-from calls import DTYPES, Arguments, Function, arguments_of, make_call, shrunk
-from timing import median_of, peak_memory, release
-from torch import Tensor
-from traffic import MODES, Work, work_of
+from calls import DTYPES, shrunk
+from jobs import COLUMNS, Job, Row, measure, truth_of
+from traffic import MODES
 
 import liger_core
-from liger_conformance.case import TIMED, Case, cases_of
+from liger_conformance.case import TIMED, cases_of
 from liger_core.backend import backends
-from liger_core.contract import Op, ops
-
-COLUMNS = ("op", "case", "dtype", "provider", "mode", "ms", "ratio", "gbps", "tflops", "peak_mib", "error", "note")
+from liger_core.contract import ops
 
 PEERS: dict[str, Callable[[], peers.Functions]] = {
     "eager": peers.eager,
@@ -47,30 +39,6 @@ PEERS: dict[str, Callable[[], peers.Functions]] = {
     "liger": peers.liger,
     "liger-cutile": lambda: peers.liger("liger_kernel.ops.cutile.ops"),
 }
-
-Row = dict[str, Any]
-
-
-class Job(NamedTuple):
-    """One cell of the comparison, all but its provider."""
-
-    op: Op[..., Any]
-    case: Case
-    dtype: torch.dtype
-    device: str
-    mode: str
-
-    def arguments(self) -> Arguments:
-        """The case's inputs, made anew; boolean masks as int32, which every provider takes."""
-        arguments = arguments_of(self.op, self.case, self.dtype, self.device)
-        return {
-            name: value.int() if isinstance(value, Tensor) and value.dtype is torch.bool else value
-            for name, value in arguments.items()
-        }
-
-    def row(self, provider: str, **values: Any) -> Row:
-        place = (self.op.name, self.case.id, str(self.dtype).removeprefix("torch."), provider, self.mode)
-        return dict.fromkeys(COLUMNS, "") | dict(zip(COLUMNS, place, strict=False)) | values
 
 
 def failures() -> tuple[type[Exception], ...]:
@@ -103,67 +71,6 @@ def functions_of(provider: str) -> Iterator[peers.Functions]:
             yield {**ops}
     else:
         yield PEERS[provider]()
-
-
-def truth_of(job: Job) -> tuple[Tensor | None, ...]:
-    """What the reference gives in higher precision: the first result, or the gradients."""
-    wider = torch.float64 if job.dtype is torch.float32 else torch.float32
-    wide = {
-        name: value.detach().to(wider).requires_grad_(value.requires_grad)
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
-        for name, value in job.arguments().items()
-    }
-    found = make_call(job.op.reference, wide, job.mode, job.dtype)()
-    return found if job.mode == MODES[1] else found[:1]
-
-
-def error_of(found: Sequence[Tensor | None], truth: Sequence[Tensor | None]) -> float:
-    """The largest of the differences' norms, each relative to the norm of what is true. A missing one is an infinite error."""
-    errors = [0.0]
-    for got, true in zip(found, truth, strict=False):
-        if true is None:
-            continue
-        if got is None:
-            return float("inf")
-        norm = true.norm().clamp(min=torch.finfo(true.dtype).tiny)
-        errors.append(((got.to(true.dtype) - true).norm() / norm).item())
-    return max(errors)
-
-
-def median_ms(call: Callable[[], Any], device: str) -> float:
-    """Milliseconds of a call: do_bench's median, or on a CPU that of the clock."""
-    if device == "cpu":
-        return median_of(call, device) * 1e3
-    from triton.testing import do_bench
-
-    return do_bench(call, warmup=30, rep=150, return_mode="median")
-
-
-def measure(job: Job, provider: str, function: Function, truth: Sequence[Tensor | None] | None) -> Row:
-    """Time one provider on one job."""
-    release(job.device)
-    arguments = job.arguments()
-    call = make_call(function, arguments, job.mode, job.dtype)
-    first = call()
-    error = None if truth is None else error_of(first, truth)
-    work = work_of(job.op.name, job.mode, {**arguments, "result": first[0]})
-    del first
-    peak = peak_memory(call, job.device)
-    ms = median_ms(call, job.device)
-    return job.row(
-        provider,
-        ms=f"{ms:.5f}",
-        **_rates(work, ms),
-        peak_mib="" if peak is None else f"{peak / 2**20:.1f}",
-        error="" if error is None else f"{error:.2e}",
-        note="" if truth is not None else "not checked: the reference needs more memory than the device has",
-    )
-
-
-def _rates(work: Work, ms: float) -> dict[str, str]:
-    rates = work.rates(ms / 1e3)
-    return {key: f"{rates[unit]:.4g}" for key, unit in (("gbps", "GB/s"), ("tflops", "TFLOP/s")) if unit in rates}
 
 
 def compare(job: Job, providers: Sequence[str]) -> list[Row]:

@@ -15,15 +15,16 @@ import report
 import timing
 import torch
 from calls import make_call, shrunk
+from jobs import COLUMNS, Job, error_of, measure, truth_of
 from traffic import FORWARD, FULL, MODES, MOVES, PRODUCTS, work_of
 
-from liger_conformance.case import cases_of
+from liger_conformance.case import Case, cases_of
 from liger_core.contract import ops
 
 
-def small_job(op: str, mode: str) -> compare.Job:
+def small_job(op: str, mode: str) -> Job:
     case = next(case for case in cases_of(op).cases if case.group == "small")
-    return compare.Job(ops[op], shrunk(case), torch.float32, "cpu", mode)
+    return Job(ops[op], shrunk(case), torch.float32, "cpu", mode)
 
 
 @pytest.mark.parametrize("op", sorted(ops))
@@ -48,13 +49,21 @@ def test_work_of_a_norm_and_of_a_linear_loss() -> None:
 def test_eager_computes_what_the_contract_says(op: str, mode: str) -> None:
     job = small_job(op, mode)
     found = make_call(peers.eager()[op], job.arguments(), mode, job.dtype)()
-    assert compare.error_of(found, compare.truth_of(job)) < 1e-5
+    assert error_of(found, truth_of(job)) < 1e-5
 
 
 @pytest.mark.parametrize("op", sorted(ops))
 def test_liger_takes_the_arguments_of_the_timed_cases(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "import_module", lambda name: None)
     inspect.signature(peers.liger()[op]).bind(**small_job(op, FORWARD).arguments())
+
+
+def test_bytes_of_an_embedding_are_those_of_the_rows_looked_up() -> None:
+    case = Case("few-rows", "small", rows=4, hidden=8, vocabulary=32)
+    row = measure(Job(ops["embedding"], case, torch.float32, "cpu", FULL), "ours-torch", ops["embedding"], None)
+    looked_up, weight = 4 * 8 * 4, 32 * 8 * 4
+    assert float(row["gbps"]) == pytest.approx((3 * looked_up + weight) / float(row["ms"]) / 1e6, rel=0.01)
+    assert row["note"].startswith("not checked")
 
 
 def test_comparison_of_the_reference_with_eager() -> None:
@@ -66,8 +75,8 @@ def test_comparison_of_the_reference_with_eager() -> None:
         assert float(row["ms"]) > 0
         assert float(row["error"]) < 0.01
         assert not row["note"]
-    table = report.comparison(rows)
-    assert f"({float(rows[1]['ratio']):.2f}×)" in table
+    ours, eager = (float(row["ms"]) for row in rows[:2])
+    assert f"({eager / ours:.2f}×)" in report.comparison(rows)
 
 
 def test_a_provider_that_fails_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,18 +106,18 @@ def test_wrong_arguments(words: list[str], says: str, capsys: pytest.CaptureFixt
 
 def test_render_joins_the_runs_of_one_machine(tmp_path: Path) -> None:
     head = {"machine": "A100", "versions": "torch 2", "date": "2026-01-02", "commit": "abc"}
-    blank = dict.fromkeys(compare.COLUMNS, "")
+    blank = dict.fromkeys(COLUMNS, "")
     files = []
     for op, ms in (("rms_norm", "1.5"), ("swiglu", "2.5")):
         row = blank | {"op": op, "case": "small", "provider": "ours-x", "mode": FORWARD, "ms": ms, "gbps": "7"}
-        files.append(records.write_csv(tmp_path / op, head, [row], compare.COLUMNS))
+        files.append(records.write_csv(tmp_path / op, head, [row], COLUMNS))
     compare.main(["--render", *map(str, files), "--out", str(tmp_path), "--name=both"])
     joined, rows = records.read_csv(tmp_path / "2026-01-02-both-a100.csv")
     assert joined == head
     assert [row["ms"] for row in rows] == ["1.5", "2.5"]
     assert "| swiglu   | small | forward | 2.5" in (tmp_path / "2026-01-02-both-a100.md").read_text()
 
-    files.append(records.write_csv(tmp_path / "other", head | {"machine": "H200"}, [], compare.COLUMNS))
+    files.append(records.write_csv(tmp_path / "other", head | {"machine": "H200"}, [], COLUMNS))
     with pytest.raises(ValueError, match="differ in machine: A100; H200"):
         compare.main(["--render", *map(str, files), "--out", str(tmp_path)])
 

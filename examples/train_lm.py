@@ -267,12 +267,12 @@ def disagreements(both: Sequence[dict[str, Tensor]], allowed: float) -> list[str
 
 def kernels_table(device: torch.device) -> Table:
     """Which kernel each op runs on a device, as `liger_core.explain` tells it."""
-    table = Table("op", "language", "file", title=f"liger_core on {device.type}")
+    table = Table("language", "kernel of the op", title=f"liger_core on {device.type}")
     for name in ("embedding", "rms_norm", "fused_add_rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"):
         chosen = liger.explain(name, device=device.type).chosen
         if chosen is None:
             raise liger.Unsupported(f"{name}: {liger.explain(name, device=device.type)}")
-        table.add_row(name, chosen.language, "/".join(Path(chosen.source or "").parts[-3:]))
+        table.add_row(chosen.language, "/".join(Path(chosen.source or "").parts[-3:]))
     return table
 
 

@@ -348,6 +348,21 @@ def test_reduce_everything(dtype):
 
 
 @triton.jit
+def reduce_4_kernel(x_ptr, out_ptr):
+    tl.store(out_ptr, tl.reduce(tl.load(x_ptr + tl.arange(0, 4)), 0, add_combine))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(torch.float16, 2048), (torch.bfloat16, 256)], ids=["float16", "bfloat16"]
+)
+def test_each_step_of_a_reduction_is_rounded(dtype, large):
+    """In any order: where the next value is 2 further, adding 1 changes nothing, and the other two 1s add up to 2."""
+    out = torch.empty(1, dtype=dtype)
+    reduce_4_kernel[(1,)](torch.tensor([large, 1, 1, 1], dtype=dtype), out)
+    assert out.item() == large + 2
+
+
+@triton.jit
 def welford_kernel(x_ptr, out_ptr, N: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, N))
     mean, m2, count = tl.reduce((x, tl.zeros_like(x), tl.full((N,), 1.0, tl.float32)), 0, welford_combine)

@@ -204,7 +204,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     report = config.stash[report_key]
     if report.ran:
         terminalreporter.section("conformance")
-        terminalreporter.write(report.text(terminalreporter._tw.fullwidth))
+        terminalreporter.write(report.text())
         if directory := config.getoption("--report"):
             report.write(directory)
             terminalreporter.write_line(f"written to {directory}/conformance.json and {directory}/conformance.md")

@@ -104,12 +104,12 @@ class Report:
             table.append((op, [_cell(self.counts.get((op, *column), Counter())) for column in columns]))
         return [f"{language}/{device} {dtype}" for language, device, dtype in columns], table
 
-    def text(self, width: int) -> str:
+    def text(self) -> str:
         """The matrix for a terminal."""
         from rich.console import Console
         from rich.table import Table
 
-        console = Console(width=max(width, 100), record=False, force_terminal=False, no_color=True)
+        console = Console(width=1000, force_terminal=False, no_color=True)  # as wide as it needs
         heads, table = self.rows()
         grid = Table(title=", ".join(f"{k} {v}" for k, v in self.heading().items()), title_justify="left")
         grid.add_column("op", no_wrap=True)

@@ -48,7 +48,6 @@ _REPAIRS: tuple[tuple[Callable[[ModuleType], None], tuple[int, int] | None], ...
     (triton_values.repair_bf16_atomics, None),
     (triton_values.repair_scalar_arguments, None),
     (triton_syntax.repair_syntax, None),
-    (triton_launch.repair_index, (3, 6)),
     (triton_launch.repair_patching, None),
     (triton_launch.repair_overflow_check, None),
     (triton_launch.repair_autotune, None),
@@ -104,8 +103,8 @@ def launches() -> Iterator[list[Launch]]:
     """Yield a list that grows by one `Launch` per kernel that is launched until the context ends, from whichever
     thread.
 
-    Interpreted and compiled kernels both, but not those launched by code that torch.compile generated. Without triton
-    the list stays empty.
+    Interpreted and compiled kernels both, the latter's autotuning included, but not what torch.compile's generated code
+    launches. Without triton the list stays empty.
     """
     recorded: list[Launch] = []
     if importlib.util.find_spec("triton") is not None:

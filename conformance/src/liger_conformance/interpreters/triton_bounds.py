@@ -1,5 +1,4 @@
-"""The bounds check of Triton's interpreter: what a kernel reads or writes must lie in a tensor that was passed to its
-launch.
+"""The bounds check of Triton's interpreter: a kernel may read and write the tensors passed to its launch, nothing else.
 
 The interpreter dereferences raw pointers, so a mask that is off by one reads or corrupts its neighbour's memory, or
 ends the process. All of it happens in four functions of a C++ module, which `CheckedMemory` stands in front of. While a

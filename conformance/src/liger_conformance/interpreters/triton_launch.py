@@ -73,26 +73,6 @@ def repair_patching(interpreter: ModuleType) -> None:
     interpreter.GridExecutor.__call__ = execute_and_restore
 
 
-def repair_index(interpreter: ModuleType) -> None:
-    """`range(tl.program_id(0))` raises with numpy 2.4, for which int() of an array of one element is an error. Until
-    3.6.
-    """
-    patch_lang_tensor = interpreter._patch_lang_tensor
-
-    def index(self: Any) -> int:
-        return int(self.handle.data.item())
-
-    @functools.wraps(patch_lang_tensor)
-    def patch(tensor: type, *scope: Any) -> None:
-        patch_lang_tensor(tensor, *scope)
-        if scope:  # from 3.6 on
-            scope[0].set_attr(tensor, "__index__", index)
-        else:
-            tensor.__index__ = index
-
-    interpreter._patch_lang_tensor = patch
-
-
 def repair_overflow_check(interpreter: ModuleType) -> None:
     """Each + - * of int32 is also computed in int64 and compared, for an assertion that is then dropped: half of the
     time of a kernel that mostly computes offsets. All releases.

@@ -14,10 +14,10 @@ import numpy as np
 def repair_syntax(interpreter: ModuleType) -> None:
     """What means something else on a device than in Python keeps Python's meaning. All releases.
 
-    - The variable of `for i in range(...)` is a Python int: `i.to(tl.int64)` fails, and `i * x` promotes as a constant
-    does.
+    - The variable of `for i in range(...)` is a Python int: `i.to(tl.int64)` fails, and `i * x` promotes as if i were a
+      constant. Until 3.6, and with numpy 2.4, a bound that is a tensor raises.
     - `a and b`, `a or b` and `not a` take every block for true: `mask_a and mask_b` is mask_b. On a device they are
-    elementwise.
+      elementwise.
     - `if block:` is always taken. On a device it is a compile error, and so is `0 <= block < n` until 3.8.
     """
     import triton

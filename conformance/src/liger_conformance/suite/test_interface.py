@@ -23,7 +23,7 @@ from liger_conformance.running import (
     only,
     present,
 )
-from liger_conformance.suite.test_values import arguments_of
+from liger_conformance.suite.test_values import arguments_of, check
 from liger_core import dispatch
 
 
@@ -140,14 +140,12 @@ def test_compile(target: Target, case: Case, dtype: torch.dtype, start: str) -> 
         if start == "warm":
             op(**arguments_of(target, case, dtype))
         compiled = torch.compile(op, fullgraph=True, backend=backend)
-        for draw in range(2):
-            arguments = arguments_of(target, case, dtype, draw)
-            if draw:
-                arguments = more_rows(arguments, op.names[0])
-            baseline, truth = baseline_and_truth(op, arguments)
-            actual = evaluate(op, compiled, arguments)
-            for name, value in actual.items().items():
-                compare(name, value, baseline.items()[name], truth.items()[name])
+        for repeat in (lambda arguments: arguments, lambda arguments: more_rows(arguments, op.names[0])):
+            check(
+                target,
+                lambda draw, repeat=repeat: repeat(arguments_of(target, case, dtype, draw)),
+                call=compiled,
+            )
 
 
 def more_rows(arguments: dict[str, Any], first: str) -> dict[str, Any]:

@@ -5,18 +5,17 @@ import torch
 from torch import Tensor
 
 from liger_conformance.case import QUICK, Case
-from liger_conformance.compare import compare, same_bits
+from liger_conformance.compare import same_bits
 from liger_conformance.running import (
     Arguments,
     Target,
-    baseline_and_truth,
     complete,
     evaluate,
     incoming_for,
     name_results,
     only,
 )
-from liger_conformance.suite.test_values import arguments_of
+from liger_conformance.suite.test_values import arguments_of, check
 
 
 def transposed(tensor: Tensor) -> Tensor:
@@ -62,12 +61,7 @@ def relaid(arguments: Arguments, layout: object) -> Arguments:
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
 def test_input_layouts(target: Target, case: Case, dtype: torch.dtype, layout: object) -> None:
     """Non-contiguous inputs give the answer of contiguous ones."""
-    arguments = relaid(arguments_of(target, case, dtype), layout)
-    baseline, truth = baseline_and_truth(target.op, arguments)
-    with only(target):
-        actual = evaluate(target.op, target.op, arguments)
-    for name, value in actual.items().items():
-        compare(name, value, baseline.items()[name], truth.items()[name])
+    check(target, lambda draw: relaid(arguments_of(target, case, dtype, draw), layout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
@@ -77,12 +71,7 @@ def test_incoming_gradient_layouts(target: Target, case: Case, dtype: torch.dtyp
     arguments = complete(target.op, arguments_of(target, case, dtype))
     with torch.no_grad():
         incoming = incoming_for(target.op, name_results(target.op, target.op.reference(**arguments)))
-    incoming = relaid(incoming, layout)
-    baseline, truth = baseline_and_truth(target.op, arguments, None, incoming)
-    with only(target):
-        actual = evaluate(target.op, target.op, arguments, None, incoming)
-    for name, value in actual.items().items():
-        compare(name, value, baseline.items()[name], truth.items()[name])
+    check(target, lambda draw: arguments_of(target, case, dtype, draw), None, relaid(incoming, layout))
 
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
@@ -99,32 +88,23 @@ def test_sum_backward(target: Target, case: Case, dtype: torch.dtype) -> None:
         assert same_bits(actual.gradients[name], value), f"the gradient of {name} differs"
 
 
-def far_apart(tensor: Tensor) -> Tensor | None:
-    """The same values in rows so far apart that their offsets pass 2^31 elements; None for a tensor of one row.
+def with_far_apart(arguments: Arguments, name: str) -> Arguments:
+    """One argument's rows so far apart that their offsets pass 2^31 elements.
 
     Memory that is not touched is not taken on a CPU: the storage is mostly address space.
     """
-    rows = next((d for d in range(tensor.dim() - 1) if tensor.shape[d] > 1), None)
-    if rows is None:
-        return None
+    tensor = arguments[name]
+    rows = next(d for d in range(tensor.dim() - 1) if tensor.shape[d] > 1)
     strides = list(tensor.contiguous().stride())
     strides[rows] = max((1 << 31) // (tensor.shape[rows] - 1) + 8, strides[rows])
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
     view = torch.empty(length, dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, strides)
-    return view.copy_(tensor)
+    return {**arguments, name: view.copy_(tensor)}
 
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
 def test_offsets_beyond_32_bits(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Element offsets are 64-bit: each input in turn has rows that end beyond 2^31 elements."""
-    arguments = arguments_of(target, case, dtype)
-    for name, value in arguments.items():
-        wide = far_apart(value) if isinstance(value, Tensor) and value.dtype is dtype else None
-        if wide is None:
-            continue
-        baseline, truth = baseline_and_truth(target.op, arguments)
-        with only(target):
-            actual = evaluate(target.op, target.op, {**arguments, name: wide})
-        for what, found in actual.items().items():
-            compare(f"{what}, with {name} far apart", found, baseline.items()[what], truth.items()[what])
-        del wide
+    for name, value in arguments_of(target, case, dtype).items():
+        if isinstance(value, Tensor) and value.dtype is dtype and any(size > 1 for size in value.shape[:-1]):
+            check(target, lambda draw, name=name: with_far_apart(arguments_of(target, case, dtype, draw), name))

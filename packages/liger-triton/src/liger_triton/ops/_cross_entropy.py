@@ -55,7 +55,7 @@ def _rows(
     logits, target, weight, weight_sum, losses, z_losses, hits, predicted, statistics,
     row_stride, columns, first, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
     ADD_Z_LOSS: tl.constexpr, TOKEN_SCALING: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     local = tl.program_id(0).to(tl.int64)
     row = first + local
@@ -87,7 +87,7 @@ def _rows(
     group_step: tl.constexpr = GROUP if ALIGNED else 1
     step: tl.constexpr = 1 if ALIGNED else GROUPS
     lanes = tl.arange(0, GROUPS)[:, None] * group_step + tl.arange(0, GROUP)[None, :] * step
-    for start in range(0, columns, GROUPS * GROUP):
+    for start in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
         column = start + lanes
         inside = column < columns
         x = tl.load(logits + column, inside, other=-float("inf")).to(tl.float32)
@@ -331,14 +331,15 @@ def run_rows(
     """Write the results of the rows from `first` on, as many as `logits` has. `target` and `weight` are contiguous."""
     logits, row_stride = as_rows(logits)
     n, columns = logits.shape
-    block = _block(columns, 8192)
-    group = 16 // logits.element_size()  # what a thread loads at once
+    size = logits.element_size()
+    block = _block(columns, 16384 // size)
+    group = 16 // size  # what a thread loads at once
     _rows[(n,)](
         logits, target, weight, weight_sum, *rows, row_stride, columns, first, target.shape[0],
         options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap,
         ADD_Z_LOSS=reduction == "none" and options.lse_square_scale is not None, TOKEN_SCALING=options.token_scaling,
-        ALIGNED=row_stride % 16 == 0 and columns % 16 == 0, GROUPS=block // group, GROUP=group,
-        num_warps=max(block // 1024, 1),
+        ALIGNED=row_stride % 16 == 0 and columns % 16 == 0, GROUPS=block // group, GROUP=group, STAGES=3,
+        num_warps=max(block * size // 2048, 1),
     )  # fmt: skip
 
 

@@ -18,9 +18,10 @@ def _look_up(
     y, indices, weight, rows, vocabulary, columns, blocks, row_stride, column_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    index = tl.load(indices + row, row < rows, other=0).to(tl.int64)
+    index = tl.load(indices + row, row < rows, other=0).to(tl.int64)[:, None]
+    row = row[:, None]
     inside = (row < rows) & (column < columns)
     exists = inside & (index >= 0) & (index < vocabulary)
     found = tl.load(weight + index * row_stride + column * column_stride, exists, other=float("nan"))
@@ -32,9 +33,9 @@ def _sum_positions(dy, order, start, end, column, inside, dy_stride, POSITIONS: 
     """The sum of the rows of dy at the sorted positions from `start` to `end`."""
     sums = tl.zeros((POSITIONS, BLOCK), tl.float32)
     for first in range(start, end, POSITIONS):
-        position = first + tl.arange(0, POSITIONS)[:, None]
-        row = tl.load(order + position, position < end, other=0)
-        sums += tl.load(dy + row * dy_stride + column, (position < end) & inside, other=0.0).to(tl.float32)
+        position = first + tl.arange(0, POSITIONS)
+        row = tl.load(order + position, position < end, other=0)[:, None]
+        sums += tl.load(dy + row * dy_stride + column, (position < end)[:, None] & inside, other=0.0).to(tl.float32)
     return tl.sum(sums, 0, keep_dims=True)
 
 
@@ -86,7 +87,7 @@ def _sum_runs(
     CHUNK: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = (tl.program_id(0) // blocks).to(tl.int64) * POSITIONS
-    position = first + tl.arange(0, POSITIONS)[:, None]
+    position = first + tl.arange(0, POSITIONS)
     key = tl.load(keys + position, position < rows, other=-1).to(tl.int64)
     before = tl.load(keys + position - 1, (position > 0) & (position < rows), other=-1).to(tl.int64)
     starts = (key != before) & (key >= 0) & (key < vocabulary) & (key != padding_idx)
@@ -102,13 +103,14 @@ def _sum_runs(
                 dy, partial, keys, order, last, after, rows, step, columns, column, inside, dy_stride,
                 CHUNK, POSITIONS, BLOCK,
             )  # fmt: skip
-        sums = tl.where(key == last, rest, 0.0)
+        run = key[:, None]
+        sums = tl.where(run == last, rest, 0.0)
         for i in tl.static_range(POSITIONS):
             # Past the last position this adds row 0 of dy to sums that aren't stored.
             row = tl.load(order + first + i, first + i < rows, other=0)
             dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
-            sums += tl.where(key == tl.load(keys + first + i, first + i < rows, other=-1), dys, 0.0)
-        tl.store(dweight + key * columns + column, sums, starts & inside)
+            sums += tl.where(run == tl.load(keys + first + i, first + i < rows, other=-1), dys, 0.0)
+        tl.store(dweight + run * columns + column, sums, starts[:, None] & inside)
 
 
 @implements(embedding)

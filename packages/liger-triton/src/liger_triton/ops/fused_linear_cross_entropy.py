@@ -56,16 +56,25 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x @ weight.t() if bias is None else torch.addmm(bias.to(x.dtype), x, weight.t())
 
 
+# A matmul of half-precision operands with a float32 result: on ROCm since pytorch#162600; added to a float32 tensor since
+# pytorch#167931; that in a trace since pytorch#179634.
+_FLOAT32_MM = torch.version.hip is None or torch.__version__ >= (2, 10)
+_FLOAT32_ADDMM = torch.__version__ >= (2, 10)
+_FLOAT32_ADDMM_TRACED = torch.__version__ >= (2, 12)
+
+
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + aᵀ b, in `dtype`; written to total."""
+    """Total + aᵀ b, in `dtype`; written to total."""
     a = a.t()
     if dtype is torch.float32 and a.dtype is not torch.float32:
-        if not a.is_cuda:
+        if not (a.is_cuda and _FLOAT32_MM):
             a, b = a.float(), b.float()
         elif total is None:
             return torch.mm(a, b, out_dtype=dtype)
-        else:
+        elif _FLOAT32_ADDMM_TRACED if torch.compiler.is_compiling() else _FLOAT32_ADDMM:
             return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+        else:
+            return total.add_(torch.mm(a, b, out_dtype=dtype))
     if total is None:
         return torch.mm(a, b).to(dtype)
     return total.addmm_(a, b) if a.dtype is dtype else total.add_(torch.mm(a, b))
@@ -206,9 +215,7 @@ def backward(
     for first, last in _chunks(n, n if kept is not None else 2 * chunk):
         logits = _linear(x[first:last], linear_weight, bias) if kept is None else kept
         dlogits = logits if kept is None else torch.empty_like(kept)
-        run_gradient(
-            dlogits, logits, target, class_weight, weight_sum, statistics, dloss, totals, options, first
-        )
+        run_gradient(dlogits, logits, target, class_weight, weight_sum, statistics, dloss, totals, options, first)
         del logits
         gradients.add(first, last, dlogits)
         del dlogits

@@ -110,9 +110,10 @@ def _backward(
         scale = _load_scale(weight, column, column < columns, offset)
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        r = tl.load(inverse_rms + row, row < rows, other=0.0)[:, None]
+        row = row[:, None]
         inside = (row < rows) & (column < columns)
-        r = tl.load(inverse_rms + row, row < rows, other=0.0)
         xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
         dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
         if dx is not None:
@@ -165,9 +166,10 @@ def _dweight_long(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, rows, ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)[:, None]
+        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
+        r = tl.load(inverse_rms + row, row < rows, other=0.0)[:, None]
+        row = row[:, None]
         inside = (row < rows) & (column < columns)[None, :]
-        r = tl.load(inverse_rms + row, row < rows, other=0.0)
         normed = tl.load(x + row * x_stride + column[None, :], inside, other=0.0).to(tl.float32) * r
         sums += tl.load(dy + row * dy_stride + column[None, :], inside, other=0.0).to(tl.float32) * normed
     tl.store(dweight + column, tl.sum(sums, 0), column < columns)
@@ -188,17 +190,17 @@ def launch_forward(
     x, x_stride = as_rows(x)
     if weight is not None:
         weight = weight.contiguous()
-    modes = {"ROUND": casting_mode != "gemma", "NATIVE": casting_mode == "none"}
+    rounds, native = casting_mode != "gemma", casting_mode == "none"
     if columns <= LONGEST_FORWARD:
         tile_rows, block, warps = tile_of(columns)
         _forward[((rows + tile_rows - 1) // tile_rows,)](
             y, h, inverse_rms, x, residual, weight, rows, columns, x_stride, residual_stride, eps, offset,
-            **modes, ROWS=tile_rows, BLOCK=block, num_warps=warps,
+            ROUND=rounds, NATIVE=native, ROWS=tile_rows, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     else:
         _forward_long[(rows,)](
             y, h, inverse_rms, x, residual, weight, columns, x_stride, residual_stride, eps, offset,
-            **modes, BLOCK=4096, num_warps=8,
+            ROUND=rounds, NATIVE=native, BLOCK=4096, num_warps=8,
         )  # fmt: skip
     return y, h, inverse_rms
 
@@ -240,8 +242,9 @@ def launch_backward(
     programs = (rows + tile_rows - 1) // tile_rows
     partial = None
     if needs_weight:
-        # As many as run at once: the registers of a multiprocessor hold about 8192 columns of x, dy and dweight.
-        programs = min(programs, sm_count(x.device) * max(1, 8192 // (tile_rows * block)))
+        # As many as run at once on sm_90: 16 warps a multiprocessor, of up to 128 registers a thread; tiles of eight or
+        # more rows take up to 168.
+        programs = min(programs, sm_count(x.device) * (3 if tile_rows >= 8 else 16 // warps))
         partial = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
     # Fetch the next tile while one is worked on, where 48 KiB of shared memory hold its x and dy: any GPU has those.
     stages = 2 if needs_weight and tile_rows * block * x.element_size() <= 16384 else 1

@@ -1,0 +1,109 @@
+"""One cell of the comparison: a provider's function on a case, timed and checked.
+
+A time is the median of `triton.testing.do_bench`, which clears the L2 cache before each call. Memory is the peak beyond
+the inputs. The error is that of the first result, or with the backward the largest of the gradients': the norm of the
+difference to the reference in float32 (float64 for float32 inputs), over the norm of the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from calls import Arguments, Function, arguments_of, make_call
+from timing import median_of, peak_memory, release
+from torch import Tensor
+from traffic import FORWARD, FULL, Work, work_of
+
+from liger_conformance.case import Case
+from liger_core.contract import Op
+
+COLUMNS = ("op", "case", "dtype", "provider", "mode", "ms", "ratio", "gbps", "tflops", "peak_mib", "error", "note")
+
+Row = dict[str, Any]
+
+
+class Job(NamedTuple):
+    """One cell of the comparison, all but its provider."""
+
+    op: Op[..., Any]
+    case: Case
+    dtype: torch.dtype
+    device: str
+    mode: str
+
+    def arguments(self) -> Arguments:
+        """The case's inputs, made anew; boolean masks as int32, which every provider takes."""
+        arguments = arguments_of(self.op, self.case, self.dtype, self.device)
+        return {
+            name: value.int() if isinstance(value, Tensor) and value.dtype is torch.bool else value
+            for name, value in arguments.items()
+        }
+
+    def row(self, provider: str, **values: Any) -> Row:
+        place = (self.op.name, self.case.id, str(self.dtype).removeprefix("torch."), provider, self.mode)
+        return dict.fromkeys(COLUMNS, "") | dict(zip(COLUMNS, place, strict=False)) | values
+
+
+def truth_of(job: Job) -> tuple[Tensor | None, ...]:
+    """What the reference gives in higher precision: the first result, or the gradients."""
+    wider = torch.float64 if job.dtype is torch.float32 else torch.float32
+    wide = {
+        name: value.detach().to(wider).requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for name, value in job.arguments().items()
+    }
+    found = make_call(job.op.reference, wide, job.mode, job.dtype)()
+    return found if job.mode == FULL else found[:1]
+
+
+def error_of(found: Sequence[Tensor | None], truth: Sequence[Tensor | None]) -> float:
+    """The largest of the differences' norms, each relative to the norm of what is true. A missing one is an infinite error."""
+    errors = [0.0]
+    for got, true in zip(found, truth, strict=False):
+        if true is None:
+            continue
+        if got is None:
+            return float("inf")
+        norm = true.norm().clamp(min=torch.finfo(true.dtype).tiny)
+        errors.append(((got.to(true.dtype) - true).norm() / norm).item())
+    return max(errors)
+
+
+def median_ms(call: Callable[[], Any], device: str) -> float:
+    """Milliseconds of a call: do_bench's median, or on a CPU that of the clock."""
+    if device == "cpu":
+        return median_of(call, device) * 1e3
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=30, rep=150, return_mode="median")
+
+
+def measure(job: Job, provider: str, function: Function, truth: Sequence[Tensor | None] | None) -> Row:
+    """Time one provider on one job."""
+    release(job.device)
+    arguments = job.arguments()
+    call = make_call(function, arguments, job.mode, job.dtype)
+    first = call()
+    error = None if truth is None else error_of(first, truth)
+    del first
+    result = make_call(function, arguments, FORWARD, job.dtype)()[0]
+    work = work_of(job.op.name, job.mode, {**arguments, "result": result})
+    del result
+    peak = peak_memory(call, job.device)
+    ms = median_ms(call, job.device)
+    return job.row(
+        provider,
+        ms=f"{ms:.5f}",
+        **_rates(work, ms),
+        peak_mib="" if peak is None else f"{peak / 2**20:.1f}",
+        error="" if error is None else f"{error:.2e}",
+        note="" if truth is not None else "not checked: the reference needs more memory than the device has",
+    )
+
+
+def _rates(work: Work, ms: float) -> dict[str, str]:
+    rates = work.rates(ms / 1e3)
+    return {key: f"{rates[unit]:.4g}" for key, unit in (("gbps", "GB/s"), ("tflops", "TFLOP/s")) if unit in rates}

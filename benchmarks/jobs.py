@@ -78,7 +78,8 @@ def median_ms(call: Callable[[], Any], device: str) -> float:
         return median_of(call, device) * 1e3
     from triton.testing import do_bench
 
-    return do_bench(call, warmup=30, rep=150, return_mode="median")
+    median: Any = do_bench(call, warmup=30, rep=150, return_mode="median")
+    return median
 
 
 def measure(job: Job, provider: str, function: Function, truth: Sequence[Tensor | None] | None) -> Row:

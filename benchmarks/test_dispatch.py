@@ -16,8 +16,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import noop_language
 import pytest
@@ -32,15 +33,19 @@ from liger_core import backend, dispatch, introspect, rms_norm, use
 Call = Callable[[], Any]
 
 
+def _nothing_to_resolve() -> NoReturn:
+    raise TypeError("autograd alone chooses no kernel")
+
+
 class Library(NamedTuple):
     """A library with a no-op kernel for rms_norm, and the calls that are timed."""
 
     name: str
-    resolve: Call
-    demand: Call
-    """`resolve` when a language is demanded: by `use`, or by the argument ``impl``."""
-    run: Call
     rms_norm: Callable[[Tensor, Tensor], Tensor]
+    resolve: Call = _nothing_to_resolve
+    demand: Call = _nothing_to_resolve
+    """`resolve` when a language is demanded: by `use`, or by the argument ``impl``."""
+    run: Call = _nothing_to_resolve
 
 
 class Noop(torch.autograd.Function):
@@ -78,10 +83,10 @@ def ours(tensors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> Lib
     plans = rms_norm._plans
     return Library(
         report.OURS,
-        lambda: plans[device, dispatch.state.demand].kernels[0],
-        lambda: plans[device, demand].kernels[0],
-        partial(rms_norm.run, device, None, None, arguments),
         rms_norm,
+        resolve=lambda: plans[device, dispatch.state.demand].kernels[0],
+        demand=lambda: plans[device, demand].kernels[0],
+        run=partial(rms_norm.run, device, None, None, arguments),
     )
 
 
@@ -90,7 +95,7 @@ def peer_backends() -> Any:
     """`liger_kernel.backends`, with a no-op rms_norm that is preferred to every other."""
     if find_spec("liger_kernel") is None:
         pytest.skip("not run: liger-kernel is not installed: uv run --group bench pytest benchmarks/test_dispatch.py")
-    from liger_kernel import backends
+    backends: Any = import_module("liger_kernel.backends")
 
     @backends.register_impl("rms_norm", impl_name="noop-python", preference_rank=-1)
     def noop(x: Tensor, weight: Tensor, *options: Any, mode: str | None = None) -> Tensor:
@@ -102,24 +107,22 @@ def peer_backends() -> Any:
 @pytest.fixture
 def peer(peer_backends: Any, tensors: tuple[Tensor, Tensor]) -> Library:
     """liger-kernel. It resolves by the device of the first CUDA tensor, or by none."""
-    from liger_kernel.functional import rms_norm as peer_rms_norm
-
     resolve = peer_backends.resolve_impl
     on = tensors[0].device if tensors[0].is_cuda else None
     options = (1e-6, 0.0, "llama", False, None)
     return Library(
         report.PEER,
-        lambda: resolve("rms_norm", device=on),
-        lambda: resolve("rms_norm", "noop-python", device=on),
-        partial(peer_backends.dispatch, "rms_norm", *tensors, *options),
-        peer_rms_norm,
+        import_module("liger_kernel.functional").rms_norm,
+        resolve=lambda: resolve("rms_norm", device=on),
+        demand=lambda: resolve("rms_norm", "noop-python", device=on),
+        run=partial(peer_backends.dispatch, "rms_norm", *tensors, *options),
     )
 
 
 @pytest.fixture
 def bare() -> Library:
     """autograd alone: what any call with gradients costs."""
-    return Library(report.AUTOGRAD, NotImplemented, NotImplemented, NotImplemented, Noop.apply)
+    return Library(report.AUTOGRAD, Noop.apply)
 
 
 @pytest.fixture
@@ -199,8 +202,9 @@ print(json.dumps(dict(seconds=seconds, cpu=cpu, modules=len(added), heavy=[name 
 
 
 def time_import(module: str) -> dict[str, Any]:
-    """Import a module after torch in a new process."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    """Import a module after torch in a new process, without what a test run sets: bytecode is cached, as for a user."""
+    unset = ("TRITON_INTERPRET", "PYTHONDONTWRITEBYTECODE")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
     program = TIMED_IMPORT.format(module=module, heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

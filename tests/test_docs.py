@@ -30,7 +30,7 @@ def python_blocks(text: str) -> Iterator[tuple[int, str]]:
 
 def run(test: doctest.DocTest) -> None:
     report: list[str] = []
-    failed, _ = doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=report.append)
+    failed, _ = doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=report.append, clear_globs=False)
     assert not failed, "".join(report)
 
 
@@ -40,7 +40,9 @@ def test_page(page: str) -> None:
     names: dict[str, object] = {}
     for line, block in python_blocks((ROOT / page).read_text(encoding="utf-8")):
         if ">>>" in block:
-            run(doctest.DocTestParser().get_doctest(block, names, page, str(ROOT / page), line))
+            test = doctest.DocTestParser().get_doctest(block, names, page, str(ROOT / page), line)
+            run(test)
+            names = test.globs
         else:
             try:
                 compile("\n" * line + block, str(ROOT / page), "exec")

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import liger_core
 from liger_conformance.case import QUICK, Case, cases_of
 from liger_conformance.compare import Mismatch
 from liger_conformance.running import Target
 from liger_conformance.suite import test_interface, test_layouts, test_purity, test_values
-from liger_core import BackendInfo
+from liger_core import BackendInfo, backends
 from liger_core.contract import Op, ops
 
 pytest.importorskip("triton")
@@ -159,35 +158,41 @@ def test_watermark_fails(
 ) -> None:
     """Constants of the right shape, dtype and device are no implementation of any op."""
     info = BackendInfo("watermark", (liger_core.infer_device(),), "torch", "watermark", "pip install watermark")
-    kernel = watermark(ops[name], constant)
+    kernel = types.ModuleType(f"watermark.ops.{name}")
     monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, op: op == name)
     monkeypatch.setattr(BackendInfo, "kernel", lambda self, op: kernel)
     install(info)
     for case in cases_of(name).cases:
         if case.group == "odd":
+            stamp(kernel, ops[name], cases_of(name).build(case, torch.float32, info.devices[0]), constant)
             with pytest.raises(Mismatch):
                 test_values.test_values(target_of(info, name), case, torch.float32)
 
 
-def watermark(op: Op[..., Any], constant: float) -> types.ModuleType:
-    """A kernel module that knows shapes and dtypes, and nothing else."""
-    reference = op.reference
+def stamp(kernel: types.ModuleType, op: Op[..., Any], arguments: dict[str, Any], constant: float) -> None:
+    """Make a kernel module that knows a call's shapes and dtypes, and nothing else."""
 
-    def stamp(value: Tensor | None) -> Tensor | None:
+    def stamped(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(stamped, value))
         return value if value is None else torch.full_like(value, constant)
 
+    result = stamped(op.reference(**op.bind((), arguments)))
+
     def forward(needs: tuple[bool, ...], **arguments: Any) -> Any:
-        with torch.no_grad():
-            result = reference(**arguments)
-        stamped = stamp(result) if isinstance(result, Tensor) else tuple(map(stamp, result))
-        return stamped, tuple(arguments[name] for name in op.differentiable)
+        return stamped(result), tuple(arguments[name] for name in op.differentiable)
 
     def backward(needs: tuple[bool, ...], saved: Any, *grads: Any, **options: Any) -> Any:
-        return tuple(stamp(value) if wanted else None for value, wanted in zip(saved, needs, strict=True))
+        return tuple(stamped(value) if wanted else None for value, wanted in zip(saved, needs, strict=True))
 
-    module = types.ModuleType(f"watermark.ops.{op.name}")
-    module.forward, module.backward = forward, backward  # type: ignore[attr-defined]
-    return module
+    kernel.forward, kernel.backward = forward, backward  # type: ignore[attr-defined]
+
+
+def test_every_kernel_file_is_an_op() -> None:
+    """A kernel file whose name is no op's would never be found."""
+    for backend in backends():
+        for file in Path(importlib.import_module(f"{backend.package}.ops").__path__[0]).glob("[!_]*.py"):
+            assert file.stem in ops, f"{backend.package}/ops/{file.name} has the name of no op"
 
 
 def test_every_op_has_cases() -> None:

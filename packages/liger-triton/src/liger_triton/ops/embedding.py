@@ -159,8 +159,9 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, padding_idx: int | None)
         _sum_chunks[(chunks * blocks,)](
             partial, dy, keys, order, columns, blocks, dy_stride, CHUNK=CHUNK, POSITIONS=positions, BLOCK=block
         )
+    step = power_of_2(rows, 2)  # not 1: Triton makes a constant of that, which a loop can't change
     _sum_runs[((rows + positions - 1) // positions * blocks,)](
-        dweight, dy, partial, keys, order, rows, power_of_2(rows, 1), vocabulary, columns, blocks, dy_stride,
-        padding_idx, CHUNK=CHUNK, POSITIONS=positions, BLOCK=block,
+        dweight, dy, partial, keys, order, rows, step, vocabulary, columns, blocks, dy_stride, padding_idx,
+        CHUNK=CHUNK, POSITIONS=positions, BLOCK=block,
     )  # fmt: skip
     return (dweight,)

@@ -1,0 +1,104 @@
+"""What depends on how this package divides an op's work into programs, and which the suite's sizes don't reach."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import liger_core
+from liger_conformance.case import Make
+from liger_conformance.compare import compare
+from liger_conformance.running import baseline_and_truth, evaluate
+from liger_core.contract import ops
+
+DEVICE = liger_core.infer_device()
+
+Build = Callable[[Make], dict[str, Any]]
+
+
+def norm(rows: int, columns: int) -> Build:
+    return lambda make: {"x": make.randn(rows, columns), "weight": make.randn(columns)}
+
+
+def fused_norm(rows: int, columns: int) -> Build:
+    return lambda make: {**norm(rows, columns)(make), "residual": make.randn(rows, columns)}
+
+
+def halves(rows: int, columns: int) -> Build:
+    return lambda make: dict(zip(("gate", "up"), make.randn(rows, 2 * columns).chunk(2, -1), strict=True))
+
+
+def look_up(indices: Callable[[Make], torch.Tensor], vocabulary: int = 40, **options: Any) -> Build:
+    return lambda make: {"indices": indices(make), "weight": make.randn(vocabulary, 9), **options}
+
+
+def heads(q_heads: int, k_heads: int, size: int, columns: int) -> Build:
+    return lambda make: {
+        "q": make.randn(2, 3, q_heads, size).transpose(1, 2),
+        "k": make.randn(2, 3, k_heads, size).transpose(1, 2),
+        "cos": make.randn(1, 3, columns),
+        "sin": make.randn(1, 3, columns),
+    }
+
+
+def skewed(make: Make) -> torch.Tensor:
+    """2600 indices below 40, of which a fifth are 0, as the most frequent tokens of a text are."""
+    return (make.uniform(2600, dtype=torch.float32) ** 4 * 40).long()
+
+
+CASES: tuple[tuple[str, str, Build], ...] = (
+    ("rms_norm", "several tiles of rows a program", norm(400, 40)),
+    ("rms_norm", "several rows a program", norm(11, 4000)),
+    ("rms_norm", "the longest fused backward", norm(3, 16384)),
+    ("rms_norm", "a backward of two kernels", norm(70, 16385)),
+    ("rms_norm", "a forward that reads twice", norm(2, 32769)),
+    ("fused_add_rms_norm", "several tiles of rows a program", fused_norm(400, 40)),
+    ("fused_add_rms_norm", "a forward that reads twice", fused_norm(3, 33000)),
+    ("softmax", "rows fetched ahead", lambda make: {"x": make.randn(5, 20000)}),
+    ("softmax", "the longest row in registers", lambda make: {"x": make.randn(2, 32768)}),
+    ("softmax", "a row read twice", lambda make: {"x": make.randn(2, 32769) * 4}),
+    ("swiglu", "several blocks a row", halves(3, 2500)),
+    ("rope", "more heads than a block", heads(300, 1, 16, 16)),
+    ("rope", "more heads than a block, of which a part is rotated", heads(1, 300, 24, 16)),
+    ("embedding", "one run over many chunks", look_up(lambda make: make.integers(3, 4, 2600))),
+    ("embedding", "runs longer than a chunk", look_up(skewed)),
+    ("embedding", "a long run of padding", look_up(skewed, padding_idx=0)),
+    ("embedding", "chunks without a run", look_up(lambda make: make.integers(0, 5000, 2600), vocabulary=5000)),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "work", "build"), CASES, ids=[f"{name}-{work}" for name, work, _ in CASES])
+def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way of dividing the work gives the right values and gradients."""
+    op = ops[name]
+    for module in ("rms_norm", "softmax"):  # one multiprocessor, so that a program of a few rows has several of them
+        monkeypatch.setattr(f"liger_triton.ops.{module}.sm_count", lambda device: 1)
+    arguments = build(Make(dtype, DEVICE))
+    baseline, truth = baseline_and_truth(op, arguments)
+    with liger_core.use("triton"):
+        actual = evaluate(op, op, arguments)
+    for what, value in actual.items().items():
+        compare(what, value, baseline.items()[what], truth.items()[what])
+
+
+def test_rows_are_viewed_where_strides_allow() -> None:
+    """Rows that lie at one distance are not copied; others are."""
+    from liger_triton.ops._rows import as_rows
+
+    x = torch.arange(120.0).view(2, 3, 20)
+    for rows, distance in (
+        (x, 20),
+        (x[..., :7], 20),
+        (x[:, 1:2], 60),
+        (x[:1].expand(2, 3, 20)[:, 0], 0),
+        (x[0, 0, :9], 20),
+    ):
+        found, stride = as_rows(rows)
+        assert found.data_ptr() == rows.data_ptr(), f"rows {rows.stride()} apart were copied"
+        assert rows.numel() == rows.shape[-1] or stride == distance
+    for copied in (x.transpose(0, 1), x.mT, x[..., ::2]):
+        found, stride = as_rows(copied)
+        assert stride == copied.shape[-1]
+        assert torch.equal(found.reshape(copied.shape), copied)

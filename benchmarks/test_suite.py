@@ -135,6 +135,18 @@ class FakeDevice:
     def synchronize(self) -> None:
         self.log.append("wait")
 
+    def empty_cache(self) -> None:
+        self.log.append("release")
+
+    def memory_allocated(self) -> int:
+        return 100
+
+    def reset_peak_memory_stats(self) -> None:
+        self.log.append("reset")
+
+    def max_memory_allocated(self) -> int:
+        return 350
+
 
 class FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
@@ -166,6 +178,14 @@ def test_device_times_lie_between_events_and_after_a_flush(monkeypatch: pytest.M
     assert times == pytest.approx([2e-3] * 30)
     one = ["flush", "event", "call", "event"]
     assert device.log == ["call"] * 2 + one * 5 + ["wait"] + one * 30 + ["wait"]
+
+
+def test_peak_memory_is_that_of_one_call_beyond_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda name: device)
+    assert timing.peak_memory(lambda: device.log.append("call"), "fake") == 250
+    assert device.log == ["call", "wait", "release", "reset", "call", "wait"]
+    assert timing.peak_memory(lambda: None, "cpu") is None
 
 
 def test_replay_clock_shows_pytest_benchmark_the_times_it_was_given() -> None:

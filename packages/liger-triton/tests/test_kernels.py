@@ -88,17 +88,11 @@ def test_rows_are_viewed_where_strides_allow() -> None:
     from liger_triton.ops._rows import as_rows
 
     x = torch.arange(120.0).view(2, 3, 20)
-    for rows, distance in (
-        (x, 20),
-        (x[..., :7], 20),
-        (x[:, 1:2], 60),
-        (x[:1].expand(2, 3, 20)[:, 0], 0),
-        (x[0, 0, :9], 20),
-    ):
+    for rows, distance in ((x, 20), (x[..., :7], 20), (x[:, 1:2], 60), (x[:1].expand(2, 3, 20)[:, 0], 0)):
         found, stride = as_rows(rows)
-        assert found.data_ptr() == rows.data_ptr(), f"rows {rows.stride()} apart were copied"
-        assert rows.numel() == rows.shape[-1] or stride == distance
-    for copied in (x.transpose(0, 1), x.mT, x[..., ::2]):
-        found, stride = as_rows(copied)
-        assert stride == copied.shape[-1]
-        assert torch.equal(found.reshape(copied.shape), copied)
+        assert found.data_ptr() == rows.data_ptr(), f"a tensor of strides {rows.stride()} was copied"
+        assert stride == distance
+    for rows in (x.transpose(0, 1), x.mT, x[..., ::2]):
+        found, stride = as_rows(rows)
+        assert stride == rows.shape[-1]
+        assert torch.equal(found.reshape(rows.shape), rows)

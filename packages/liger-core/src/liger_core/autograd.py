@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 def differentiable(op: Op[..., Any], kernel: ModuleType, language: str) -> Callable[[dict[str, Any]], Any]:
     """A function of an op's checked arguments that runs `kernel`, and records it when a gradient is wanted."""
-    names, wanted, options = op.names, op.differentiable, op.options
-    option_positions = tuple(names.index(name) for name in options)
-    # Where each differentiable argument's gradient goes; autograd wants one value per argument of `apply`.
-    places = tuple(wanted.index(name) if name in wanted else None for name in names)
+    wanted, options, tensors = op.differentiable, op.options, op.tensors
+    # Where each tensor's gradient stands among the kernel's; autograd wants one value per argument of `apply`.
+    places = tuple(wanted.index(name) if name in wanted else None for name in tensors)
     nothing = (False,) * len(wanted)
     no_double = (
         f"{op.name} in {language} has no second derivative; liger_core.use('torch') runs the reference, which has"
@@ -26,11 +25,11 @@ def differentiable(op: Op[..., Any], kernel: ModuleType, language: str) -> Calla
 
     class Kernel(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, needs: tuple[bool, ...], *values: Any) -> Any:
-            result, saved = kernel.forward(needs, **dict(zip(names, values, strict=True)))
-            ctx.save_for_backward(*saved)
+        def forward(ctx: Any, needs: tuple[bool, ...], chosen: tuple[Any, ...], *given: Tensor | None) -> Any:
             ctx.needs = needs
-            ctx.options = tuple(values[i] for i in option_positions)
+            ctx.options = dict(zip(options, chosen, strict=True))
+            result, saved = kernel.forward(needs, **dict(zip(tensors, given, strict=True)), **ctx.options)
+            ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
             if op.grad_results is not None and isinstance(result, tuple):
                 ctx.mark_non_differentiable(
@@ -43,25 +42,29 @@ def differentiable(op: Op[..., Any], kernel: ModuleType, language: str) -> Calla
             if op.grad_results is not None:
                 grads = tuple(grads[i] for i in op.grad_results if i < len(grads))
             saved = ctx.saved_tensors
-            with torch.no_grad():
-                found = kernel.backward(ctx.needs, saved, *grads, **dict(zip(options, ctx.options, strict=True)))
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                found = kernel.backward(ctx.needs, saved, *grads, **ctx.options)
+            else:
+                with torch.no_grad():
+                    found = kernel.backward(ctx.needs, saved, *grads, **ctx.options)
                 sources = [t for t in (*saved, *grads) if t is not None and t.requires_grad]
                 sources = sources or [torch.empty(0, requires_grad=True)]
                 found = tuple(g if g is None else _NoSecondDerivative.apply(no_double, g, *sources) for g in found)
-            return None, *(None if place is None else found[place] for place in places)
+            return None, None, *[None if place is None else found[place] for place in places]
 
     def run(arguments: dict[str, Any]) -> Any:
         result: Any
-        if torch.is_grad_enabled():
-            needs = tuple(arguments[name] is not None and arguments[name].requires_grad for name in wanted)
+        if not torch.is_grad_enabled():
+            result = kernel.forward(nothing, **arguments)[0]
+        else:
+            needs = tuple([arguments[name] is not None and arguments[name].requires_grad for name in wanted])
             if needs != nothing:
-                result = Kernel.apply(needs, *arguments.values())
+                chosen = tuple([arguments[name] for name in options])
+                result = Kernel.apply(needs, chosen, *[arguments[name] for name in tensors])
             else:
+                # A teacher's logits may require a gradient that this op doesn't give.
                 with torch.no_grad():
                     result = kernel.forward(nothing, **arguments)[0]
-        else:
-            result = kernel.forward(nothing, **arguments)[0]
         if op.result is not None and isinstance(result, tuple):
             return op.result(*result)
         return result

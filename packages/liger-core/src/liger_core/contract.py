@@ -109,8 +109,10 @@ class Op(Generic[P, R]):
         """Every argument by name, in the order of the signature, defaults filled in."""
         arguments = self.template.copy()
         arguments.update(zip(self.names, args))  # noqa: B905  too many are caught below
-        arguments.update(kwargs)
         given = len(args)
+        if not kwargs and len(self.required) <= given <= self.positional:
+            return arguments
+        arguments.update(kwargs)
         wrong = given > self.positional or len(arguments) > len(self.names)
         for name in kwargs:
             wrong = wrong or name in self.names[:given]

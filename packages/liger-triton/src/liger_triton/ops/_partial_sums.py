@@ -21,9 +21,9 @@ def _look_up_sm_count(device: torch.device) -> int:
 
 
 def sm_count(device: torch.device) -> int:
-    """How many programs a device runs at the least: one for each of its multiprocessors.
+    """Multiprocessors of a device, for grids of as many programs as run at once.
 
-    On the CPU, where the interpreter runs one program after another, it is 2: small, but a partial sum each.
+    On the CPU, where an interpreter runs one program after another, it is 2: few, but more than one partial sum.
     """
     return _look_up_sm_count(device)
 

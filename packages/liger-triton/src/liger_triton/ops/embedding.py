@@ -121,18 +121,11 @@ def forward(needs: Needs, indices: Tensor, weight: Tensor, *, padding_idx: int |
     # 4096 elements a program: its gather waits for an index first, so it takes more than a streaming kernel would.
     block = min(power_of_2(columns), 4096)
     tile_rows, blocks = 4096 // block, (columns + block - 1) // block
+    row_stride, column_stride = weight.stride()
     _look_up[((rows + tile_rows - 1) // tile_rows * blocks,)](
-        y,
-        indices.contiguous(),
-        weight,
-        rows,
-        vocabulary,
-        columns,
-        blocks,
-        *weight.stride(),
-        ROWS=tile_rows,
-        BLOCK=block,
-    )
+        y, indices.contiguous(), weight, rows, vocabulary, columns, blocks, row_stride, column_stride,
+        ROWS=tile_rows, BLOCK=block,
+    )  # fmt: skip
     # The weight itself is not saved, so that it may change before backward: an empty tensor holds its rows and dtype.
     return y, (indices, weight.new_empty((vocabulary, 0))) if needs[0] else ()
 
@@ -148,11 +141,12 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, padding_idx: int | None)
     elif padding_idx < 0:
         padding_idx += vocabulary
     # Eight sorted positions a program, and 16 bytes a thread of each of their rows, all in flight at once.
-    positions, block = 8, min(power_of_2(columns), 4096 // dy.element_size() // 2)
+    positions, block = 8, min(power_of_2(columns), 2048 // dy.element_size())
     blocks = (columns + block - 1) // block
     partial = None
-    # A run of equal indices belongs to the program where it starts. So that a frequent index (padding, a full stop)
-    # is not summed by one program per block of columns, chunks inside a run are summed ahead.
+    # A run of equal indices belongs to the program where it starts (one for each block of columns). So that a frequent
+    # index, such as padding, doesn't keep it for long, chunks that lie inside a run are summed ahead, each by a program
+    # of its own: a run of n indices takes n / 512 + 16 steps and not n / 8. Few indices aren't worth the launch.
     if rows > 2048:
         chunks = rows // CHUNK
         partial = torch.empty((chunks, columns), dtype=torch.float32, device=dy.device)

@@ -11,7 +11,7 @@ from liger_triton.ops._partial_sums import sm_count, total
 from liger_triton.ops._rows import as_rows, tile_of
 
 # Longer rows don't fit the registers of 16 warps: 64 columns a thread in the forward, which keeps x; 32 in the
-# backward, which keeps x, dy and the sum of dweight (and spills 28 registers at that length on sm_90).
+# backward, which keeps x, dy and the sum of dweight, and spills 24 to 48 registers at that length on sm_90.
 LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
 

@@ -144,8 +144,8 @@ def name_results(op: Op[..., Any], returned: Any) -> dict[str, Tensor | None]:
 
 def differentiable_results(op: Op[..., Any], results: dict[str, Tensor | None]) -> dict[str, Tensor]:
     """The results that have a gradient, by the contract."""
-    places = range(len(results)) if op.grad_results is None or len(results) == 1 else op.grad_results
-    return {name: r for i, (name, r) in enumerate(results.items()) if i in places and r is not None}
+    kept = op.keeps_gradient if op.keeps_gradient and len(results) > 1 else (True,) * len(results)
+    return {name: r for (name, r), keeps in zip(results.items(), kept, strict=True) if keeps and r is not None}
 
 
 def present(op: Op[..., Any], arguments: Arguments) -> tuple[str, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -330,3 +332,20 @@ def test_dispatch_is_one_look_up_after_the_first_call(toys: None, monkeypatch: p
         )
         sys.setprofile(None)
     assert calls[:3] == ["run", "refuses", "run"]
+
+
+def test_launches_go_to_the_tensors_device() -> None:
+    """With several devices, the one of the tensors is current while a kernel runs, whatever the process left current."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    module = types.SimpleNamespace(current_device=lambda: current[0], device=device)
+    run = dispatch.on_its_device(lambda arguments: current[0], "x", module)
+    for index in (1, 0):
+        assert run({"x": types.SimpleNamespace(device=torch.device("cuda", index))}) == index
+    assert current == [0]

@@ -83,7 +83,13 @@ def differentiate(
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")], ids=["eager", "compiled"]
+    "wrap",
+    [
+        lambda f: f,
+        lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"),
+        lambda f: torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True),
+    ],
+    ids=["eager", "compiled", "dynamic"],
 )
 @pytest.mark.parametrize("options", [{}, {"worst": True}, {"bare": True}], ids=["plain", "worst", "bare"])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])

@@ -126,26 +126,37 @@ def test_autocast(target: Target, case: Case, dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("start", ["cold", "warm"])
+@pytest.mark.parametrize("start", ["cold", "warm", "dynamic"])
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.float32,), first=1)
 def test_compile(target: Target, case: Case, dtype: torch.dtype, start: str) -> None:
     """`torch.compile(fullgraph=True)`, forward and backward, with sizes that change."""
+    check_compiled(target, case, dtype, start)
+
+
+@pytest.mark.slow
+@pytest.mark.cases(groups=("option",), dtypes=(torch.float32,))
+def test_compile_options(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """The same, with every option."""
+    check_compiled(target, case, dtype, "cold")
+
+
+def check_compiled(target: Target, case: Case, dtype: torch.dtype, start: str) -> None:
     if target.lane == "interpreted":
         pytest.skip("an interpreter can't be traced by torch.compile")
     op = target.op
-    backend = "aot_eager" if target.device == "cpu" else "inductor"
     torch.compiler.reset()
     op.forget_plans()
     with liger_core.use(target.language):
         if start == "warm":
             op(**arguments_of(target, case, dtype))
-        compiled = torch.compile(op, fullgraph=True, backend=backend)
+        compiled = torch.compile(
+            op,
+            fullgraph=True,
+            dynamic=True if start == "dynamic" else None,
+            backend="aot_eager" if target.device == "cpu" else "inductor",
+        )
         for repeat in (lambda arguments: arguments, lambda arguments: more_rows(arguments, op.names[0])):
-            check(
-                target,
-                lambda draw, repeat=repeat: repeat(arguments_of(target, case, dtype, draw)),
-                call=compiled,
-            )
+            check(target, lambda draw, repeat=repeat: repeat(arguments_of(target, case, dtype, draw)), call=compiled)
 
 
 def more_rows(arguments: dict[str, Any], first: str) -> dict[str, Any]:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 def differentiable(op: Op[..., Any], kernel: ModuleType, language: str) -> Callable[[dict[str, Any]], Any]:
     """A function of an op's checked arguments that runs `kernel`, and records it when a gradient is wanted."""
     wanted, options, tensors = op.differentiable, op.options, op.tensors
-    # Where each tensor's gradient stands among the kernel's; autograd wants one value per argument of `apply`.
-    places = tuple(wanted.index(name) if name in wanted else None for name in tensors)
+    takes_gradient = tuple(name in wanted for name in tensors)
     nothing = (False,) * len(wanted)
     no_double = (
         f"{op.name} in {language} has no second derivative; liger_core.use('torch') runs the reference, which has"
@@ -31,16 +30,19 @@ def differentiable(op: Op[..., Any], kernel: ModuleType, language: str) -> Calla
             result, saved = kernel.forward(needs, **dict(zip(tensors, given, strict=True)), **ctx.options)
             ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
-            if op.grad_results is not None and isinstance(result, tuple):
+            if isinstance(result, tuple):
+                if torch.compiler.is_compiling():
+                    return tuple(_absent(given[0]) if r is None else r for r in result)
+                kept = op.keeps_gradient or (True,) * len(result)
                 ctx.mark_non_differentiable(
-                    *(r for i, r in enumerate(result) if i not in op.grad_results and r is not None)
+                    *[r for r, keeps in zip(result, kept, strict=True) if not keeps and r is not None]
                 )
             return result
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            if op.grad_results is not None:
-                grads = tuple(grads[i] for i in op.grad_results if i < len(grads))
+            kept = op.keeps_gradient or (True,) * len(grads)
+            grads = tuple(g for g, keeps in zip(grads, kept) if keeps)  # noqa: B905  a bare tensor is the first result
             saved = ctx.saved_tensors
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 found = kernel.backward(ctx.needs, saved, *grads, **ctx.options)
@@ -50,7 +52,8 @@ def differentiable(op: Op[..., Any], kernel: ModuleType, language: str) -> Calla
                 sources = [t for t in (*saved, *grads) if t is not None and t.requires_grad]
                 sources = sources or [torch.empty(0, requires_grad=True)]
                 found = tuple(g if g is None else _NoSecondDerivative.apply(no_double, g, *sources) for g in found)
-            return None, None, *[None if place is None else found[place] for place in places]
+            gradients = iter(found)
+            return None, None, *[next(gradients) if takes else None for takes in takes_gradient]
 
     def run(arguments: dict[str, Any]) -> Any:
         result: Any
@@ -61,6 +64,12 @@ def differentiable(op: Op[..., Any], kernel: ModuleType, language: str) -> Calla
             if needs != nothing:
                 chosen = tuple([arguments[name] for name in options])
                 result = Kernel.apply(needs, chosen, *[arguments[name] for name in tensors])
+                if isinstance(result, tuple) and torch.compiler.is_compiling():
+                    kept = op.keeps_gradient or (True,) * len(result)
+                    result = tuple(
+                        None if _is_absent(r) else r if keeps else r.detach()
+                        for r, keeps in zip(result, kept, strict=True)
+                    )
             else:
                 # A teacher's logits may require a gradient that this op doesn't give.
                 with torch.no_grad():
@@ -70,6 +79,16 @@ def differentiable(op: Op[..., Any], kernel: ModuleType, language: str) -> Calla
         return result
 
     return run
+
+
+# Dynamo (torch 2.13) traces neither a None among a Function's results nor marks of some of them as non-differentiable.
+# So a traced Function returns all of them as tensors; a bool, which is no op's result, stands for None.
+def _absent(beside: Tensor | None) -> Tensor:
+    return torch.empty(0, dtype=torch.bool, device=None if beside is None else beside.device)
+
+
+def _is_absent(result: Tensor) -> bool:
+    return result.dtype is torch.bool
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -36,7 +36,7 @@ class Op(Generic[P, R]):
         reference: the PyTorch function that defines the op. In float64 it is the exact answer.
         differentiable: the arguments that can get a gradient.
         result: the NamedTuple that the op returns when it returns several named values, else None.
-        grad_results: positions of the returned values that have a gradient; None means all of them.
+        keeps_gradient: for each field of `result`, whether it has a gradient; None when every returned value has.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class Op(Generic[P, R]):
         self.differentiable = differentiable
         self.result = result
         fields: tuple[str, ...] = getattr(result, "_fields", ())
-        self.grad_results = None if grad_results is None else tuple(fields.index(name) for name in grad_results)
+        # Bools, not positions: torch.compile(dynamic=True) takes ints for symbols.
+        self.keeps_gradient = None if grad_results is None else tuple(name in grad_results for name in fields)
         self.autocast = autocast
 
         self.signature = inspect.signature(reference)
@@ -66,6 +67,10 @@ class Op(Generic[P, R]):
         self.tensors = tuple(name for name in self.names if hints[name] in (Tensor, Tensor | None))
         self.optional = tuple(name for name in self.tensors if hints[name] == (Tensor | None))
         self.options = tuple(name for name in self.names if name not in self.tensors)
+        if differentiable != tuple(name for name in self.tensors if name in differentiable):
+            raise ValueError(
+                f"{self.name}: differentiable is {differentiable}; it takes tensors, in the signature's order"
+            )
 
         self._checks: Callable[..., None] = _no_check
         self._check_values: Callable[..., None] | None = None

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from liger_core.autograd import differentiable
 from liger_core.backend import BackendInfo, Unsupported, backends, discover, not_installed
 
@@ -155,7 +157,7 @@ def make_plan(op: Op[..., Any], device: str, demand: str | None) -> Plan:
         if why := obstacle(backend, op.name, device):
             reasons.append(f"{backend.language}: {why}")
         else:
-            kernels.append(_load(op, backend))
+            kernels.append(_load(op, backend, device))
     if language is None:
         reasons += [f"{b.name}: {b.error}" for b in discover()[1]]
         if not candidates and not reasons:
@@ -172,9 +174,27 @@ def obstacle(backend: BackendInfo, op: str, device: str) -> str | None:
     return None if backend.has_kernel(op) else f"{backend.package} has no kernel for {op}"
 
 
-def _load(op: Op[..., Any], backend: BackendInfo) -> Kernel:
+def _load(op: Op[..., Any], backend: BackendInfo, device: str) -> Kernel:
     module = backend.kernel(op.name)
-    return Kernel(backend.language, getattr(module, "refuses", None), differentiable(op, module, backend.language))
+    run = differentiable(op, module, backend.language)
+    if device != "cpu" and torch.get_device_module(device).device_count() > 1:
+        run = on_its_device(run, op.names[0], torch.get_device_module(device))
+    return Kernel(backend.language, getattr(module, "refuses", None), run)
+
+
+def on_its_device(run: Callable[[dict[str, Any]], Any], first: str, module: Any) -> Callable[[dict[str, Any]], Any]:
+    """Launches go to the current device: make the tensors' device current, in a process that has several.
+
+    Autograd does that for backward by itself, and so does the code that torch.compile makes.
+    """
+
+    def guarded(arguments: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling() or arguments[first].device.index == module.current_device():
+            return run(arguments)
+        with module.device(arguments[first].device.index):
+            return run(arguments)
+
+    return guarded
 
 
 _said: set[tuple[str, str]] = set()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import liger_core
 from liger_conformance.case import QUICK, TIMED, Case, cases_of
 from liger_conformance.compare import DRAWS, check_reference, compare
 from liger_conformance.running import (
@@ -40,7 +41,7 @@ def check(
         build: makes the arguments of a draw, by number; 0 is the one that is checked.
         wanted: the arguments to differentiate by; None: all.
         incoming: gradients of the results; None: random ones.
-        call: what runs the op; None: the op itself.
+        call: what runs the op, compiled code that can't be watched; None: the op itself.
 
     Raises:
         Mismatch: a value is wrong.
@@ -48,8 +49,12 @@ def check(
     """
     arguments = complete(target.op, build(0))
     baseline, truth = baseline_and_truth(target.op, arguments, wanted, incoming)
-    with only(target):
-        actual = evaluate(target.op, call or target.op, arguments, wanted, incoming)
+    if call is None:
+        with only(target):
+            actual = evaluate(target.op, target.op, arguments, wanted, incoming)
+    else:
+        with liger_core.use(target.language):
+            actual = evaluate(target.op, call, arguments, wanted, incoming)
     others: list[tuple[Outcome, Outcome]] = []
 
     def other_draws(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from liger_triton.ops._rows import as_rows
 
@@ -22,14 +23,33 @@ def _exp(x):
 
 
 @triton.jit
-def _cap(x, softcap):
+def _exp_like(x, logits):
+    """Accurate enough for the dtype of the logits: in float32, a probability near 1 has no bit to lose."""
+    if logits.dtype.element_ty == tl.float32:
+        return libdevice.exp(x)
+    else:
+        return _exp(x)
+
+
+@triton.jit
+def _inverse_like(x, logits):
+    """1 / x, for x of 1 or more; rounded to nearest for float32 logits."""
+    if logits.dtype.element_ty == tl.float32:
+        return tl.math.div_rn(tl.minimum(x, 1.0), x)
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _cap(x, softcap, logits):
     """softcap · tanh(x / softcap), and its derivative; x and 1 without a softcap."""
     if softcap is None:
         return x, 1.0
     else:
+        softcap = tl.cast(softcap, tl.float32)  # torch.compile passes floats as float64
         u = x / softcap
-        q = _exp(-2.0 * tl.abs(u))
-        r = 1.0 / (1.0 + q)
+        q = _exp_like(-2.0 * tl.abs(u), logits)
+        r = _inverse_like(1.0 + q, logits)
         # Near 0 the exponential has no correct digit left. The polynomial is a minimax fit of (tanh(u) - u) / u³.
         square = u * u
         series = 0.020639074966311455 - 0.005704974289983511 * square
@@ -38,8 +58,9 @@ def _cap(x, softcap):
         series = series * square - 0.3333328068256378
         series = series * square * u + u
         tail = 1.0 - 2.0 * q * r
-        tanh = tl.where(tl.abs(u) < 0.625, series, tl.where(u < 0.0, -tail, tail))
-        return softcap * tanh, 4.0 * q * r * r
+        near = tl.abs(u) < 0.625
+        tanh = tl.where(near, series, tl.where(u < 0.0, -tail, tail))
+        return softcap * tanh, tl.where(near, 1.0 - series * series, 4.0 * q * r * r)
 
 
 @triton.jit
@@ -57,6 +78,11 @@ def _rows(
     ADD_Z_LOSS: tl.constexpr, TOKEN_SCALING: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    # torch.compile passes floats as float64.
+    if label_smoothing is not None:
+        label_smoothing = tl.cast(label_smoothing, tl.float32)
+    if lse_square_scale is not None:
+        lse_square_scale = tl.cast(lse_square_scale, tl.float32)
     local = tl.program_id(0).to(tl.int64)
     row = first + local
     label = tl.load(target + row)
@@ -72,7 +98,7 @@ def _rows(
 
     logits += local * row_stride
     known = (label >= 0) & (label < columns)
-    label_logit = _cap(tl.load(logits + label, known, other=0.0).to(tl.float32), softcap)[0]
+    label_logit = _cap(tl.load(logits + label, known, other=0.0).to(tl.float32), softcap, logits)[0]
     # Sums of logits are taken relative to the label's, so that a large offset common to all doesn't cancel in them.
     pivot = tl.where(tl.abs(label_logit) < float("inf"), label_logit, 0.0)
 
@@ -97,18 +123,18 @@ def _rows(
             best = tl.where(better, block_best, best)
             best_column = tl.where(better, start + tl.arange(0, GROUPS) * group_step + place * step, best_column)
         if softcap is not None:
-            x = tl.where(inside, _cap(x, softcap)[0], -float("inf"))
+            x = tl.where(inside, _cap(x, softcap, logits)[0], -float("inf"))
         if label_smoothing is not None:
             distance = tl.where(inside, x - pivot, 0.0)
             if weight is not None:
                 distance *= tl.load(weight + column, inside, other=0.0).to(tl.float32)
             weighted += tl.sum(distance, axis=1)
         higher = tl.maximum(maximum, tl.max(x, axis=1))
-        total = total * _exp(maximum - higher) + tl.sum(_exp(x - higher[:, None]), axis=1)
+        total = total * _exp(maximum - higher) + tl.sum(_exp_like(x - higher[:, None], logits), axis=1)
         maximum = higher
     top = tl.max(maximum)
-    log_sum = tl.log(tl.sum(total * _exp(maximum - top)))
-    log_sum = tl.where(known, log_sum, float("nan"))
+    exp_sum = tl.where(known, tl.sum(total * _exp_like(maximum - top, logits)), float("nan"))
+    log_sum = tl.log(exp_sum)
 
     lse = top + log_sum
     nll = (top - label_logit) + log_sum
@@ -139,7 +165,7 @@ def _rows(
             tl.store(predicted + row, winner)
     if statistics is not None:
         tl.store(statistics + row, top)
-        tl.store(statistics + rows + row, log_sum)
+        tl.store(statistics + rows + row, exp_sum)
         if TOKEN_SCALING:
             tl.store(statistics + 2 * rows + row, probability)
 
@@ -150,6 +176,11 @@ def _gradient(
     row_stride, dloss_stride, columns, first, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
     TOKEN_SCALING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # torch.compile passes floats as float64.
+    if label_smoothing is not None:
+        label_smoothing = tl.cast(label_smoothing, tl.float32)
+    if lse_square_scale is not None:
+        lse_square_scale = tl.cast(lse_square_scale, tl.float32)
     blocks = tl.cdiv(columns, BLOCK)
     local = (tl.program_id(0) // blocks).to(tl.int64)
     row = first + local
@@ -163,17 +194,17 @@ def _gradient(
 
     x = tl.load(logits + local * row_stride + column, inside, other=0.0).to(tl.float32)
     top = tl.load(statistics + row)
-    log_sum = tl.load(statistics + rows + row)
+    exp_sum = tl.load(statistics + rows + row)
     scale = tl.load(dloss + row * dloss_stride) if dloss is not None else 1.0
     if TOKEN_SCALING:
         scale *= tl.load(statistics + 2 * rows + row)
     z_scale = scale
     if totals is not None:
-        z_scale = scale / tl.load(totals)
-        scale = scale / tl.load(totals + 1)
+        z_scale = tl.math.div_rn(scale, tl.load(totals))
+        scale = tl.math.div_rn(scale, tl.load(totals + 1))
 
-    capped, derivative = _cap(x, softcap)
-    probability = _exp((capped - top) - log_sum)
+    capped, derivative = _cap(x, softcap, logits)
+    probability = _exp_like(capped - top, logits) * (1.0 / exp_sum)
     label_scale = scale * _label_weight(weight, label, (label >= 0) & (label < columns))
     if label_smoothing is not None:
         label_scale *= 1.0 - label_smoothing
@@ -186,7 +217,7 @@ def _gradient(
             weights = tl.load(weight + column, inside, other=0.0).to(tl.float32)
             dx += uniform * (probability * tl.load(weight_sum) - weights)
     if lse_square_scale is not None:
-        dx += probability * (z_scale * (2.0 * lse_square_scale) * (top + log_sum))
+        dx += probability * (z_scale * (2.0 * lse_square_scale) * (top + tl.log(exp_sum)))
     tl.store(dlogits + column, dx * derivative, inside)
 
 
@@ -255,7 +286,7 @@ class Rows(NamedTuple):
         z_losses: float32 ``[N]``.
         hits: float32 ``[N]``; 1 where the largest logit is the label's.
         predicted: int64 ``[N]``.
-        statistics: float32 ``[2, N]``, a row's maximum and the logarithm of its sum of exponentials relative to that;
+        statistics: float32 ``[2, N]``, a row's maximum and the sum of its exponentials relative to that;
             with token scaling ``[3, N]``, and the label's probability. What `run_gradient` needs.
     """
 

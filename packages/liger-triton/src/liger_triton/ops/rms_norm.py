@@ -40,12 +40,13 @@ def _square(xs, NATIVE: tl.constexpr):
 @triton.jit
 def _inverse_rms(sum_of_squares, columns, eps, dtype: tl.constexpr, NATIVE: tl.constexpr):
     mean = _round(sum_of_squares / columns, dtype, NATIVE)
-    return _round(tl.rsqrt(_round(mean + eps, dtype, NATIVE)), dtype, NATIVE)
+    # torch.compile passes floats as float64.
+    return _round(tl.rsqrt(_round(mean + tl.cast(eps, tl.float32), dtype, NATIVE)), dtype, NATIVE)
 
 
 @triton.jit
 def _load_scale(weight, column, inside, offset):
-    return offset + tl.load(weight + column, inside, other=0.0).to(tl.float32)
+    return tl.cast(offset, tl.float32) + tl.load(weight + column, inside, other=0.0).to(tl.float32)
 
 
 @triton.jit

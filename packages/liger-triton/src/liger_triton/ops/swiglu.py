@@ -25,6 +25,9 @@ def _place(columns, blocks, BLOCK: tl.constexpr):
 def _forward(
     y, gate, up, columns, blocks, gate_stride, up_stride, gate_multiplier, down_multiplier, BLOCK: tl.constexpr
 ):  # fmt: skip
+    # torch.compile passes floats as float64.
+    gate_multiplier = tl.cast(gate_multiplier, tl.float32)
+    down_multiplier = tl.cast(down_multiplier, tl.float32)
     row, first, inside = _place(columns, blocks, BLOCK)
     column = tl.arange(0, BLOCK)
     a = tl.load(gate + (row * gate_stride + first) + column, inside, other=0.0).to(tl.float32) * gate_multiplier
@@ -37,6 +40,9 @@ def _backward(
     dgate, dup, dy, gate, up, columns, blocks, dy_stride, gate_stride, up_stride, gate_multiplier, down_multiplier,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # torch.compile passes floats as float64.
+    gate_multiplier = tl.cast(gate_multiplier, tl.float32)
+    down_multiplier = tl.cast(down_multiplier, tl.float32)
     row, first, inside = _place(columns, blocks, BLOCK)
     column = tl.arange(0, BLOCK)
     at = (row * columns + first) + column

@@ -79,14 +79,14 @@ def ours(tensors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> Lib
         rms_norm(*tensors)
     rms_norm(*tensors)
     arguments = rms_norm.bind(tensors, {})
-    # What Op.run does first: the plan of this device and demand.
-    plans = rms_norm._plans
+    options = {name: arguments[name] for name in rms_norm.options}
+    resolve = partial(rms_norm.resolve, device, None, None, arguments)
     return Library(
         report.OURS,
         rms_norm,
-        resolve=lambda: plans[device, dispatch.state.demand].kernels[0],
-        demand=lambda: plans[device, demand].kernels[0],
-        run=partial(rms_norm.run, device, None, None, arguments),
+        resolve=resolve,
+        demand=partial(rms_norm.resolve, device, demand, None, arguments),
+        run=lambda: resolve()(arguments, (False, False), options),
     )
 
 

@@ -29,6 +29,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[BackendInfo], None]:
                 monkeypatch.setattr(module, "backends", lambda: (info,))
         for op in ops.values():
             monkeypatch.setattr(op, "_plans", {})
+            monkeypatch.setattr(op, "_ready", {})
 
     return pretend
 

@@ -147,6 +147,7 @@ def test_mutants_are_caught(wrong: str, acme: BackendInfo, tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "liger_acme.ops.rms_norm", module)
     spec.loader.exec_module(module)
     monkeypatch.setattr(ops["rms_norm"], "_plans", {})
+    monkeypatch.setattr(ops["rms_norm"], "_ready", {})
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         run(test, target_of(acme), case)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import liger_core
-from liger_core import BackendInfo, Unsupported, dispatch
+from liger_core import BackendInfo, Unsupported, contract, dispatch
 from liger_core.backend import BrokenBackend
 
 X = torch.tensor([[3.0, 4.0]])
@@ -326,12 +326,50 @@ def test_dispatch_is_one_look_up_after_the_first_call(toys: None, monkeypatch: p
     with monkeypatch.context() as patched:
         for name in ("make_plan", "obstacle", "settings", "parse_demand", "backends", "discover"):
             patched.setattr(dispatch, name, forbidden)
-        sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
-        liger_core.rms_norm.run(
-            "cpu", None, None, {"x": X, "weight": W, "eps": 1e-6, "offset": 0.0, "casting_mode": "llama"}
-        )
+        for name in ("inspect", "_checks", "resolve"):
+            patched.setattr(liger_core.rms_norm, name, forbidden)
+
+        def note(frame: types.FrameType, event: str, _: object) -> None:
+            if event == "call" and frame.f_globals["__name__"].startswith("liger_core"):
+                calls.append(frame.f_code.co_name)
+
+        sys.setprofile(note)
+        liger_core.rms_norm(X, W)
         sys.setprofile(None)
-    assert calls[:3] == ["run", "refuses", "run"]
+    assert [name for name in calls if not name.startswith("<")] == ["__call__", "call", "bind", "run"]
+
+
+def test_what_is_remembered_of_a_call_is_its_metadata(toys: None) -> None:
+    """A call like an earlier one is not checked again; one that differs in anything the checks see is."""
+    for _ in range(2):
+        liger_core.rms_norm(X, W, eps=1.0)
+        with pytest.raises(TypeError, match="eps is True"):
+            liger_core.rms_norm(X, W, eps=True)
+        with pytest.raises(ValueError, match="weight has shape"):
+            liger_core.rms_norm(X, W[:-1])
+        with pytest.raises(TypeError, match="weight has dtype"):
+            liger_core.rms_norm(X, W.long())
+        with pytest.raises(TypeError, match="weight is a list"):
+            liger_core.rms_norm(X, W.tolist())
+        with pytest.raises(TypeError, match="eps"):
+            liger_core.rms_norm(X, W, eps=[])  # type: ignore[arg-type]
+
+
+def test_a_remembered_call_gets_a_gradient_only_where_one_is_required(toys: None) -> None:
+    for x_needs, weight_needs in ((False, False), (True, False), (False, True), (False, False)):
+        x, weight = X.clone().requires_grad_(x_needs), W.clone().requires_grad_(weight_needs)
+        y = liger_core.rms_norm(x, weight)
+        assert y.requires_grad == (x_needs or weight_needs)
+        if y.requires_grad:
+            y.sum().backward()
+        assert (x.grad is not None, weight.grad is not None) == (x_needs, weight_needs)
+
+
+def test_few_calls_are_remembered(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "MOST_REMEMBERED", 3)
+    for rows in range(1, 10):
+        liger_core.rms_norm(X.expand(rows, *X.shape), W)
+        assert 1 <= len(liger_core.rms_norm._ready) <= 3
 
 
 def test_launches_go_to_the_tensors_device() -> None:
@@ -345,7 +383,7 @@ def test_launches_go_to_the_tensors_device() -> None:
         current[0] = before
 
     module = types.SimpleNamespace(current_device=lambda: current[0], device=device)
-    run = dispatch.on_its_device(lambda arguments: current[0], "x", module)
+    run = dispatch.on_its_device(lambda arguments, needs, options: current[0], "x", module)
     for index in (1, 0):
-        assert run({"x": types.SimpleNamespace(device=torch.device("cuda", index))}) == index
+        assert run({"x": types.SimpleNamespace(device=torch.device("cuda", index))}, (), {}) == index
     assert current == [0]

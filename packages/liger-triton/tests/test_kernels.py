@@ -42,6 +42,16 @@ def heads(q_heads: int, k_heads: int, size: int, columns: int) -> Build:
     }
 
 
+def sequence_first(make: Make) -> dict[str, Any]:
+    """Batches inside the sequence, as Megatron lays them out."""
+    return {
+        "q": make.randn(3, 2, 4, 16).permute(1, 2, 0, 3),
+        "k": make.randn(3, 2, 2, 16).permute(1, 2, 0, 3),
+        "cos": make.randn(2, 3, 16),
+        "sin": make.randn(2, 3, 16),
+    }
+
+
 def skewed(make: Make) -> torch.Tensor:
     """2600 indices below 40, of which a fifth are 0, as the most frequent tokens of a text are."""
     return (make.uniform(2600, dtype=torch.float32) ** 4 * 40).long()
@@ -61,6 +71,7 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("swiglu", "several blocks a row", halves(3, 2500)),
     ("rope", "more heads than a block", heads(300, 1, 16, 16)),
     ("rope", "more heads than a block, of which a part is rotated", heads(1, 300, 24, 16)),
+    ("rope", "a layout that the output doesn't keep", sequence_first),
     ("embedding", "one run over many chunks", look_up(lambda make: make.integers(3, 4, 2600))),
     ("embedding", "runs longer than a chunk", look_up(skewed)),
     ("embedding", "a long run of padding", look_up(skewed, padding_idx=0)),

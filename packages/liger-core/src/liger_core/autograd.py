@@ -13,67 +13,79 @@ if TYPE_CHECKING:
     from liger_core.contract import Op
 
 
-def differentiable(op: Op[..., Any], kernel: ModuleType, language: str) -> Callable[[dict[str, Any]], Any]:
-    """A function of an op's checked arguments that runs `kernel`, and records it when a gradient is wanted."""
-    wanted, options, tensors = op.differentiable, op.options, op.tensors
-    takes_gradient = tuple(name in wanted for name in tensors)
-    nothing = (False,) * len(wanted)
+def differentiable(
+    op: Op[..., Any], kernel: ModuleType, language: str
+) -> Callable[[dict[str, Any], tuple[bool, ...], dict[str, Any]], Any]:
+    """A function of an op's checked arguments that runs `kernel`, and records it when a gradient is wanted.
+
+    It takes every argument by name, which differentiable ones require a gradient, and the options by name.
+    """
+    tensors = op.tensors
+    takes_gradient = tuple(name in op.differentiable for name in tensors)
+    all_take_gradient = all(takes_gradient)
+    keeps_gradient = op.keeps_gradient
+    nothing = (False,) * len(op.differentiable)
     no_double = (
         f"{op.name} in {language} has no second derivative; liger_core.use('torch') runs the reference, which has"
     )
 
     class Kernel(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, needs: tuple[bool, ...], chosen: tuple[Any, ...], *given: Tensor | None) -> Any:
-            ctx.needs = needs
-            ctx.options = dict(zip(options, chosen, strict=True))
-            result, saved = kernel.forward(needs, **dict(zip(tensors, given, strict=True)), **ctx.options)
+        def forward(ctx: Any, call: tuple[Any, ...], *given: Tensor | None) -> Any:
+            needs, arguments, options = call
+            if arguments is None:
+                options = dict(zip(op.options, options, strict=True))
+                arguments = dict(zip(tensors, given, strict=True)) | options
+            result, saved = kernel.forward(needs, **arguments)
+            ctx.call = needs, options
             ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
             if isinstance(result, tuple):
                 if torch.compiler.is_compiling():
                     return tuple(_absent(given[0]) if r is None else r for r in result)
-                kept = op.keeps_gradient or (True,) * len(result)
-                ctx.mark_non_differentiable(
-                    *[r for r, keeps in zip(result, kept, strict=True) if not keeps and r is not None]
-                )
+                if keeps_gradient is not None:
+                    ctx.mark_non_differentiable(
+                        *[r for r, keeps in zip(result, keeps_gradient, strict=True) if not keeps and r is not None]
+                    )
             return result
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            kept = op.keeps_gradient or (True,) * len(grads)
-            grads = tuple(g for g, keeps in zip(grads, kept) if keeps)  # noqa: B905  a bare tensor is the first result
+            needs, options = ctx.call
+            if keeps_gradient is not None:
+                grads = tuple(g for g, keeps in zip(grads, keeps_gradient) if keeps)  # noqa: B905  a bare tensor is the first result
             saved = ctx.saved_tensors
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                found = kernel.backward(ctx.needs, saved, *grads, **ctx.options)
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+                found = kernel.backward(needs, saved, *grads, **options)
             else:
                 with torch.no_grad():
-                    found = kernel.backward(ctx.needs, saved, *grads, **ctx.options)
+                    found = kernel.backward(needs, saved, *grads, **options)
                 sources = [t for t in (*saved, *grads) if t is not None and t.requires_grad]
                 sources = sources or [torch.empty(0, requires_grad=True)]
                 found = tuple(g if g is None else _NoSecondDerivative.apply(no_double, g, *sources) for g in found)
+            if all_take_gradient:
+                return None, *found
             gradients = iter(found)
-            return None, None, *[next(gradients) if takes else None for takes in takes_gradient]
+            return None, *[next(gradients) if takes else None for takes in takes_gradient]
 
-    def run(arguments: dict[str, Any]) -> Any:
+    def run(arguments: dict[str, Any], needs: tuple[bool, ...], options: dict[str, Any]) -> Any:
         result: Any
         if not torch.is_grad_enabled():
             result = kernel.forward(nothing, **arguments)[0]
+        elif needs == nothing:
+            # A teacher's logits may require a gradient that this op doesn't give.
+            with torch.no_grad():
+                result = kernel.forward(nothing, **arguments)[0]
+        elif torch.compiler.is_compiling():
+            given = [arguments[name] for name in tensors]
+            result = Kernel.apply((needs, None, tuple(options.values())), *given)
+            if isinstance(result, tuple):
+                kept = keeps_gradient or (True,) * len(result)
+                result = tuple(
+                    None if _is_absent(r) else r if keeps else r.detach() for r, keeps in zip(result, kept, strict=True)
+                )
         else:
-            needs = tuple([arguments[name] is not None and arguments[name].requires_grad for name in wanted])
-            if needs != nothing:
-                chosen = tuple([arguments[name] for name in options])
-                result = Kernel.apply(needs, chosen, *[arguments[name] for name in tensors])
-                if isinstance(result, tuple) and torch.compiler.is_compiling():
-                    kept = op.keeps_gradient or (True,) * len(result)
-                    result = tuple(
-                        None if _is_absent(r) else r if keeps else r.detach()
-                        for r, keeps in zip(result, kept, strict=True)
-                    )
-            else:
-                # A teacher's logits may require a gradient that this op doesn't give.
-                with torch.no_grad():
-                    result = kernel.forward(nothing, **arguments)[0]
+            result = Kernel.apply((needs, arguments, options), *[arguments[name] for name in tensors])
         if op.result is not None and isinstance(result, tuple):
             return op.result(*result)
         return result

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_type_hints
+from operator import attrgetter, itemgetter
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -26,6 +27,21 @@ Saved = tuple[Tensor | None, ...]
 
 ops: dict[str, Op[..., Any]] = {}
 """Every contract by name."""
+
+
+MOST_REMEMBERED = 1024
+"""Calls that an op remembers."""
+
+_metadata = attrgetter("__class__", "dtype", "device", "shape", "requires_grad")
+
+
+class Ready(NamedTuple):
+    """A call that passed its checks: what runs it, the device type, which arguments need a gradient, the options."""
+
+    run: dispatch.Run
+    device: str
+    needs: Needs
+    options: dict[str, Any]
 
 
 class Op(Generic[P, R]):
@@ -74,6 +90,9 @@ class Op(Generic[P, R]):
 
         self._checks: Callable[..., None] = _no_check
         self._check_values: Callable[..., None] | None = None
+        self._pick_tensors = _picker(self.tensors)
+        self._pick_options = _picker(self.options)
+        self._ready: dict[Any, Ready] = {}
         self._plans: dict[tuple[str, str | None], dispatch.Plan] = {}
         ops[self.name] = self
 
@@ -94,8 +113,31 @@ class Op(Generic[P, R]):
         return check
 
     def call(self, demand: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Check the arguments, then run the language that `demand` names, or the best one."""
+        """Check the arguments, then run the language that `demand` names, or the best one.
+
+        What metadata alone decides, such as the checks and the kernel, is remembered by that metadata.
+        """
         arguments = self.bind(args, kwargs)
+        if torch.compiler.is_compiling():
+            return self._call_anew(demand, arguments, None)
+        try:
+            options = self._pick_options(arguments)
+            key = (
+                demand,
+                tuple([t if t is None else _metadata(t) for t in self._pick_tensors(arguments)]),
+                options,
+                tuple(map(type, options)),  # 1, 1.0 and True are equal
+            )
+            ready = self._ready.get(key)
+        except (AttributeError, TypeError):  # not a tensor, or an option without a hash
+            key = ready = None
+        if ready is None or torch.is_autocast_enabled(ready.device):
+            return self._call_anew(demand, arguments, key)
+        if self._check_values is not None and (ready.device == "cpu" or dispatch.settings().check):
+            self._check_values(**arguments)
+        return ready.run(arguments, ready.needs, ready.options)
+
+    def _call_anew(self, demand: str | None, arguments: dict[str, Any], key: Any) -> R:
         device, refusal = self.inspect(arguments)
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         if autocast:
@@ -105,10 +147,22 @@ class Op(Generic[P, R]):
             dispatch.plan_while_tracing(self.name, device, demand)
         elif self._check_values is not None and (device == "cpu" or dispatch.settings().check):
             self._check_values(**arguments)
+        run = self.resolve(device, demand, refusal, arguments)
+        if run is None:
+            run = self._run_reference
+        needs = tuple([arguments[name] is not None and arguments[name].requires_grad for name in self.differentiable])
+        options = {name: arguments[name] for name in self.options}
         if autocast:
             with torch.autocast(device, enabled=False):
-                return self.run(device, demand, refusal, arguments)
-        return self.run(device, demand, refusal, arguments)
+                return run(arguments, needs, options)
+        if key is not None and not any(isinstance(option, Tensor) for option in options.values()):
+            if len(self._ready) >= MOST_REMEMBERED:
+                self._ready.clear()
+            self._ready[key] = Ready(run, device, needs, options)
+        return run(arguments, needs, options)
+
+    def _run_reference(self, arguments: dict[str, Any], needs: Needs, options: dict[str, Any]) -> R:
+        return self.reference(**arguments)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Every argument by name, in the order of the signature, defaults filled in."""
@@ -157,28 +211,30 @@ class Op(Generic[P, R]):
             raise TypeError(f"{self.name}: no argument is a tensor")
         return device.type, refusal
 
-    def run(self, device: str, demand: str | None, refusal: str | None, arguments: dict[str, Any]) -> R:
-        """Run the first planned kernel that doesn't refuse. `arguments` are checked already."""
+    def resolve(
+        self, device: str, demand: str | None, refusal: str | None, arguments: dict[str, Any]
+    ) -> dispatch.Run | None:
+        """The first planned kernel that doesn't refuse; None: the reference. `arguments` are checked already."""
         plan = self._plans.get((device, demand))
         if plan is None:
             plan = self.plan(device, demand)
         if plan.kernels:
             if arguments[self.names[0]].numel() == 0:
-                return self.reference(**arguments)  # no rows: nothing to launch, in any language
+                return None  # no rows: nothing to launch, in any language
             reasons = plan.reasons
             for kernel in plan.kernels:
                 why = refusal
                 if why is None and kernel.refuses is not None:
                     why = kernel.refuses(**arguments)
                 if why is None:
-                    return kernel.run(arguments)
+                    return kernel.run
                 reasons = (*reasons, f"{kernel.language}: {why}")
             if plan.demanded:
                 raise Unsupported(f"{self.name} on {device}: {'; '.join(reasons)}")
             dispatch.fall_back(self.name, device, reasons)
         elif not plan.demanded:
             dispatch.fall_back(self.name, device, plan.reasons)
-        return self.reference(**arguments)
+        return None
 
     def plan(self, device: str, demand: str | None) -> dispatch.Plan:
         """Find, and remember, the kernels to try on a device, in order."""
@@ -188,12 +244,20 @@ class Op(Generic[P, R]):
     def forget_plans(self) -> None:
         """Look again at what is installed and asked for, at the next call."""
         self._plans.clear()
+        self._ready.clear()
 
     def _cast(self, arguments: dict[str, Any], dtype: torch.dtype) -> None:
         for name in self.autocast:
             tensor = arguments[name]
             if tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
                 arguments[name] = tensor.to(dtype)
+
+
+def _picker(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """A function that takes the values of `names` out of a dict, as a tuple."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda arguments: tuple([arguments[name] for name in names])
 
 
 def _no_check(**arguments: Any) -> None:
@@ -238,7 +302,8 @@ def implements(
     - ``backward(needs, saved, <a gradient per differentiable result>, *, <options>) -> gradients``, one per differentiable
       argument, None where `needs` says so. A gradient of a result is None when nothing flows into it. Neither
       writes to what it is given.
-    - optionally ``refuses(<the contract's signature>) -> str | None``: why this kernel can't take a call.
+    - optionally ``refuses(<the contract's signature>) -> str | None``: why this kernel can't take a call. It reads
+      metadata, not data: what it says of one call holds for every call alike.
     """
 
     def same(forward: Callable[Concatenate[Needs, P], tuple[Any, Saved]]) -> Any:

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("liger_core")
 
 
+Run = Callable[[dict[str, Any], tuple[bool, ...], dict[str, Any]], Any]
+"""Runs a kernel: the arguments, which differentiable ones require a gradient, and the options."""
+
+
 class Kernel(NamedTuple):
     """A kernel that is ready to run: its language, its objection to a call if it can have one, and the call."""
 
     language: str
     refuses: Callable[..., str | None] | None
-    run: Callable[[dict[str, Any]], Any]
+    run: Run
 
 
 class Plan(NamedTuple):
@@ -182,17 +186,17 @@ def _load(op: Op[..., Any], backend: BackendInfo, device: str) -> Kernel:
     return Kernel(backend.language, getattr(module, "refuses", None), run)
 
 
-def on_its_device(run: Callable[[dict[str, Any]], Any], first: str, module: Any) -> Callable[[dict[str, Any]], Any]:
+def on_its_device(run: Run, first: str, module: Any) -> Run:
     """Launches go to the current device: make the tensors' device current, in a process that has several.
 
     Autograd does that for backward by itself, and so does the code that torch.compile makes.
     """
 
-    def guarded(arguments: dict[str, Any]) -> Any:
+    def guarded(arguments: dict[str, Any], needs: tuple[bool, ...], options: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or arguments[first].device.index == module.current_device():
-            return run(arguments)
+            return run(arguments, needs, options)
         with module.device(arguments[first].device.index):
-            return run(arguments)
+            return run(arguments, needs, options)
 
     return guarded
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
 
@@ -71,7 +72,7 @@ def _label_weight(weight, label, known):
         return tl.load(weight + label, known, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["first", "rows"])
+@kernel(do_not_specialize=["first", "rows"])
 def _rows(
     logits, target, weight, weight_sum, losses, z_losses, hits, predicted, statistics,
     row_stride, columns, first, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
@@ -170,7 +171,7 @@ def _rows(
             tl.store(statistics + 2 * rows + row, probability)
 
 
-@triton.jit(do_not_specialize=["first", "rows"])
+@kernel(do_not_specialize=["first", "rows"])
 def _gradient(
     dlogits, logits, target, weight, weight_sum, statistics, dloss, totals,
     row_stride, dloss_stride, columns, first, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
@@ -221,7 +222,7 @@ def _gradient(
     tl.store(dlogits + column, dx * derivative, inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _reduce(
     losses, z_losses, hits, target, weight, loss, z_loss, accuracy, totals, rows, columns, ignore_index,
     MEAN: tl.constexpr, BLOCK: tl.constexpr,

@@ -6,9 +6,10 @@ So the sums are the same from run to run, and round once, without atomics.
 import functools
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from liger_triton.ops._launch import kernel
 
 
 @functools.cache
@@ -32,7 +33,7 @@ def sm_count(device: torch.device) -> int:
 sm_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@triton.jit
+@kernel
 def _total(total, partial, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -7,7 +7,6 @@ when a memory budget has no room to keep them: backward then computes the logits
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -23,9 +22,10 @@ from liger_triton.ops._cross_entropy import (
     run_totals,
     weight_sum_of,
 )
+from liger_triton.ops._launch import kernel
 
 
-@triton.jit
+@kernel
 def _scale(y, x, dloss, totals, size, BLOCK: tl.constexpr):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(dloss)

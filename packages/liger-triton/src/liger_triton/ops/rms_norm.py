@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_core import rms_norm
 from liger_core.contract import Needs, Saved, implements
+from liger_triton.ops._launch import kernel
 from liger_triton.ops._partial_sums import sm_count, total
 from liger_triton.ops._rows import as_rows, tile_of
 
@@ -59,7 +60,7 @@ def _scaled(xs, r, weight, column, inside, offset, ROUND: tl.constexpr, NATIVE: 
     return y
 
 
-@triton.jit
+@kernel
 def _forward(
     y, h, inverse_rms, x, residual, weight, rows, columns, x_stride, residual_stride, eps, offset,
     ROUND: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -77,7 +78,7 @@ def _forward(
     tl.store(y + row * columns + column, ys, inside)
 
 
-@triton.jit
+@kernel
 def _forward_long(
     y, h, inverse_rms, x, residual, weight, columns, x_stride, residual_stride, eps, offset,
     ROUND: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
@@ -101,7 +102,7 @@ def _forward_long(
         tl.store(y + row * columns + column, ys, inside)
 
 
-@triton.jit
+@kernel
 def _backward(
     dx, partial, dy, dh, x, weight, inverse_rms, rows, columns, dy_stride, dh_stride, x_stride, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -133,7 +134,7 @@ def _backward(
         tl.store(partial + tl.program_id(0).to(tl.int64) * columns + column, tl.sum(dweight, 0), column < columns)
 
 
-@triton.jit
+@kernel
 def _dx_long(
     dx, dy, dh, x, weight, inverse_rms, columns, dy_stride, dh_stride, x_stride, offset, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -160,7 +161,7 @@ def _dx_long(
         tl.store(dx + row * columns + column, dxs, inside)
 
 
-@triton.jit
+@kernel
 def _dweight_long(
     dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -7,46 +7,51 @@ from torch import Tensor
 
 from liger_core import rope
 from liger_core.contract import Needs, Saved, implements
+from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import power_of_2
 
 
 @triton.jit
 def _rotate_heads(
-    y, x, heads, y_stride, x_stride, columns, head_size, cos1, cos2, sin1, sin2,
+    y, x, x_head, batch, token, length, cos1, cos2, sin1, sin2,
+    COUNT: tl.constexpr, COLUMNS: tl.constexpr, HEAD_SIZE: tl.constexpr, TOKENS_FIRST: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """The heads of one token: y and x point at its first head, whose heads lie y_stride and x_stride apart."""
-    half = columns // 2
+    """The heads of one token: x points at its first head, whose heads lie x_head apart; y, at the start of the output."""
+    half: tl.constexpr = COLUMNS // 2
     column = tl.arange(0, HALF)[None, :]
-    for first in range(0, heads, HEADS):
+    for first in range(0, COUNT, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
-        inside = (head < heads) & (column < half)
-        x_head = x + head.to(tl.int64) * x_stride
-        y_head = y + head.to(tl.int64) * y_stride
-        x1 = tl.load(x_head + column, inside).to(tl.float32)
-        x2 = tl.load(x_head + half + column, inside).to(tl.float32)
-        tl.store(y_head + column, x1 * cos1 - x2 * sin1, inside)
-        tl.store(y_head + half + column, x2 * cos2 + x1 * sin2, inside)
+        inside = (head < COUNT) & (column < half)
+        xs = x + head.to(tl.int64) * x_head
+        if TOKENS_FIRST:
+            ys = y + ((batch * length + token) * COUNT + head) * HEAD_SIZE
+        else:
+            ys = y + ((batch * COUNT + head) * length + token) * HEAD_SIZE
+        x1 = tl.load(xs + column, inside).to(tl.float32)
+        x2 = tl.load(xs + half + column, inside).to(tl.float32)
+        tl.store(ys + column, x1 * cos1 - x2 * sin1, inside)
+        tl.store(ys + half + column, x2 * cos2 + x1 * sin2, inside)
         if REST > 0:
-            rest = columns + tl.arange(0, REST)[None, :]
-            passed = (head < heads) & (rest < head_size)
-            tl.store(y_head + rest, tl.load(x_head + rest, passed), passed)
+            rest = COLUMNS + tl.arange(0, REST)[None, :]
+            passed = (head < COUNT) & (rest < HEAD_SIZE)
+            tl.store(ys + rest, tl.load(xs + rest, passed), passed)
 
 
-@triton.jit
+@kernel
 def _rotate(
-    yq, yk, q, k, cos, sin, length, q_heads, k_heads, columns, head_size,
-    yq_batch, yq_head, yq_token, yk_batch, yk_head, yk_token, q_batch, q_head, q_token, k_batch, k_head, k_token,
-    cos_batch, cos_token, sin_batch, sin_token,
-    BACKWARD: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    yq, yk, q, k, cos, sin, length, q_batch, q_head, q_token, k_batch, k_head, k_token, table_batch, table_token,
+    Q_COUNT: tl.constexpr, K_COUNT: tl.constexpr, COLUMNS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    Q_TOKENS_FIRST: tl.constexpr, K_TOKENS_FIRST: tl.constexpr, BACKWARD: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(0) // length).to(tl.int64)
     token = (tl.program_id(0) % length).to(tl.int64)
-    half = columns // 2
+    half: tl.constexpr = COLUMNS // 2
     column = tl.arange(0, HALF)[None, :]
     inside = column < half
-    cos += batch * cos_batch + token * cos_token
-    sin += batch * sin_batch + token * sin_token
+    cos += batch * table_batch + token * table_token
+    sin += batch * table_batch + token * table_token
     cos1 = tl.load(cos + column, inside).to(tl.float32)
     cos2 = tl.load(cos + half + column, inside).to(tl.float32)
     sin1 = tl.load(sin + column, inside).to(tl.float32)
@@ -55,13 +60,13 @@ def _rotate(
         sin1, sin2 = -sin2, -sin1
     if q is not None:
         _rotate_heads(
-            yq + batch * yq_batch + token * yq_token, q + batch * q_batch + token * q_token, q_heads, yq_head, q_head,
-            columns, head_size, cos1, cos2, sin1, sin2, HEADS=Q_HEADS, HALF=HALF, REST=REST,
+            yq, q + batch * q_batch + token * q_token, q_head, batch, token, length, cos1, cos2, sin1, sin2,
+            Q_COUNT, COLUMNS, HEAD_SIZE, Q_TOKENS_FIRST, HEADS=Q_HEADS, HALF=HALF, REST=REST,
         )  # fmt: skip
     if k is not None:
         _rotate_heads(
-            yk + batch * yk_batch + token * yk_token, k + batch * k_batch + token * k_token, k_heads, yk_head, k_head,
-            columns, head_size, cos1, cos2, sin1, sin2, HEADS=K_HEADS, HALF=HALF, REST=REST,
+            yk, k + batch * k_batch + token * k_token, k_head, batch, token, length, cos1, cos2, sin1, sin2,
+            K_COUNT, COLUMNS, HEAD_SIZE, K_TOKENS_FIRST, HEADS=K_HEADS, HALF=HALF, REST=REST,
         )  # fmt: skip
 
 
@@ -70,10 +75,9 @@ def _launch(
 ) -> tuple[Tensor | None, Tensor | None]:
     columns = cos.shape[-1]
     half = power_of_2(columns // 2)
-    cos, *cos_strides = _table(cos)
-    sin, *sin_strides = _table(sin)
-    q, yq, q_heads, q_strides, yq_strides = _heads(q)
-    k, yk, k_heads, k_strides, yk_strides = _heads(k)
+    cos, sin, table_batch, table_token = _tables(cos, sin)
+    q, yq, q_tokens_first, q_heads, q_strides = _heads(q)
+    k, yk, k_tokens_first, k_heads, k_strides = _heads(k)
     batch, _, length, head_size = (k if q is None else q).shape
     rest = power_of_2(head_size - columns) if head_size > columns else 0
     # At most 512 elements of each half at a time, 4 a thread. On an H200 (triton 3.6), q of 32 heads of 128 and k of 8,
@@ -81,29 +85,39 @@ def _launch(
     most = max(1, 512 // half)
     q_block, k_block = min(power_of_2(q_heads, 1), most), min(power_of_2(k_heads, 1), most)
     _rotate[(batch * length,)](
-        yq, yk, q, k, cos, sin, length, q_heads, k_heads, columns, head_size,
-        *yq_strides, *yk_strides, *q_strides, *k_strides, *cos_strides, *sin_strides,
-        BACKWARD=backward, Q_HEADS=q_block, K_HEADS=k_block, HALF=half, REST=rest,
+        yq, yk, q, k, cos, sin, length, *q_strides, *k_strides, table_batch, table_token,
+        Q_COUNT=q_heads, K_COUNT=k_heads, COLUMNS=columns, HEAD_SIZE=head_size,
+        Q_TOKENS_FIRST=q_tokens_first, K_TOKENS_FIRST=k_tokens_first, BACKWARD=backward,
+        Q_HEADS=q_block, K_HEADS=k_block, HALF=half, REST=rest,
         num_warps=min(max(1, max(q_block, k_block) * max(half, rest) // 128), 8),
     )  # fmt: skip
     return yq, yk
 
 
-def _table(table: Tensor) -> tuple[Tensor, int, int]:
-    """cos or sin with adjacent columns, and the distances of its batches and tokens."""
-    if table.stride(-1) != 1:
-        table = table.contiguous()
-    return table, 0 if table.dim() == 2 or table.shape[0] == 1 else table.stride(0), table.stride(-2)
+def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """cos and sin, laid out alike with adjacent columns, and the distances of their batches and tokens."""
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, 0 if cos.dim() == 2 or cos.shape[0] == 1 else cos.stride(0), cos.stride(-2)
 
 
-def _heads(x: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, tuple[int, ...], tuple[int, ...]]:
-    """q or k with adjacent columns, its output, laid out alike, its heads, and the strides of both but the last."""
+def _heads(x: Tensor | None) -> tuple[Tensor | None, Tensor | None, bool, int, tuple[int, ...]]:
+    """q or k with adjacent columns, its output, whether that has a token's heads together, and x's heads and strides.
+
+    The output has no gaps, and its heads and tokens lie in the order of x's.
+    """
     if x is None:
-        return None, None, 1, (0, 0, 0), (0, 0, 0)
+        return None, None, False, 1, (0, 0, 0)
     if x.stride(3) != 1:
         x = x.contiguous()
+    batch, heads, length, head_size = x.shape
     y = torch.empty_like(x)
-    return x, y, x.shape[1], x.stride()[:3], y.stride()[:3]
+    strides = y.stride()
+    if strides[3] != 1 or (batch > 1 and strides[0] != heads * length * head_size):
+        # Heads that overlap, or batches inside the sequence.
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        strides = y.stride()
+    return x, y, strides[1] < strides[2], heads, x.stride()[:3]
 
 
 @implements(rope)

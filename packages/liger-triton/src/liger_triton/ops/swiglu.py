@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_core import swiglu
 from liger_core.contract import Needs, Saved, implements
+from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
 # Eight elements a thread: one 16-byte load of bf16 from each tensor.
@@ -21,7 +22,7 @@ def _place(columns, blocks, BLOCK: tl.constexpr):
     return (program // blocks).to(tl.int64), first, tl.arange(0, BLOCK) < columns - first
 
 
-@triton.jit
+@kernel
 def _forward(
     y, gate, up, columns, blocks, gate_stride, up_stride, gate_multiplier, down_multiplier, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -35,7 +36,7 @@ def _forward(
     tl.store(y + (row * columns + first) + column, a * tl.sigmoid(a) * us * down_multiplier, inside)
 
 
-@triton.jit
+@kernel
 def _backward(
     dgate, dup, dy, gate, up, columns, blocks, dy_stride, gate_stride, up_stride, gate_multiplier, down_multiplier,
     BLOCK: tl.constexpr,

@@ -1,0 +1,81 @@
+"""A launch is remembered by all that its compilation depends on, and by nothing that it doesn't."""
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from liger_triton.ops import _launch
+
+X = torch.zeros(64)
+
+
+class Jit:
+    """Stands for a JITFunction of the signature (x, n, scale, BLOCK: constexpr): notes what it compiles and launches."""
+
+    params = tuple(types.SimpleNamespace(name=n, is_constexpr=n == "BLOCK") for n in ("x", "n", "scale", "BLOCK"))
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
+            self.compiled.append((grid, args, named))
+            return types.SimpleNamespace(run=lambda *a: self.launched.append(a), function="f", packed_metadata="m")
+
+        return run
+
+
+@pytest.fixture
+def jit(monkeypatch: pytest.MonkeyPatch) -> Jit:
+    monkeypatch.setattr(_launch, "driver", types.SimpleNamespace(active=types.SimpleNamespace(get_current_stream=str)))
+    return Jit()
+
+
+def test_what_is_launched_again(jit: Jit) -> None:
+    kernel = _launch.Kernel(jit)
+    for grid in ((3,), (4, 5)):
+        kernel[grid](X, 7, 0.5, BLOCK=16, num_warps=4)
+    assert len(jit.compiled) == 1
+    # Grid, stream, function, metadata, no hooks; then the pointer, the numbers, and the constants without the options.
+    assert jit.launched == [(4, 5, 1, "-1", "f", "m", None, None, None, X.data_ptr(), 7, 0.5, 16)]
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ((X.bfloat16(), 1, 0.5), {"BLOCK": 16, "num_warps": 4}),
+        ((X, 2, 0.5), {"BLOCK": 16, "num_warps": 4}),
+        ((X, True, 0.5), {"BLOCK": 16, "num_warps": 4}),
+        ((X, 1.0, 0.5), {"BLOCK": 16, "num_warps": 4}),
+        ((X, 1, None), {"BLOCK": 16, "num_warps": 4}),
+        ((None, 1, 0.5), {"BLOCK": 16, "num_warps": 4}),
+        ((X, 1, 0.5), {"BLOCK": 32, "num_warps": 4}),
+        ((X, 1, 0.5), {"BLOCK": 16, "num_warps": 8}),
+        ((X[1:], 1, 0.5), {"BLOCK": 16, "num_warps": 4}),
+    ],
+)
+def test_what_is_compiled_apart(jit: Jit, args: tuple[Any, ...], named: dict[str, int]) -> None:
+    kernel = _launch.Kernel(jit)
+    kernel[(1,)](X, 1, 0.5, BLOCK=16, num_warps=4)
+    kernel[(1,)](*args, **named)
+    assert len(jit.compiled) == 2
+    assert jit.launched == []
+
+
+def test_profilers_see_every_launch(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "_hooked", lambda: True)
+    kernel = _launch.Kernel(jit)
+    for _ in range(3):
+        kernel[(1,)](X, 1, 0.5, BLOCK=16)
+    assert len(jit.compiled) == 3
+
+
+def test_few_launches_are_remembered(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "MOST_REMEMBERED", 3)
+    kernel = _launch.Kernel(jit)
+    for n in range(10):
+        kernel[(1,)](X, n, 0.5, BLOCK=16)
+        assert 1 <= len(kernel._compiled) <= 3

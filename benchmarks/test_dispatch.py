@@ -86,7 +86,7 @@ def ours(tensors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> Lib
         rms_norm,
         resolve=resolve,
         demand=partial(rms_norm.resolve, device, demand, None, arguments),
-        run=lambda: resolve()(arguments, (False, False), options),
+        run=lambda: resolve().run(arguments, (False, False), options),
     )
 
 

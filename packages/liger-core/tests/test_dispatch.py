@@ -355,6 +355,17 @@ def test_what_is_remembered_of_a_call_is_its_metadata(toys: None) -> None:
             liger_core.rms_norm(X, W, eps=[])  # type: ignore[arg-type]
 
 
+def test_a_kernel_is_asked_again_whether_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may look at strides, which are not remembered."""
+    picky = dispatch.Kernel("picky", lambda x, **_: None if x.is_contiguous() else "strides", lambda *_: "picky")
+    other = dispatch.Kernel("other", None, lambda *_: "other")
+    monkeypatch.setattr(liger_core.rms_norm, "_plans", {("cpu", None): dispatch.Plan((picky, other), (), False)})
+    monkeypatch.setattr(liger_core.rms_norm, "_ready", {})
+    for _ in range(2):
+        assert liger_core.rms_norm(torch.ones(2, 3), torch.ones(3)) == "picky"
+        assert liger_core.rms_norm(torch.ones(3, 2).t(), torch.ones(3)) == "other"
+
+
 def test_a_remembered_call_gets_a_gradient_only_where_one_is_required(toys: None) -> None:
     for x_needs, weight_needs in ((False, False), (True, False), (False, True), (False, False)):
         x, weight = X.clone().requires_grad_(x_needs), W.clone().requires_grad_(weight_needs)

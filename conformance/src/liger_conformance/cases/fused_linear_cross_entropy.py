@@ -49,6 +49,9 @@ def build(
 # With this budget, 48 rows of 16 by 96 take several chunks in each dtype.
 CHUNKS = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 10_000}
 
+# With this one, bfloat16 and float16 have no room for an accumulator in float32.
+COLUMNS = CHUNKS | {"memory_budget": 5_000}
+
 CASES = (
     Case(
         "odd", "odd", rows=5, hidden=24, vocabulary=67, ignored=0.2, bias=True, class_weight=True, label_smoothing=0.1
@@ -120,6 +123,9 @@ CASES = (
     Case("chunks", "option", **CHUNKS, ignored=0.1, bias=True, class_weight=True, label_smoothing=0.1),
     Case("chunks-none", "option", **CHUNKS, ignored=0.1, bias=True, softcap=7.0, reduction="none"),
     Case("chunks-token-scaling", "option", **CHUNKS, ignored=0.1, lse_square_scale=0.1, token_scaling=True),
+    Case("columns", "option", **COLUMNS, ignored=0.1, bias=True, class_weight=True, label_smoothing=0.1),
+    Case("columns-none", "option", **COLUMNS, ignored=0.1, bias=True, softcap=7.0, reduction="none"),
+    Case("columns-token-scaling", "option", **COLUMNS, lse_square_scale=0.1, token_scaling=True, reduction="sum"),
     Case("own-accum-dtype", "option", rows=6, hidden=32, vocabulary=33, bias=True, own_accum_dtype=True),
     Case(
         "float32-bias",

@@ -13,6 +13,22 @@ if TYPE_CHECKING:
     from liger_core.contract import Op
 
 
+class Once:
+    """Tensors that forward made and that backward may overwrite and return, as it may not with saved ones.
+
+    Only the first backward gets them. Another one, of a graph that is retained, makes them anew. A kernel doesn't use
+    it while torch.compile traces.
+    """
+
+    def __init__(self, *tensors: Tensor | None) -> None:
+        self._tensors: tuple[Tensor | None, ...] | None = tensors
+
+    def take(self) -> tuple[Tensor | None, ...] | None:
+        """The tensors, or None when a backward has taken them."""
+        tensors, self._tensors = self._tensors, None
+        return tensors
+
+
 def differentiable(
     op: Op[..., Any], kernel: ModuleType, language: str
 ) -> Callable[[dict[str, Any], tuple[bool, ...], dict[str, Any]], Any]:
@@ -37,7 +53,10 @@ def differentiable(
                 options = dict(zip(op.options, options, strict=True))
                 arguments = dict(zip(tensors, given, strict=True)) | options
             result, saved = kernel.forward(needs, **arguments)
-            ctx.call = needs, options
+            once = None
+            if saved and type(saved[-1]) is Once:
+                *saved, once = saved
+            ctx.call = needs, options, once
             ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
             if isinstance(result, tuple):
@@ -51,16 +70,16 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            needs, options = ctx.call
+            needs, options, once = ctx.call
             if keeps_gradient is not None:
                 grads = tuple(g for g, keeps in zip(grads, keeps_gradient) if keeps)  # noqa: B905  a bare tensor is the first result
-            saved = ctx.saved_tensors
+            saved = ctx.saved_tensors if once is None else (*ctx.saved_tensors, once)
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 found = kernel.backward(needs, saved, *grads, **options)
             else:
                 with torch.no_grad():
                     found = kernel.backward(needs, saved, *grads, **options)
-                sources = [t for t in (*saved, *grads) if t is not None and t.requires_grad]
+                sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
                 sources = sources or [torch.empty(0, requires_grad=True)]
                 found = tuple(g if g is None else _NoSecondDerivative.apply(no_double, g, *sources) for g in found)
             if all_take_gradient:
@@ -70,11 +89,12 @@ def differentiable(
 
     def run(arguments: dict[str, Any], needs: tuple[bool, ...], options: dict[str, Any]) -> Any:
         result: Any
-        if not torch.is_grad_enabled():
-            result = kernel.forward(nothing, **arguments)[0]
-        elif needs == nothing:
-            # A teacher's logits may require a gradient that this op doesn't give.
-            with torch.no_grad():
+        if needs == nothing:
+            if torch.is_grad_enabled():
+                # A teacher's logits may require a gradient that this op doesn't give.
+                with torch.no_grad():
+                    result = kernel.forward(nothing, **arguments)[0]
+            else:
                 result = kernel.forward(nothing, **arguments)[0]
         elif torch.compiler.is_compiling():
             given = [arguments[name] for name in tensors]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import attrgetter, itemgetter
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_type_hints
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from liger_core import dispatch
+from liger_core.autograd import Once as Once
 from liger_core.backend import Unsupported
 
 P = ParamSpec("P")
@@ -22,8 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 Needs = tuple[bool, ...]
 """Which of an op's differentiable arguments want a gradient, in the order of `Op.differentiable`."""
 
-Saved = tuple[Tensor | None, ...]
-"""What a kernel's forward keeps for its backward. Empty when nothing needs a gradient."""
+Saved = tuple[Any, ...]
+"""What a kernel's forward keeps for its backward: tensors, or None, and last it may be a `Once`. Empty when nothing
+needs a gradient."""
 
 ops: dict[str, Op[..., Any]] = {}
 """Every contract by name."""
@@ -36,9 +39,9 @@ _metadata = attrgetter("__class__", "dtype", "device", "shape", "requires_grad")
 
 
 class Ready(NamedTuple):
-    """A call that passed its checks: what runs it, the device type, which arguments need a gradient, the options."""
+    """A call that passed its checks: its kernel, the device type, which arguments need a gradient, the options."""
 
-    run: dispatch.Run
+    kernel: dispatch.Kernel
     device: str
     needs: Needs
     options: dict[str, Any]
@@ -124,6 +127,7 @@ class Op(Generic[P, R]):
             options = self._pick_options(arguments)
             key = (
                 demand,
+                torch.is_grad_enabled(),
                 tuple([t if t is None else _metadata(t) for t in self._pick_tensors(arguments)]),
                 options,
                 tuple(map(type, options)),  # 1, 1.0 and True are equal
@@ -133,9 +137,11 @@ class Op(Generic[P, R]):
             key = ready = None
         if ready is None or torch.is_autocast_enabled(ready.device):
             return self._call_anew(demand, arguments, key)
+        if ready.kernel.refuses is not None and ready.kernel.refuses(**arguments) is not None:
+            return self._call_anew(demand, arguments, None)
         if self._check_values is not None and (ready.device == "cpu" or dispatch.settings().check):
             self._check_values(**arguments)
-        return ready.run(arguments, ready.needs, ready.options)
+        return ready.kernel.run(arguments, ready.needs, ready.options)
 
     def _call_anew(self, demand: str | None, arguments: dict[str, Any], key: Any) -> R:
         device, refusal = self.inspect(arguments)
@@ -147,22 +153,26 @@ class Op(Generic[P, R]):
             dispatch.plan_while_tracing(self.name, device, demand)
         elif self._check_values is not None and (device == "cpu" or dispatch.settings().check):
             self._check_values(**arguments)
-        run = self.resolve(device, demand, refusal, arguments)
-        if run is None:
-            run = self._run_reference
-        needs = tuple([arguments[name] is not None and arguments[name].requires_grad for name in self.differentiable])
+        kernel = self.resolve(device, demand, refusal, arguments)
+        if kernel is None:
+            # Under autocast its inputs are cast already.
+            with torch.autocast(device, enabled=False) if autocast else nullcontext():
+                return self.reference(**arguments)
+        grad = torch.is_grad_enabled()
+        needs = tuple(
+            [grad and arguments[name] is not None and arguments[name].requires_grad for name in self.differentiable]
+        )
         options = {name: arguments[name] for name in self.options}
         if autocast:
             with torch.autocast(device, enabled=False):
-                return run(arguments, needs, options)
-        if key is not None and not any(isinstance(option, Tensor) for option in options.values()):
+                return kernel.run(arguments, needs, options)
+        # A kernel that another one has refused a call for may be the second choice for the next.
+        preferred = kernel is self._plans[device, demand].kernels[0]
+        if key is not None and preferred and not any(isinstance(option, Tensor) for option in options.values()):
             if len(self._ready) >= MOST_REMEMBERED:
                 self._ready.clear()
-            self._ready[key] = Ready(run, device, needs, options)
-        return run(arguments, needs, options)
-
-    def _run_reference(self, arguments: dict[str, Any], needs: Needs, options: dict[str, Any]) -> R:
-        return self.reference(**arguments)
+            self._ready[key] = Ready(kernel, device, needs, options)
+        return kernel.run(arguments, needs, options)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Every argument by name, in the order of the signature, defaults filled in."""
@@ -213,7 +223,7 @@ class Op(Generic[P, R]):
 
     def resolve(
         self, device: str, demand: str | None, refusal: str | None, arguments: dict[str, Any]
-    ) -> dispatch.Run | None:
+    ) -> dispatch.Kernel | None:
         """The first planned kernel that doesn't refuse; None: the reference. `arguments` are checked already."""
         plan = self._plans.get((device, demand))
         if plan is None:
@@ -227,7 +237,7 @@ class Op(Generic[P, R]):
                 if why is None and kernel.refuses is not None:
                     why = kernel.refuses(**arguments)
                 if why is None:
-                    return kernel.run
+                    return kernel
                 reasons = (*reasons, f"{kernel.language}: {why}")
             if plan.demanded:
                 raise Unsupported(f"{self.name} on {device}: {'; '.join(reasons)}")
@@ -298,12 +308,12 @@ def implements(
 
     - ``forward(needs, <the contract's signature>) -> (result, saved)``. `needs` says which differentiable arguments
       want a gradient; when none does, `saved` is ``()``. `result` is a tensor, or a tuple in the contract's order with
-      None for what was not asked for.
+      None for what was not asked for. What is saved are tensors and None; the last may be a `Once`.
     - ``backward(needs, saved, <a gradient per differentiable result>, *, <options>) -> gradients``, one per differentiable
       argument, None where `needs` says so. A gradient of a result is None when nothing flows into it. Neither
       writes to what it is given.
     - optionally ``refuses(<the contract's signature>) -> str | None``: why this kernel can't take a call. It reads
-      metadata, not data: what it says of one call holds for every call alike.
+      metadata, not data.
     """
 
     def same(forward: Callable[Concatenate[Needs, P], tuple[Any, Saved]]) -> Any:

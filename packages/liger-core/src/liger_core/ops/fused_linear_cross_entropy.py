@@ -54,7 +54,8 @@ def fused_linear_cross_entropy(
             taken as a constant. What ``"mean"`` divides by stays as it is.
         accum_dtype: float32, bfloat16 or float16; dtype in which gradients are summed over chunks of rows.
         memory_budget: bytes that a kernel may allocate beyond its inputs and gradients, accumulators included; at least
-            `least_memory`. None takes `chunk_rows` rows at a time. The reference holds all logits, whatever it is.
+            `least_memory`. None takes `chunk_rows` rows at a time. Less memory costs time, never accuracy. The reference
+            holds all logits, whatever it is.
 
     Returns:
         The loss, or a `CrossEntropyOutput` when any `return_*` flag is set.
@@ -122,12 +123,45 @@ def least_memory(
     weight_grad: bool,
     teacher_x: Tensor | None = None,
 ) -> int:
-    """Bytes below which a `memory_budget` is refused: the less of one row at a time and all rows at once."""
+    """Bytes below which a `memory_budget` is refused.
+
+    That is the less of all rows at once and, one after another, one row of the logits and one column; in
+    `fused_linear_jsd`, of all rows at once and one row beside the accumulator.
+    """
+    rows, vocabulary = x.shape[0], linear_weight.shape[0]
+    one_by_one = teacher_x is None and accum_dtype != linear_weight.dtype
     one, every = (
-        temporary_memory(chunk, x, linear_weight, accum_dtype=accum_dtype, weight_grad=weight_grad, teacher_x=teacher_x)
-        for chunk in (1, x.shape[0])
+        temporary_memory(
+            chunk,
+            x,
+            linear_weight,
+            accum_dtype=accum_dtype,
+            weight_grad=weight_grad and not one_by_one,
+            teacher_x=teacher_x,
+        )
+        for chunk in (1, rows)
     )
+    if one_by_one and weight_grad:
+        one += max(0, rows - vocabulary) * 2 * x.dtype.itemsize
     return min(one, every)
+
+
+def chunk_columns(
+    memory_budget: int | None, x: Tensor, linear_weight: Tensor, *, accum_dtype: torch.dtype, weight_grad: bool
+) -> int | None:
+    """The rows of linear_weight whose gradient a kernel makes at a time, from all of x; None: it adds up over rows of x.
+
+    Where a budget has no room for both an accumulator and enough logits to be worth it, it is as many as there is room
+    for.
+    """
+    if memory_budget is None or not weight_grad or accum_dtype == linear_weight.dtype:
+        return None
+    # Each chunk of rows reads and writes the accumulator.
+    for rows in (x.shape[0], min(512, x.shape[0] // 16 + 1)):
+        if temporary_memory(rows, x, linear_weight, accum_dtype=accum_dtype, weight_grad=True) <= memory_budget:
+            return None
+    none = temporary_memory(0, x, linear_weight, accum_dtype=accum_dtype, weight_grad=False)
+    return min(linear_weight.shape[0], (memory_budget - none) // (2 * x.shape[0] * x.dtype.itemsize))
 
 
 def chunk_rows(

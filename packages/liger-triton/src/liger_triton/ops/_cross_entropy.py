@@ -72,9 +72,14 @@ def _label_weight(weight, label, known):
         return tl.load(weight + label, known, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _biased(x, bias, column, inside):
+    return x if bias is None else x + tl.load(bias + column, inside, other=0.0).to(tl.float32)
+
+
 @kernel(do_not_specialize=["first", "rows"])
 def _rows(
-    logits, target, weight, weight_sum, losses, z_losses, hits, predicted, statistics,
+    logits, bias, target, weight, weight_sum, losses, z_losses, hits, predicted, statistics,
     row_stride, columns, first, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
     ADD_Z_LOSS: tl.constexpr, TOKEN_SCALING: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, STAGES: tl.constexpr,
@@ -99,7 +104,8 @@ def _rows(
 
     logits += local * row_stride
     known = (label >= 0) & (label < columns)
-    label_logit = _cap(tl.load(logits + label, known, other=0.0).to(tl.float32), softcap, logits)[0]
+    label_logit = _biased(tl.load(logits + label, known, other=0.0).to(tl.float32), bias, label, known)
+    label_logit = _cap(label_logit, softcap, logits)[0]
     # Sums of logits are taken relative to the label's, so that a large offset common to all doesn't cancel in them.
     pivot = tl.where(tl.abs(label_logit) < float("inf"), label_logit, 0.0)
 
@@ -117,7 +123,7 @@ def _rows(
     for start in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
         column = start + lanes
         inside = column < columns
-        x = tl.load(logits + column, inside, other=-float("inf")).to(tl.float32)
+        x = _biased(tl.load(logits + column, inside, other=-float("inf")).to(tl.float32), bias, column, inside)
         if hits is not None or predicted is not None:
             block_best, place = tl.max(x, axis=1, return_indices=True)
             better = block_best > best
@@ -171,10 +177,11 @@ def _rows(
             tl.store(statistics + 2 * rows + row, probability)
 
 
-@kernel(do_not_specialize=["first", "rows"])
+@kernel(do_not_specialize=["first", "first_column", "rows"])
 def _gradient(
-    dlogits, logits, target, weight, weight_sum, statistics, dloss, totals,
-    row_stride, dloss_stride, columns, first, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
+    dlogits, logits, bias, target, weight, weight_sum, statistics, dloss, totals,
+    row_stride, dloss_stride, columns, vocabulary, first, first_column, rows,
+    ignore_index, label_smoothing, lse_square_scale, softcap,
     TOKEN_SCALING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # torch.compile passes floats as float64.
@@ -194,6 +201,7 @@ def _gradient(
         return
 
     x = tl.load(logits + local * row_stride + column, inside, other=0.0).to(tl.float32)
+    x = _biased(x, bias, first_column + column, inside)
     top = tl.load(statistics + row)
     exp_sum = tl.load(statistics + rows + row)
     scale = tl.load(dloss + row * dloss_stride) if dloss is not None else 1.0
@@ -206,16 +214,16 @@ def _gradient(
 
     capped, derivative = _cap(x, softcap, logits)
     probability = _exp_like(capped - top, logits) * (1.0 / exp_sum)
-    label_scale = scale * _label_weight(weight, label, (label >= 0) & (label < columns))
+    label_scale = scale * _label_weight(weight, label, (label >= 0) & (label < vocabulary))
     if label_smoothing is not None:
         label_scale *= 1.0 - label_smoothing
-    dx = label_scale * (probability - tl.where(column == label, 1.0, 0.0))
+    dx = label_scale * (probability - tl.where(first_column + column == label, 1.0, 0.0))
     if label_smoothing is not None:
-        uniform = scale * (label_smoothing / columns)
+        uniform = scale * (label_smoothing / vocabulary)
         if weight is None:
-            dx += uniform * (probability * columns - 1.0)
+            dx += uniform * (probability * vocabulary - 1.0)
         else:
-            weights = tl.load(weight + column, inside, other=0.0).to(tl.float32)
+            weights = tl.load(weight + first_column + column, inside, other=0.0).to(tl.float32)
             dx += uniform * (probability * tl.load(weight_sum) - weights)
     if lse_square_scale is not None:
         dx += probability * (z_scale * (2.0 * lse_square_scale) * (top + tl.log(exp_sum)))
@@ -359,15 +367,19 @@ def run_rows(
     options: Options,
     reduction: str,
     first: int = 0,
+    bias: Tensor | None = None,
 ) -> None:
-    """Write the results of the rows from `first` on, as many as `logits` has. `target` and `weight` are contiguous."""
+    """Write the results of the rows from `first` on, as many as `logits` has.
+
+    `target`, `weight` and `bias`, which is added to the logits, are contiguous.
+    """
     logits, row_stride = as_rows(logits)
     n, columns = logits.shape
     size = logits.element_size()
     block = _block(columns, 16384 // size)
     group = 16 // size  # what a thread loads at once
     _rows[(n,)](
-        logits, target, weight, weight_sum, *rows, row_stride, columns, first, target.shape[0],
+        logits, bias, target, weight, weight_sum, *rows, row_stride, columns, first, target.shape[0],
         options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap,
         ADD_Z_LOSS=reduction == "none" and options.lse_square_scale is not None, TOKEN_SCALING=options.token_scaling,
         ALIGNED=row_stride % 16 == 0 and columns % 16 == 0, GROUPS=block // group, GROUP=group, STAGES=3,
@@ -386,23 +398,29 @@ def run_gradient(
     totals: Tensor | None,
     options: Options,
     first: int = 0,
+    first_column: int = 0,
+    vocabulary: int | None = None,
+    bias: Tensor | None = None,
 ) -> None:
-    """Write the gradient of the logits of the rows from `first` on.
+    """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
 
     Args:
         dlogits: contiguous; may be `logits`.
         statistics: of `run_rows`.
         dloss: gradient of the loss; a scalar, one per row, or None for 1.
         totals: of `reduce`, to divide by, or None.
+        vocabulary: how many columns there are, where `logits` has not all of them.
+        bias: of all columns, added to the logits; contiguous.
     """
     logits, row_stride = as_rows(logits)
     n, columns = logits.shape
     block = _block(columns, 4096)
     blocks = (columns + block - 1) // block
     _gradient[(n * blocks,)](
-        dlogits, logits, target, weight, weight_sum, statistics, dloss, totals, row_stride,
-        dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns, first, target.shape[0],
-        options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap,
+        dlogits, logits, bias, target, weight, weight_sum, statistics, dloss, totals, row_stride,
+        dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns,
+        columns if vocabulary is None else vocabulary, first, first_column, target.shape[0], options.ignore_index,
+        options.label_smoothing, options.lse_square_scale, options.softcap,
         TOKEN_SCALING=options.token_scaling, BLOCK=block, num_warps=max(block // 512, 1),
     )  # fmt: skip
 

@@ -3,34 +3,12 @@
 So the sums are the same from run to run, and round once, without atomics.
 """
 
-import functools
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from liger_triton.ops._device import sm_count as sm_count
 from liger_triton.ops._launch import kernel
-
-
-@functools.cache
-def _look_up_sm_count(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    if device.type == "xpu":
-        return torch.xpu.get_device_properties(device).gpu_subslice_count
-    return 2
-
-
-def sm_count(device: torch.device) -> int:
-    """Multiprocessors of a device, for grids of as many programs as run at once.
-
-    On the CPU, where an interpreter runs one program after another, it is 2: few, but more than one partial sum.
-    """
-    return _look_up_sm_count(device)
-
-
-# What torch.compiler.assume_constant_result does, without importing Dynamo for it. Dynamo warns of functools.cache.
-sm_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @kernel

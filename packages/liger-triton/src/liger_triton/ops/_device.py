@@ -1,0 +1,39 @@
+"""What host code has to know of a device."""
+
+import functools
+
+import torch
+
+
+@functools.cache
+def _look_up_sm_count(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "xpu":
+        return torch.xpu.get_device_properties(device).gpu_subslice_count
+    return 2
+
+
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a device, for grids of as many programs as run at once.
+
+    On the CPU, where an interpreter runs one program after another, it is 2: few, but more than one partial sum.
+    """
+    return _look_up_sm_count(device)
+
+
+@functools.cache
+def _look_up_shared_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return 64 << 10
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have. Where torch doesn't tell, it is 64 KiB: any GPU has those."""
+    return _look_up_shared_memory(device)
+
+
+# What torch.compiler.assume_constant_result does, without importing Dynamo for it. Dynamo warns of functools.cache.
+for _function in (sm_count, shared_memory):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

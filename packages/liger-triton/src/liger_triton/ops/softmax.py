@@ -1,20 +1,20 @@
 """Softmax: a row stays in registers; a row too long for that is read twice, with an online sum the first time."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_core import softmax
 from liger_core.contract import Needs, Saved, implements
-from liger_triton.ops._partial_sums import sm_count
+from liger_triton.ops._device import shared_memory, sm_count
+from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows, tile_of
 
 # Longer rows don't fit the registers of 16 warps: 64 columns a thread, at which backward spills 14 to 24 on sm_90.
 LONGEST = 32768
 
 
-@triton.jit
+@kernel
 def _forward(y, x, rows, columns, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     column = tl.arange(0, BLOCK)[None, :]
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -25,7 +25,7 @@ def _forward(y, x, rows, columns, x_stride, ROWS: tl.constexpr, BLOCK: tl.conste
         tl.store(y + row * columns + column, e * (1.0 / tl.sum(e, 1, keep_dims=True)), inside)
 
 
-@triton.jit
+@kernel
 def _forward_long(y, x, columns, x_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     # Each lane has a maximum and a sum of its own. The least float32 stands for -inf: the difference of two is 0.
@@ -48,7 +48,7 @@ def _forward_long(y, x, columns, x_stride, BLOCK: tl.constexpr):
         tl.store(y + row * columns + column, tl.exp(xs - highest) * scale, inside)
 
 
-@triton.jit
+@kernel
 def _backward(dx, dy, y, rows, columns, dy_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -60,7 +60,7 @@ def _backward(dx, dy, y, rows, columns, dy_stride, ROWS: tl.constexpr, BLOCK: tl
     tl.store(dx + row * columns + column, ys * (dys - mean), inside)
 
 
-@triton.jit
+@kernel
 def _backward_long(dx, dy, y, columns, dy_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -91,10 +91,11 @@ def forward(needs: Needs, x: Tensor) -> tuple[Tensor, Saved]:
     else:
         tile_rows, block, warps = tile_of(columns)
         programs, stages = (rows + tile_rows - 1) // tile_rows, 1
-        if block == 32768 and x.element_size() == 2:
+        if block == 32768 and 3 * block * x.element_size() < shared_memory(x.device):
             # One program fills the registers of a multiprocessor, so nothing else would run there while it waits for
-            # its row. It takes one row after another instead, and fetches the next into 64 KiB of shared memory.
-            programs, stages = min(rows, sm_count(x.device)), 2
+            # its row. It takes one row after another instead, with two more on their way to shared memory. On an H200
+            # (triton 3.6), 8192 rows in bfloat16: 0.279 ms; with one row on its way 0.372, a program for each row 0.345.
+            programs, stages = min(rows, sm_count(x.device)), 3
         _forward[(programs,)](
             y, x, rows, columns, x_stride, ROWS=tile_rows, BLOCK=block, STAGES=stages, num_warps=warps
         )

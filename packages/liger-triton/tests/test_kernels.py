@@ -52,6 +52,40 @@ def sequence_first(make: Make) -> dict[str, Any]:
     }
 
 
+def pairs(q_heads: int, k_heads: int, size: int) -> Build:
+    return lambda make: {
+        "q": make.randn(2, 3, q_heads, size),
+        "k": make.randn(2, 3, k_heads, size),
+        "freqs_cis": make.randn(3, size // 2, 2),
+    }
+
+
+def planes(q_heads: int, k_heads: int, sections: tuple[int, int, int]) -> Build:
+    size = 2 * sum(sections)
+    return lambda make: {
+        "q": make.randn(2, 3, q_heads, size).transpose(1, 2),
+        "k": make.randn(2, 3, k_heads, size).transpose(1, 2),
+        "cos": make.randn(3, 1, 3, size),
+        "sin": make.randn(3, 1, 3, size),
+        "mrope_section": sections,
+    }
+
+
+def window(length: int, head: int, kernel_size: int, dilation: int = 1) -> Build:
+    return lambda make: {
+        **{name: make.randn(1, length, 2, head).transpose(1, 2) for name in ("q", "k", "v")},
+        "kernel_size": kernel_size,
+        "dilation": dilation,
+    }
+
+
+def one_group(make: Make) -> dict[str, Any]:
+    """Rows whose support lies in neighbouring columns."""
+    x = make.randn(3, 3000)
+    x[:, 64:72] += 6
+    return {"x": x}
+
+
 def skewed(make: Make) -> torch.Tensor:
     """2600 indices below 40, of which a fifth are 0, as the most frequent tokens of a text are."""
     return (make.uniform(2600, dtype=torch.float32) ** 4 * 40).long()
@@ -76,6 +110,23 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("embedding", "runs longer than a chunk", look_up(skewed)),
     ("embedding", "a long run of padding", look_up(skewed, padding_idx=0)),
     ("embedding", "chunks without a run", look_up(lambda make: make.integers(0, 5000, 2600), vocabulary=5000)),
+    ("llama4_rope", "more heads than a block", pairs(300, 1, 16)),
+    ("llama4_rope", "a head larger than a block", pairs(2, 1, 1100)),
+    ("qwen2vl_mrope", "more heads than a block", planes(300, 1, (2, 3, 3))),
+    ("qwen2vl_mrope", "a head larger than a block", planes(2, 1, (200, 100, 300))),
+    ("sparsemax", "support in one group of columns", one_group),
+    ("sparsemax", "the longest row in registers", lambda make: {"x": make.randn(2, 16384)}),
+    ("sparsemax", "a row read twice", lambda make: {"x": make.randn(2, 16400)}),
+    ("sparsemax", "a row read twice, not aligned", lambda make: {"x": make.randn(2, 20001)}),
+    ("sparsemax", "a row read again, for its large support", lambda make: {"x": make.randn(2, 17000) * 0.05}),
+    ("sparsemax", "a backward that reads twice", lambda make: {"x": make.randn(2, 32800)}),
+    ("fused_neighborhood_attention", "several blocks of residues", window(150, 16, 7, 2)),
+    ("fused_neighborhood_attention", "the widest window in a block", window(150, 16, 17)),
+    ("fused_neighborhood_attention", "the widest window in a forward's block", window(150, 16, 33)),
+    ("fused_neighborhood_attention", "a window of several blocks", window(300, 16, 201)),
+    ("fused_neighborhood_attention", "a dilated window of several blocks", window(300, 16, 101, 2)),
+    ("fused_neighborhood_attention", "columns in parts", window(40, 300, 5)),
+    ("fused_neighborhood_attention", "columns in parts, a window of several blocks", window(70, 300, 61)),
 )
 
 

@@ -103,6 +103,7 @@ def comparison(rows: Sequence[Row]) -> str:
     """
     parts = [
         "A peer's number is followed by how many times the best of ours it is: above 1×, ours is better.",
+        "## The best peer's time over ours\n\n" + best_peers(rows),
         "## Time, ms\n\n" + _side_by_side(rows, "ms", "{:.4g}", rates={"our GB/s": "gbps", "our TFLOP/s": "tflops"}),
         "## Peak memory beyond the inputs, MiB\n\n" + _side_by_side(rows, "peak_mib", "{:.0f}"),
         "## Error relative to the reference in higher precision\n\n"
@@ -114,6 +115,29 @@ def comparison(rows: Sequence[Row]) -> str:
     if notes:
         parts.append("## Not run, or not checked\n\n" + "\n".join(notes))
     return "\n\n".join(parts)
+
+
+def best_peers(rows: Sequence[Row]) -> str:
+    """One line an op, one column a case and mode: the fastest peer's time as a multiple of the fastest of ours."""
+    times: dict[tuple[str, str], dict[str, list[tuple[float, str]]]] = {}
+    for row in rows:
+        if row["ms"] not in ("", None):
+            place = row["op"], f"{row['case']}, {row['mode']}"
+            whose = "ours" if is_ours(row["provider"]) else "peers"
+            times.setdefault(place, {}).setdefault(whose, []).append((float(row["ms"]), str(row["provider"])))
+    columns = list(dict.fromkeys(column for _, column in times))
+    lines = []
+    for op in dict.fromkeys(op for op, _ in times):
+        cells = []
+        for column in columns:
+            found = times.get((op, column), {})
+            if len(found) < 2:
+                cells.append("")
+                continue
+            (ours, _), (peer, name) = min(found["ours"]), min(found["peers"])
+            cells.append(f"{peer / ours:.2f}× {name}")
+        lines.append([op, *cells])
+    return table(["op", *columns], lines)
 
 
 def _side_by_side(

@@ -77,6 +77,7 @@ def test_comparison_of_the_reference_with_eager() -> None:
         assert not row["note"]
     ours, eager = (float(row["ms"]) for row in rows[:2])
     assert f"({eager / ours:.2f}×)" in report.comparison(rows)
+    assert f"| {eager / ours:.2f}× eager" in report.best_peers(rows)
 
 
 def test_a_provider_that_fails_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 FEW = 64
 """An output of no more elements than this may be right in the baseline by luck."""
 
-DRAWS = 5
+DRAWS = 16
 """Over how many draws of the inputs the baseline's error of such an output is taken."""
 
 

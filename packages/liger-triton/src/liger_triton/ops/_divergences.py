@@ -1,0 +1,176 @@
+"""What `kl_div`, `tvd` and `jsd` share: two tensors of one shape are read tile by tile, and their terms added up.
+
+Each program adds up the terms of its own tiles in float32, then one program adds up those sums. So the total is the
+same from run to run, without atomics.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from liger_triton.ops._device import sm_count
+from liger_triton.ops._launch import kernel
+
+# Of a tile: two 16-byte loads from each tensor, for each thread of 4 warps.
+TILE_BYTES = 4096
+# Programs per multiprocessor where each adds up several tiles: all run at once with up to 64 registers a thread.
+PROGRAMS = 8
+
+
+@triton.jit
+def place(tile, rows, columns, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows and columns of a tile, and which of its elements exist."""
+    row = (tile // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (tile % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row, column, (row < rows) & (column < columns)
+
+
+@triton.jit
+def exp(x, EXACT: tl.constexpr):
+    """The exponential; right to a unit of rounding with EXACT, else without an error that adds up in a sum of many."""
+    if EXACT:
+        return libdevice.exp(x)
+    else:
+        # log2(e) in two parts: rounded to one, as in tl.exp, it is too small by 1.3e-8 · |x| in every result.
+        # Results below 2^-126 become 0.
+        return tl.exp2(tl.fma(x, 1.4426950216293335, x * 1.925963033500987e-8))
+
+
+@triton.jit
+def finite(logprob):
+    """-1e30 for -inf: its exponential is 0 just so, and differences and products with it are no NaN."""
+    return tl.maximum(logprob, -1e30, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def log_mean(e):
+    """log((1 + e) / 2) for e of 0 to 1; right to 5e-9, and to the rounding of float32."""
+    t = 1.0 - e
+    r = tl.fma(t, 0.00378048955462873, -0.01084285881370306)
+    r = tl.fma(t, r, 0.017460094764828682)
+    r = tl.fma(t, r, -0.010575045831501484)
+    r = tl.fma(t, r, 0.012555954046547413)
+    r = tl.fma(t, r, 0.013841141015291214)
+    r = tl.fma(t, r, 0.04194848984479904)
+    r = tl.fma(t, r, 0.12497834116220474)
+    return -t * tl.fma(t, r, 0.5000005960464478)
+
+
+@triton.jit
+def above_mixture(q, p, beta, rest, HALF: tl.constexpr, UNIT: tl.constexpr):
+    """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
+
+    All are finite logarithms; UNIT is 1 for natural ones, log2(e) for those of base 2. With δ = q + log rest − p −
+    log beta, m is the larger of the two sums plus log(1 + exp(−abs(δ))): so no exponential overflows or is all lost.
+    """
+    difference, shift_q, shift_p = q - p, 0.0, 0.0
+    if not HALF:
+        # A weight that underflowed is as good as 1e-37.
+        shift_q = (tl.log(tl.maximum(rest, 1e-37)) + 0.6931471805599453) * UNIT
+        shift_p = (tl.log(tl.maximum(beta, 1e-37)) + 0.6931471805599453) * UNIT
+        difference += shift_q - shift_p
+    mean = log_mean(tl.exp2(tl.abs(difference) * (-1.4426950408889634 / UNIT))) * UNIT
+    return tl.minimum(difference, 0.0) - mean - shift_q, tl.minimum(-difference, 0.0) - mean - shift_p
+
+
+@triton.jit
+def weight_of(count, divisor):
+    """1 / (divisor · count), of which count may be None; right to a unit of rounding."""
+    divisor = tl.cast(divisor, tl.float32)
+    if count is not None:
+        divisor *= tl.load(count)
+    inverse = 1.0 / divisor
+    return tl.fma(inverse, tl.fma(-divisor, inverse, 1.0), inverse)
+
+
+@kernel(do_not_specialize=["rows"])
+def _count(count, labels, rows, ignore_index, BLOCK: tl.constexpr):
+    counted = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        label = tl.load(labels + row, row < rows, other=ignore_index)
+        counted += tl.where(label != ignore_index, 1.0, 0.0)
+    tl.store(count, tl.maximum(tl.sum(counted), 1.0))
+
+
+@kernel(do_not_specialize=["size", "divisor"])
+def _total(total, sums, count, size, divisor, BLOCK: tl.constexpr):
+    # One program, so that the order of the sums is always the same.
+    lanes = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        lanes += tl.load(sums + index, index < size, other=0.0)
+    divisor = tl.cast(divisor, tl.float32)
+    if count is not None:
+        divisor *= tl.load(count)
+    tl.store(total, tl.math.div_rn(tl.sum(lanes), divisor))
+
+
+@kernel
+def _scale(x, factor, size, BLOCK: tl.constexpr):
+    factor = tl.load(factor)
+    if factor != 1.0:
+        for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+            offset = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(x + offset, tl.load(x + offset, offset < size).to(tl.float32) * factor, offset < size)
+
+
+class Tiles(NamedTuple):
+    """How a tensor is divided into `count` tiles of `height` rows by `width` columns, `blocks` of them side by side.
+
+    `rows` and `columns` are the tensor's, or 1 and all its elements.
+    """
+
+    rows: int
+    columns: int
+    blocks: int
+    height: int
+    width: int
+    count: int
+
+
+def tiles_of(x: Tensor, flat: bool = False) -> Tiles:
+    """The tiles of a tensor of two dimensions. A `flat` one, whose elements are all adjacent, is one long row."""
+    rows, columns = x.shape
+    if flat:
+        rows, columns = 1, rows * columns
+    size = TILE_BYTES // x.element_size()
+    if columns % 16:
+        size //= 2  # where elements are loaded one by one, registers are short
+    # Comparisons, so that a dynamic size stays dynamic while torch.compile traces.
+    width = 16
+    while width < columns and width < size:
+        width *= 2
+    height = 1 if flat else size // width
+    blocks = (columns + width - 1) // width
+    return Tiles(rows, columns, blocks, height, width, (rows + height - 1) // height * blocks)
+
+
+def new_sums(tiles: Tiles, device: torch.device) -> Tensor:
+    """Memory for the sum of each program of a grid that adds up several tiles per program."""
+    return torch.empty(min(tiles.count, PROGRAMS * sm_count(device)), dtype=torch.float32, device=device)
+
+
+def count_of(labels: Tensor, ignore_index: int) -> Tensor:
+    """The number of rows that count, or 1 when none does; a float32 scalar. `labels` are contiguous."""
+    count = torch.empty((), dtype=torch.float32, device=labels.device)
+    _count[(1,)](count, labels, labels.shape[0], ignore_index, BLOCK=1024, num_warps=4)
+    return count
+
+
+def total(sums: Tensor, count: Tensor | None, divisor: int) -> Tensor:
+    """Σ sums / divisor, and divided by `count` when there is one; a float32 scalar."""
+    result = sums.new_empty(())
+    _total[(1,)](result, sums, count, sums.shape[0], divisor, BLOCK=1024, num_warps=4)
+    return result
+
+
+def scale_(x: Tensor, factor: Tensor) -> Tensor:
+    """x, multiplied in place by a float32 scalar; nothing is read or written when that is 1. `x` is contiguous."""
+    programs = min((x.numel() + 2047) // 2048, PROGRAMS * sm_count(x.device))
+    _scale[(programs,)](x, factor, x.numel(), BLOCK=2048, num_warps=4)
+    return x

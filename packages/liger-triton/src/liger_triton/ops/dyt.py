@@ -1,0 +1,156 @@
+"""Dynamic tanh: a program takes a block of columns, whose scale and shift it reads once, and several rows of it."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core import dyt
+from liger_core.contract import Needs, Saved, implements
+from liger_triton.ops._device import sm_count
+from liger_triton.ops._launch import kernel
+from liger_triton.ops._rows import as_rows, power_of_2
+from liger_triton.ops._totals import totals
+
+# Eight columns a thread, one 16-byte load of bf16; of several rows, so that as many loads are in flight.
+MOST_COLUMNS = 1024
+COLUMNS_PER_WARP = 256
+FORWARD_ROWS = 4
+BACKWARD_ROWS = 4
+# Warps of the backward on a multiprocessor: few, which have two tiles on their way to shared memory beside the one that
+# they work on. On an H200 (triton 3.6), 16384 x 8192 in bfloat16: 0.200 ms; without tiles on their way 0.313.
+WARPS = 8
+STAGES = 3
+
+
+@triton.jit
+def _tanh(u, EXACT: tl.constexpr):
+    """tanh(u), and a quarter of its derivative: to float32's precision if EXACT, else to a relative 1e-5."""
+    q = tl.exp2(-2.8853900817779268 * tl.abs(u))  # e^(−2|u|)
+    square = u * u
+    # Near 0, q has no correct digit left beside 1.
+    if EXACT:
+        r = 1.0 / (1.0 + q)
+        tail = (1.0 - q) * r
+        near = tl.abs(u) < 0.625
+        series = 0.020639074966311455 - 0.005704974289983511 * square  # a minimax fit of (tanh(u) - u) / u³
+        series = series * square - 0.05373971164226532
+        series = series * square + 0.13331441581249237
+        series = series * square - 0.3333328068256378
+    else:
+        r = tl.rsqrt(1.0 + q)
+        r *= r  # two instructions, where a division takes five
+        tail = 2.0 * r - 1.0
+        near = tl.abs(u) < 0.05
+        series = -0.3333333333333333
+    tail = tl.where(u < 0.0, -tail, tail)
+    return tl.where(near, series * square * u + u, tail), q * r * r
+
+
+@kernel
+def _forward(
+    y, x, alpha, gamma, beta, rows, columns, blocks, x_stride,
+    EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < columns)
+    xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
+    ys = _tanh(tl.load(alpha).to(tl.float32) * xs, EXACT)[0]
+    ys *= tl.load(gamma + column, column < columns, other=0.0).to(tl.float32)
+    if beta is not None:
+        ys += tl.load(beta + column, column < columns, other=0.0).to(tl.float32)
+    tl.store(y + row * columns + column, ys, inside)
+
+
+@kernel
+def _backward(
+    dx, partial, dy, x, alpha, gamma, rows, columns, blocks, dy_stride, x_stride,
+    ALPHA: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    strip, strips = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(alpha).to(tl.float32)
+    scale = 4.0 * tl.load(gamma + column, column < columns, other=0.0).to(tl.float32)
+    dalpha = tl.zeros((BLOCK,), tl.float32)
+    dgamma = tl.zeros((BLOCK,), tl.float32)
+    dbeta = tl.zeros((BLOCK,), tl.float32)
+    for tile in tl.range(strip, tl.cdiv(rows, ROWS), strips, num_stages=STAGES):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < columns)[None, :]
+        xs = tl.load(x + row * x_stride + column[None, :], inside, other=0.0).to(tl.float32)
+        dys = tl.load(dy + row * dy_stride + column[None, :], inside, other=0.0).to(tl.float32)
+        t, quarter = _tanh(a * xs, EXACT)
+        slope = dys * scale[None, :] * quarter
+        if dx is not None:
+            tl.store(dx + row * columns + column[None, :], slope * a, inside)
+        # A thread holds all rows of its columns, or a warp does: no exchange between the warps.
+        if ALPHA:
+            dalpha += tl.sum(slope * xs, 0)
+        if GAMMA:
+            dgamma += tl.sum(dys * t, 0)
+        if BETA:
+            dbeta += tl.sum(dys, 0)
+    partial_row = strip.to(tl.int64) * (GAMMA + BETA)
+    if GAMMA:
+        tl.store(partial + partial_row * columns + column, dgamma, column < columns)
+    if BETA:
+        tl.store(partial + (partial_row + GAMMA) * columns + column, dbeta, column < columns)
+    if ALPHA:
+        scalars = partial + strips.to(tl.int64) * columns * (GAMMA + BETA)
+        tl.store(scalars + tl.program_id(0), tl.sum(dalpha))
+
+
+@implements(dyt)
+def forward(needs: Needs, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor, Saved]:
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    saved = (x, alpha, gamma, beta) if True in needs else ()
+    x, x_stride = as_rows(x)
+    gamma = gamma.contiguous()
+    if beta is not None:
+        beta = beta.contiguous()
+    block, tile_rows, blocks, tiles = _divide(rows, columns, FORWARD_ROWS)
+    _forward[(tiles * blocks,)](
+        y, x, alpha, gamma, beta, rows, columns, blocks, x_stride,
+        EXACT=x.dtype is torch.float32, ROWS=tile_rows, BLOCK=block, num_warps=max(1, block // COLUMNS_PER_WARP),
+    )  # fmt: skip
+    return y, saved
+
+
+def backward(needs: Needs, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+    needs_x, needs_alpha, needs_gamma, needs_beta = needs
+    x, alpha, gamma, beta = saved
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+    exact = torch.float32 in (x.dtype, alpha.dtype, gamma.dtype)
+    dy, dy_stride = as_rows(dy)
+    x, x_stride = as_rows(x)
+    block, tile_rows, blocks, strips = _divide(rows, columns, BACKWARD_ROWS)
+    warps = max(1, block // COLUMNS_PER_WARP)
+    partial, sums = None, needs_gamma + needs_beta
+    if needs_alpha or sums:
+        strips = max(1, min(strips, sm_count(x.device) * WARPS // warps // blocks))
+        partial = torch.empty(strips * (sums * columns + blocks), dtype=torch.float32, device=x.device)
+    _backward[(strips * blocks,)](
+        dx, partial, dy, x, alpha, gamma.contiguous(), rows, columns, blocks, dy_stride, x_stride,
+        ALPHA=needs_alpha, GAMMA=needs_gamma, BETA=needs_beta, EXACT=exact, ROWS=tile_rows, BLOCK=block,
+        STAGES=STAGES, num_warps=warps,
+    )  # fmt: skip
+    if partial is None:
+        return dx, None, None, None
+    dgamma, dbeta, dalpha = totals(
+        partial, strips, columns, gamma if needs_gamma else None, beta if needs_beta else None,
+        alpha if needs_alpha else None, strips * blocks,
+    )  # fmt: skip
+    return dx, dalpha, dgamma, dbeta
+
+
+def _divide(rows: int, columns: int, tile_rows: int) -> tuple[int, int, int, int]:
+    """Columns and rows of a tile, and how many tiles there are along each. Few columns make room for more rows."""
+    block = min(power_of_2(columns), MOST_COLUMNS)
+    tile_rows *= max(1, COLUMNS_PER_WARP // 2 // block)
+    return block, tile_rows, (columns + block - 1) // block, (rows + tile_rows - 1) // tile_rows

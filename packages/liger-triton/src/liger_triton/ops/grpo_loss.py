@@ -1,0 +1,483 @@
+"""GRPO's losses: the logits are read once forward and once backward; what lies between is a number or two per token.
+
+One program per token finds its log-probability. Then one program turns those into losses, their means and the gradients
+of the log-probabilities, always in the same order. A token whose gradient is 0, because it is masked or clipped, is not
+read again.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from liger_core.contract import Needs, Saved, implements
+from liger_core.ops.grpo_loss import grpo_loss
+from liger_triton.ops._cross_entropy import _exp_like
+from liger_triton.ops._divergences import exp
+from liger_triton.ops._launch import kernel
+from liger_triton.ops._rows import power_of_2
+
+GROUP_BYTES = 16
+"""What a thread loads at once."""
+FORWARD_BYTES, FORWARD_WARPS, FORWARD_STAGES = 16384, 8, 3
+"""What a program reads of its row at once, the warps that do, and how many such reads are under way."""
+GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
+TILE, TILE_WARPS = 2048, 16
+"""Tokens that are taken at once between the logits' two readings."""
+
+
+@triton.jit
+def _tempered(x, inverse):
+    """For a difference of logits, whose rounding is then relative to itself, not to the logits."""
+    if inverse is None:
+        return x
+    else:
+        return x * tl.cast(inverse, tl.float32)  # torch.compile passes floats as float64
+
+
+@kernel(do_not_specialize=["length", "tokens"])
+def _log_probabilities(
+    state, logits, ids, mask, batch_stride, row_stride, columns, length, tokens, temperature, inverse,
+    KEEP: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    if mask is not None:
+        masked = tl.load(mask + token) == 0
+        if masked:
+            return
+    label = tl.load(ids + token)
+    logits += (token // length).to(tl.int64) * batch_stride + (token % length).to(tl.int64) * row_stride
+    known = (label >= 0) & (label < columns)
+    label_logit = tl.load(logits + label, known, other=0.0).to(tl.float32)
+
+    # A thread holds whole groups of columns, so that each group has its own maximum and the loop exchanges nothing. They
+    # are neighbours where a thread can load them at once, else neighbouring threads load neighbours.
+    # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
+    maximum = tl.full([GROUPS], -3.4028234663852886e38, tl.float32)
+    total = tl.zeros([GROUPS], tl.float32)
+    group_step: tl.constexpr = GROUP if ALIGNED else 1
+    step: tl.constexpr = 1 if ALIGNED else GROUPS
+    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
+    lanes = tl.arange(0, GROUPS)[:, None] * group_step + tl.arange(0, GROUP)[None, :] * step
+    for start in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
+        column = start + lanes
+        x = tl.load(logits + column, column < columns, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(maximum, tl.max(x, axis=1))
+        # Losses cancel where advantages do: an error that all terms share would show in their sum.
+        terms = exp(_tempered(x - higher[:, None], inverse), EXACT)
+        total = total * exp(_tempered(maximum - higher, inverse), EXACT) + tl.sum(terms, axis=1)
+        maximum = higher
+    top = tl.max(maximum)
+    depth = top - label_logit
+    if temperature is not None:
+        depth = tl.math.div_rn(depth, tl.cast(temperature, tl.float32))
+    tl.store(state + token, tl.where(known, depth, float("nan")))
+    tl.store(state + tokens + token, tl.sum(total * exp(_tempered(maximum - top, inverse), EXACT)))
+    if KEEP:
+        tl.store(state + 2 * tokens + token, top)
+
+
+@triton.jit
+def _load_log_probability(state, tokens, at, used):
+    """It is -depth - log_sum."""
+    depth = tl.load(state + at, used, other=0.0)
+    return depth, libdevice.log(tl.load(state + tokens + at, used, other=1.0))
+
+
+@triton.jit
+def _distance(depth, log_sum, others, at, used):
+    """Of a log-probability from another one; from itself where there is no other."""
+    if others is None:
+        return (depth - depth) + (log_sum - log_sum)
+    else:
+        # In this order a sum as large as the log-probability, whose rounding would be in the ratio, is never made.
+        return (-depth - tl.load(others + at, used, other=0.0).to(tl.float32)) - log_sum
+
+
+@triton.jit
+def _token_losses(
+    lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, tau_positive, tau_negative,
+    CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr,
+):  # fmt: skip
+    """Loss, divergence, whether it is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
+    ratio = libdevice.exp(log_ratio)
+    if CISPO:
+        by_lp = -tl.minimum(ratio, high, propagate_nan=tl.PropagateNan.ALL) * advantage
+        by_ratio = ratio * 0.0
+        loss = by_lp * lp
+        clipped = (ratio > high) & (advantage > 0.0)
+    elif SAPO:
+        tau = tl.where(advantage > 0.0, tl.cast(tau_positive, tl.float32), tl.cast(tau_negative, tl.float32))
+        u = tau * (ratio - 1.0)
+        q = libdevice.exp(-tl.abs(u))
+        r = 1.0 / (1.0 + q)
+        loss = -4.0 * advantage * tl.where(u < 0.0, q * r, r) / tau
+        by_ratio = -4.0 * advantage * (q * r * r) * ratio
+        by_lp = ratio * 0.0
+        clipped = ratio < 0.0
+    else:
+        limited, passes = ratio, 1.0
+        if delta is not None:
+            limited = tl.minimum(ratio, tl.cast(delta, tl.float32), propagate_nan=tl.PropagateNan.ALL)
+            passes = tl.where(ratio <= delta, 1.0, 0.0)
+        within = (ratio >= low) & (ratio <= high)
+        gain = limited * advantage
+        clipped_gain = tl.where(within, ratio, tl.where(ratio < low, low, high)) * advantage
+        unclipped_passes = tl.where(within, 1.0, 0.0)
+        loss = -tl.minimum(gain, clipped_gain, propagate_nan=tl.PropagateNan.ALL)
+        tie = 0.5 * (passes + unclipped_passes)
+        slope = tl.where(gain < clipped_gain, passes, tl.where(gain > clipped_gain, unclipped_passes, tie))
+        by_ratio = -advantage * slope * ratio
+        by_lp = ratio * 0.0
+        clipped = ((ratio < low) & (advantage < 0.0)) | ((ratio > high) & (advantage > 0.0))
+    loss *= importance
+    by_lp *= importance
+    by_ratio *= importance
+    kl = ratio * 0.0
+    if beta is not None:
+        beta = tl.cast(beta, tl.float32)
+        growth = libdevice.expm1(ref_distance)
+        kl = growth - ref_distance
+        kl_by_lp = -growth
+        if CORRECT_KL:
+            kl *= ratio
+            kl_by_lp *= ratio
+            by_ratio += beta * kl
+        loss += beta * kl
+        by_lp += beta * kl_by_lp
+    return loss, kl, clipped, by_lp, by_ratio
+
+
+@kernel(do_not_specialize=["rows", "length", "divisor"])
+def _losses(
+    loss, kl, clip, weights, state, old_logps, ref_logps, advantages, mask, importances, items, rows, length, divisor,
+    beta, low, high, delta, tau_positive, tau_negative,
+    CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr, BY_SEQUENCE: tl.constexpr,
+    BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, MEAN: tl.constexpr, ROW_MEAN: tl.constexpr, ROW_COUNT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program where there is a mean, so that the order of the sums is always the same.
+    low = tl.cast(low, tl.float32)
+    high = tl.cast(high, tl.float32)
+    tokens = tl.cast(rows, tl.int64) * length
+    counted = tl.zeros([ROWS], tl.float32)
+    loss_total = tl.zeros([ROWS], tl.float32)
+    kl_total = tl.zeros([ROWS], tl.float32)
+    clip_total = tl.zeros([ROWS], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        row_inside = row < rows
+        advantage = tl.load(advantages + row, row_inside, other=0.0).to(tl.float32)[:, None]
+        first = (row.to(tl.int64) * length)[:, None]
+        count = tl.zeros([ROWS], tl.float32)
+        mean_log_ratio = tl.zeros([ROWS], tl.float32)
+        if BY_SEQUENCE:
+            for start in range(0, length, BLOCK):
+                column = start + tl.arange(0, BLOCK)[None, :]
+                counts = row_inside[:, None] & (column < length)
+                if mask is not None:
+                    counts &= tl.load(mask + first + column, counts, other=0) != 0
+                depth, log_sum = _load_log_probability(state, tokens, first + column, counts)
+                log_ratio = _distance(depth, log_sum, old_logps, first + column, counts)
+                count += tl.sum(tl.where(counts, 1.0, 0.0), 1)
+                mean_log_ratio += tl.sum(tl.where(counts, log_ratio, 0.0), 1)
+            mean_log_ratio = tl.math.div_rn(mean_log_ratio, tl.maximum(count, 1.0))
+        per_token = (1.0 / tl.maximum(count, 1.0))[:, None]
+        count = tl.zeros([ROWS], tl.float32)
+        row_loss = tl.zeros([ROWS], tl.float32)
+        row_kl = tl.zeros([ROWS], tl.float32)
+        row_clip = tl.zeros([ROWS], tl.float32)
+        for start in range(0, length, BLOCK):
+            column = start + tl.arange(0, BLOCK)[None, :]
+            at = first + column
+            inside = row_inside[:, None] & (column < length)
+            counts = inside
+            if mask is not None:
+                counts = inside & (tl.load(mask + at, inside, other=0) != 0)
+            used = inside if ROW_COUNT else counts
+            depth, log_sum = _load_log_probability(state, tokens, at, used)
+            if BY_SEQUENCE:
+                log_ratio = tl.where(inside, mean_log_ratio[:, None], 0.0)
+            else:
+                log_ratio = _distance(depth, log_sum, old_logps, at, used)
+            ref_distance = -_distance(depth, log_sum, ref_logps, at, used)
+            importance = 1.0
+            if importances is not None:
+                if BY_TOKEN:
+                    importance = tl.load(importances + at, used, other=0.0).to(tl.float32)
+                else:
+                    importance = tl.load(importances + row, row_inside, other=0.0).to(tl.float32)[:, None]
+            token_loss, token_kl, clipped, by_lp, by_ratio = _token_losses(
+                -depth - log_sum, log_ratio, ref_distance, advantage, importance,
+                beta, low, high, delta, tau_positive, tau_negative, CISPO, SAPO, CORRECT_KL,
+            )  # fmt: skip
+            token_loss = tl.where(used, token_loss, 0.0)
+            token_kl = tl.where(counts, token_kl, 0.0)
+            token_clip = tl.where(counts & clipped, 1.0, 0.0)
+            if KEEP:
+                if BY_SEQUENCE:
+                    by_ratio = tl.where(used, by_ratio * per_token, 0.0)
+                    tl.store(state + 4 * tokens + at, by_ratio, inside)
+                else:
+                    by_lp += by_ratio
+                tl.store(state + 3 * tokens + at, tl.where(used, by_lp, 0.0), inside)
+            if MEAN:
+                count += tl.sum(tl.where(counts, 1.0, 0.0), 1)
+                row_loss += tl.sum(token_loss, 1)
+                row_kl += tl.sum(token_kl, 1)
+                row_clip += tl.sum(token_clip, 1)
+            else:
+                tl.store(loss + at, token_loss, inside)
+                tl.store(clip + at, token_clip, inside)
+                if beta is not None:
+                    tl.store(kl + at, token_kl, inside)
+        if MEAN:
+            if ROW_MEAN:
+                row_loss = tl.math.div_rn(row_loss, tl.maximum(count, 1.0))
+                if weights is not None:
+                    weight = tl.math.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.maximum(count, 1.0) * rows)
+                    tl.store(weights + row, weight, row_inside)
+            if ROW_COUNT:
+                row_loss *= count
+                if weights is not None:
+                    weight = tl.math.div_rn(count, tl.full([ROWS], 1.0, tl.float32) * divisor)
+                    tl.store(weights + row, weight, row_inside)
+            if BY_SEQUENCE:
+                row_clip = tl.minimum(row_clip, 1.0)
+            counted += count
+            loss_total += row_loss
+            kl_total += row_kl
+            clip_total += row_clip
+    if MEAN:
+        token_count = tl.maximum(tl.sum(counted), 1.0)
+        losses_divisor = token_count
+        if items is not None:
+            losses_divisor = tl.load(items).to(tl.float32)
+        elif divisor is not None:
+            losses_divisor = tl.cast(divisor, tl.float32)
+        losses_divisor = tl.maximum(losses_divisor, 1.0)
+        tl.store(loss, tl.math.div_rn(tl.sum(loss_total), losses_divisor))
+        clip_divisor = tl.cast(rows, tl.float32) if BY_SEQUENCE else token_count
+        tl.store(clip, tl.math.div_rn(tl.sum(clip_total), clip_divisor))
+        if beta is not None:
+            tl.store(kl, tl.math.div_rn(tl.sum(kl_total), token_count))
+        if weights is not None and not (ROW_MEAN or ROW_COUNT):
+            tl.store(weights, tl.math.div_rn(tl.full([], 1.0, tl.float32), losses_divisor))
+
+
+@triton.jit
+def _scale_of(dloss, weights, batch, place, weight_stride, dloss_batch_stride, dloss_stride, wanted):
+    """What the gradient of a token's loss is, its weight in the mean included."""
+    scale = tl.load(dloss + batch * dloss_batch_stride + place * dloss_stride, wanted)
+    if weights is not None:
+        scale *= tl.load(weights + batch * weight_stride, wanted)
+    return scale
+
+
+@kernel(do_not_specialize=["rows", "length"])
+def _sequence_coefficients(
+    coefficients, state, mask, weights, dloss, rows, length, weight_stride, dloss_batch_stride, dloss_stride,
+    ROW_COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the log-probabilities, where each is in the ratio of all tokens of its row."""
+    tokens = tl.cast(rows, tl.int64) * length
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    through_ratio = tl.zeros([ROWS], tl.float32)
+    for start in range(0, length, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        at = row * length + column
+        inside = (row < rows) & (column < length)
+        used = inside
+        if mask is not None and not ROW_COUNT:
+            used = inside & (tl.load(mask + at, inside, other=0) != 0)
+        scale = _scale_of(dloss, weights, row, column, weight_stride, dloss_batch_stride, dloss_stride, used)
+        through_ratio += tl.sum(tl.where(used, scale * tl.load(state + 4 * tokens + at, used), 0.0), 1)
+    for start in range(0, length, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        at = row * length + column
+        inside = (row < rows) & (column < length)
+        counts = inside
+        if mask is not None:
+            counts = inside & (tl.load(mask + at, inside, other=0) != 0)
+        used = inside if ROW_COUNT else counts
+        scale = _scale_of(dloss, weights, row, column, weight_stride, dloss_batch_stride, dloss_stride, used)
+        coefficient = tl.where(used, scale * tl.load(state + 3 * tokens + at, used), 0.0)
+        coefficient += tl.where(counts, through_ratio[:, None], 0.0)
+        tl.store(coefficients + at, coefficient, inside)
+
+
+@kernel(do_not_specialize=["rows", "length"])
+def _gradient(
+    dlogits, logits, ids, state, coefficients, weights, dloss, batch_stride, row_stride, weight_stride,
+    dloss_batch_stride, dloss_stride, columns, rows, length, inverse, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(columns, BLOCK)
+    position = tl.program_id(0) // blocks
+    batch = (position // (length + 1)).to(tl.int64)
+    place = position % (length + 1)
+    tokens = tl.cast(rows, tl.int64) * length
+    token = batch * length + place
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    dlogits += position.to(tl.int64) * columns
+    if coefficients is None:
+        coefficient = tl.load(state + 3 * tokens + token, place < length, other=0.0)
+    else:
+        coefficient = tl.load(coefficients + token, place < length, other=0.0)
+    if coefficient == 0.0:
+        tl.store(dlogits + column, tl.zeros([BLOCK], tl.float32), inside)
+        return
+
+    logits += batch * batch_stride + place.to(tl.int64) * row_stride
+    x = tl.load(logits + column, inside, other=0.0).to(tl.float32)
+    exp_sum = tl.load(state + tokens + token)
+    top = tl.load(state + 2 * tokens + token)
+    if coefficients is None:
+        # A position without a token has returned.
+        coefficient *= _scale_of(dloss, weights, batch, place, weight_stride, dloss_batch_stride, dloss_stride, None)
+    coefficient = _tempered(coefficient, inverse)
+    probability = _exp_like(_tempered(x - top, inverse), logits) * (1.0 / exp_sum)
+    label = tl.load(ids + token)
+    tl.store(dlogits + column, coefficient * (tl.where(column == label, 1.0, 0.0) - probability), inside)
+
+
+def _tile_of(length: int) -> tuple[int, int]:
+    block = min(power_of_2(length), TILE)
+    return TILE // block, block
+
+
+def _with_adjacent_columns(logits: Tensor) -> Tensor:
+    return logits if logits.stride(2) == 1 else logits.contiguous()
+
+
+def _temperatures(temperature: float) -> tuple[float | None, float | None]:
+    """The temperature and its inverse; None where kernels are compiled without it."""
+    return (None, None) if temperature == 1.0 else (float(temperature), 1.0 / temperature)
+
+
+@implements(grpo_loss)
+def forward(
+    needs: Needs,
+    logits: Tensor,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    beta: float = 0.04,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    delta: float | None = None,
+    loss_type: str = "grpo",
+    importance_sampling_level: str = "token",
+    max_completion_length: int | None = None,
+    num_items_in_batch: int | float | Tensor | None = None,
+    use_bias_correction_kl: bool = False,
+    importance_sampling_ratio: Tensor | None = None,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    reduction: str = "mean",
+) -> tuple[tuple[Tensor, Tensor | None, Tensor], Saved]:
+    (differentiable,) = needs
+    mean, cispo, by_sequence = reduction == "mean", loss_type == "cispo", importance_sampling_level == "sequence"
+    with_masked = mean and loss_type == "luspo"
+    row_mean = loss_type in ("grpo", "sapo")
+    rows, length = completion_ids.shape
+    columns, device = logits.shape[2], logits.device
+    ids, advantages = completion_ids.contiguous(), advantages.contiguous()
+    mask = None if completion_mask is None else completion_mask.contiguous()
+    # Per token: how far its logit lies under the largest, over the temperature; the sum of exponentials relative to the
+    # largest. For the gradient also the largest, and the loss's derivatives by the log-probability, and by the ratio's
+    # where that is a row's.
+    vectors = (5 if by_sequence else 4) if differentiable else 2
+    state = torch.empty((vectors, rows, length), dtype=torch.float32, device=device)
+    if length > 0:
+        x = _with_adjacent_columns(logits)
+        batch_stride, row_stride, _ = x.stride()
+        size = x.element_size()
+        block = power_of_2(columns)
+        block = min(block, FORWARD_BYTES // size)
+        group = GROUP_BYTES // size
+        _log_probabilities[(rows * length,)](
+            state, x, ids, None if with_masked else mask, batch_stride, row_stride, columns, length, rows * length,
+            *_temperatures(temperature),
+            KEEP=differentiable, ALIGNED=batch_stride % 16 == 0 and row_stride % 16 == 0 and columns % 16 == 0,
+            GROUPS=block // group, GROUP=group, STAGES=FORWARD_STAGES,
+            num_warps=max(block * size * FORWARD_WARPS // FORWARD_BYTES, 1),
+        )  # fmt: skip
+
+    def empty() -> Tensor:
+        return torch.empty(() if mean else (rows, length), dtype=torch.float32, device=device)
+
+    loss, kl, clip = empty(), None if beta == 0 else empty(), empty()
+    # What a token's loss weighs in the mean: in each row, or everywhere.
+    weights = None
+    if mean and differentiable:
+        weights = torch.empty(rows if row_mean or with_masked else 1, dtype=torch.float32, device=device)
+    items: Tensor | None = None
+    divisor: int | float | None = None
+    if row_mean:
+        divisor = rows
+    elif loss_type == "dr_grpo":
+        divisor = rows * (max_completion_length or length)
+    elif loss_type == "luspo":
+        divisor = rows * length
+    elif loss_type != "bnpo":
+        if isinstance(num_items_in_batch, Tensor):
+            items = num_items_in_batch.to(device)
+        else:
+            divisor = num_items_in_batch
+    importances = None if importance_sampling_ratio is None else importance_sampling_ratio.contiguous()
+    tile_rows, block = _tile_of(length)
+    _losses[(1 if mean else (rows + tile_rows - 1) // tile_rows,)](
+        loss, kl, clip, weights, state, None if old_logps is None else old_logps.contiguous(),
+        ref_logps.contiguous() if ref_logps is not None and beta != 0 else None, advantages, mask, importances, items,
+        rows, length, divisor, None if beta == 0 else beta, 1.0 - eps_low, eps_high if cispo else 1.0 + eps_high,
+        delta, sapo_temperature_pos, sapo_temperature_neg,
+        CISPO=cispo, SAPO=loss_type == "sapo", CORRECT_KL=use_bias_correction_kl, BY_SEQUENCE=by_sequence,
+        BY_TOKEN=importances is not None and importances.dim() == 2 and importances.shape[1] != 1,
+        KEEP=differentiable, MEAN=mean, ROW_MEAN=row_mean, ROW_COUNT=with_masked,
+        ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
+    )  # fmt: skip
+    saved = (logits, ids, mask if by_sequence else None, state, weights)
+    return (loss, kl, clip), saved if differentiable else ()
+
+
+def backward(
+    needs: Needs,
+    saved: Saved,
+    dloss: Tensor,
+    *,
+    temperature: float,
+    loss_type: str,
+    importance_sampling_level: str,
+    reduction: str,
+    **others: object,
+) -> tuple[Tensor | None, ...]:
+    logits, ids, mask, state, weights = saved
+    rows, length = ids.shape
+    columns = logits.shape[2]
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    dloss_strides = dloss.stride() if dloss.dim() else (0, 0)
+    weight_stride = 1 if weights is not None and weights.shape[0] > 1 else 0
+    coefficients = None
+    if importance_sampling_level == "sequence":
+        coefficients = torch.empty_like(ids, dtype=torch.float32)
+        tile_rows, block = _tile_of(length)
+        _sequence_coefficients[((rows + tile_rows - 1) // tile_rows,)](
+            coefficients, state, mask, weights, dloss, rows, length, weight_stride, *dloss_strides,
+            ROW_COUNT=reduction == "mean" and loss_type == "luspo", ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
+        )  # fmt: skip
+    x = _with_adjacent_columns(logits)
+    batch_stride, row_stride, _ = x.stride()
+    block = min(power_of_2(columns), GRADIENT_BLOCK)
+    blocks = (columns + block - 1) // block
+    _gradient[(rows * (length + 1) * blocks,)](
+        dlogits, x, ids, state, coefficients, weights, dloss, batch_stride, row_stride, weight_stride, *dloss_strides,
+        columns, rows, length, _temperatures(temperature)[1],
+        BLOCK=block, num_warps=max(block * GRADIENT_WARPS // GRADIENT_BLOCK, 1),
+    )  # fmt: skip
+    return (dlogits,)

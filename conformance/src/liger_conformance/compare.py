@@ -37,7 +37,7 @@ def compare(
         baseline: what the reference gives in the same dtype.
         truth: what the reference gives in float64.
         other_draws: (baseline, truth) of other inputs of the same sizes, asked for when an output has few elements: its
-            baseline error is then the greatest of all draws, relative to the truth.
+            baseline error is then the greatest of all draws, as it is or relative to the truth.
 
     Raises:
         Mismatch: with what was allowed and what was found.
@@ -73,11 +73,12 @@ def compare(
     if error <= allowed:
         return
     if baseline.numel() <= FEW and other_draws is not None:
-        relative = [base / scale if scale else 0.0]
+        errors, relative = [base], [base / scale if scale else 0.0]
         for other_baseline, other_truth in other_draws():
             other_error, other_scale = _error(other_baseline, other_truth, other_baseline.isfinite())
+            errors.append(other_error)
             relative.append(other_error / other_scale if other_scale else 0.0)
-        allowed = (2 * max(relative) + eps) * scale
+        allowed = 2 * max(max(errors), max(relative) * scale) + eps * scale
         if error <= allowed:
             return
     off = (actual.double() - truth).abs().where(finite, torch.zeros((), dtype=torch.float64, device=actual.device))

@@ -8,6 +8,7 @@ import torch
 
 import liger_core
 from liger_conformance.case import Make
+from liger_conformance.cases.grpo_loss import build as build_grpo_loss
 from liger_conformance.compare import compare
 from liger_conformance.running import baseline_and_truth, evaluate
 from liger_core.contract import ops
@@ -86,6 +87,13 @@ def one_group(make: Make) -> dict[str, Any]:
     return {"x": x}
 
 
+def grpo(batch: int, length: int, vocabulary: int, **options: Any) -> Build:
+    return lambda make: build_grpo_loss(make, batch=batch, length=length, vocabulary=vocabulary, **options)
+
+
+BY_SEQUENCE = {"importance_sampling_level": "sequence"}
+
+
 def skewed(make: Make) -> torch.Tensor:
     """2600 indices below 40, of which a fifth are 0, as the most frequent tokens of a text are."""
     return (make.uniform(2600, dtype=torch.float32) ** 4 * 40).long()
@@ -127,6 +135,17 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("fused_neighborhood_attention", "a dilated window of several blocks", window(300, 16, 101, 2)),
     ("fused_neighborhood_attention", "columns in parts", window(40, 300, 5)),
     ("fused_neighborhood_attention", "columns in parts, a window of several blocks", window(70, 300, 61)),
+    ("grpo_loss", "several blocks a row", grpo(2, 12, 18001, reduction="none")),
+    ("grpo_loss", "several blocks an aligned row", grpo(2, 12, 18032, temperature=0.8, reduction="none")),
+    ("grpo_loss", "several tiles of short rows", grpo(7, 5, 9, masked=0.3)),
+    ("grpo_loss", "several tiles of short rows, not reduced", grpo(7, 5, 9, masked=0.3, reduction="none")),
+    ("grpo_loss", "several tiles a row", grpo(2, 75, 9, masked=0.3, loss_type="dapo")),
+    ("grpo_loss", "several tiles a row of one ratio", grpo(3, 75, 9, masked=0.3, reduction="none", **BY_SEQUENCE)),
+    (
+        "grpo_loss",
+        "several tiles a row of one ratio, luspo",
+        grpo(7, 40, 9, masked=0.3, loss_type="luspo", **BY_SEQUENCE),
+    ),
 )
 
 
@@ -138,6 +157,7 @@ def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypa
     for module in ("rms_norm", "softmax"):  # one multiprocessor, so that a program of a few rows has several of them
         monkeypatch.setattr(f"liger_triton.ops.{module}.sm_count", lambda device: 1)
         monkeypatch.setattr(f"liger_triton.ops.{module}.shared_memory", lambda device: 227 << 10)
+    monkeypatch.setattr("liger_triton.ops.grpo_loss.TILE", 32)  # tokens, so that a few rows are several tiles
     arguments = build(Make(dtype, DEVICE))
     baseline, truth = baseline_and_truth(op, arguments)
     with liger_core.use("triton"):

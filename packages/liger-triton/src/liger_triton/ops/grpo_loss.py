@@ -13,8 +13,7 @@ from triton.language.extra import libdevice
 
 from liger_core.contract import Needs, Saved, implements
 from liger_core.ops.grpo_loss import grpo_loss
-from liger_triton.ops._cross_entropy import _exp_like
-from liger_triton.ops._divergences import exp
+from liger_triton.ops._cross_entropy import _exp, _exp_like
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import power_of_2
 
@@ -58,22 +57,20 @@ def _log_probabilities(
     total = tl.zeros([GROUPS], tl.float32)
     group_step: tl.constexpr = GROUP if ALIGNED else 1
     step: tl.constexpr = 1 if ALIGNED else GROUPS
-    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
     lanes = tl.arange(0, GROUPS)[:, None] * group_step + tl.arange(0, GROUP)[None, :] * step
     for start in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
         column = start + lanes
         x = tl.load(logits + column, column < columns, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(x, axis=1))
-        # Losses cancel where advantages do: an error that all terms share would show in their sum.
-        terms = exp(_tempered(x - higher[:, None], inverse), EXACT)
-        total = total * exp(_tempered(maximum - higher, inverse), EXACT) + tl.sum(terms, axis=1)
+        terms = _exp_like(_tempered(x - higher[:, None], inverse), logits)
+        total = total * _exp(_tempered(maximum - higher, inverse)) + tl.sum(terms, axis=1)
         maximum = higher
     top = tl.max(maximum)
     depth = top - label_logit
     if temperature is not None:
         depth = tl.math.div_rn(depth, tl.cast(temperature, tl.float32))
     tl.store(state + token, tl.where(known, depth, float("nan")))
-    tl.store(state + tokens + token, tl.sum(total * exp(_tempered(maximum - top, inverse), EXACT)))
+    tl.store(state + tokens + token, tl.sum(total * _exp_like(_tempered(maximum - top, inverse), logits)))
     if KEEP:
         tl.store(state + 2 * tokens + token, top)
 

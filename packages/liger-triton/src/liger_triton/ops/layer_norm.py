@@ -81,7 +81,8 @@ def _add_both(a, b, c, d):
 @kernel
 def _backward(
     dx, partial, dy, x, weight, statistics, rows, columns, dy_stride, x_stride,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, column < columns, other=0.0).to(tl.float32)
@@ -99,8 +100,10 @@ def _backward(
         if dx is not None:
             g = dys * scale
             shift, slope = tl.reduce((g, g * normed), 1, _add_both, keep_dims=True)
-            # Scaled last: in a row of one element g − shift is then 0, not what a fused product leaves.
-            dxs = (g - shift / columns - normed * (slope / columns)) * rstd
+            by = rstd / columns
+            dxs = g * rstd - shift * by - normed * (slope * by)
+            if SINGLE:  # a rounding is left where one product is fused with the subtraction, and the other isn't
+                dxs *= 0.0
             tl.store(dx + row * columns + column, dxs, inside)
         if WEIGHT:
             dweight += dys * normed
@@ -212,8 +215,8 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, eps: float) -> tuple[Ten
     if fused or (needs_x and columns <= LONGEST_BACKWARD):
         _backward[(programs,)](
             dx, partial, dy, x, scale, statistics, rows, columns, dy_stride, x_stride,
-            WEIGHT=fused and needs_weight, BIAS=fused and needs_bias, ROWS=tile_rows, BLOCK=block, STAGES=stages,
-            num_warps=warps,
+            WEIGHT=fused and needs_weight, BIAS=fused and needs_bias, SINGLE=columns == 1,
+            ROWS=tile_rows, BLOCK=block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     elif needs_x:
         _dx_long[(rows,)](dx, dy, x, scale, statistics, rows, columns, dy_stride, x_stride, BLOCK=4096, num_warps=8)

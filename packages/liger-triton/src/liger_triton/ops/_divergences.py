@@ -48,33 +48,37 @@ def finite(logprob):
 
 @triton.jit
 def log_mean(e):
-    """log((1 + e) / 2) for e of 0 to 1; right to 5e-9, and to the rounding of float32."""
+    """log((1 + e) / 2) for e of 0 to 1; right to 6e-9, and to the rounding of float32."""
     t = 1.0 - e
-    r = tl.fma(t, 0.00378048955462873, -0.01084285881370306)
-    r = tl.fma(t, r, 0.017460094764828682)
-    r = tl.fma(t, r, -0.010575045831501484)
-    r = tl.fma(t, r, 0.012555954046547413)
-    r = tl.fma(t, r, 0.013841141015291214)
-    r = tl.fma(t, r, 0.04194848984479904)
-    r = tl.fma(t, r, 0.12497834116220474)
-    return -t * tl.fma(t, r, 0.5000005960464478)
+    r = tl.fma(t, 0.003556931158527732, -0.009804983623325825)
+    r = tl.fma(t, r, 0.015441100113093853)
+    r = tl.fma(t, r, -0.008441363461315632)
+    r = tl.fma(t, r, 0.01122882217168808)
+    r = tl.fma(t, r, 0.014332414604723454)
+    r = tl.fma(t, r, 0.04184461012482643)
+    r = tl.fma(t, r, 0.12498952448368073)
+    return -t * tl.fma(t, r, 0.5000001192092896)
 
 
 @triton.jit
 def above_mixture(q, p, beta, rest, HALF: tl.constexpr, UNIT: tl.constexpr):
     """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
 
-    All are finite logarithms; UNIT is 1 for natural ones, log2(e) for those of base 2. With δ = q + log rest − p −
-    log beta, m is the larger of the two sums plus log(1 + exp(−abs(δ))): so no exponential overflows or is all lost.
+    q and p are finite logarithms; UNIT is 1 for natural ones, log2(e) for those of base 2. Where the two are equal, both
+    results are 0.
     """
-    difference, shift_q, shift_p = q - p, 0.0, 0.0
-    if not HALF:
-        # A weight that underflowed is as good as 1e-37.
-        shift_q = (tl.log(tl.maximum(rest, 1e-37)) + 0.6931471805599453) * UNIT
-        shift_p = (tl.log(tl.maximum(beta, 1e-37)) + 0.6931471805599453) * UNIT
-        difference += shift_q - shift_p
-    mean = log_mean(tl.exp2(tl.abs(difference) * (-1.4426950408889634 / UNIT))) * UNIT
-    return tl.minimum(difference, 0.0) - mean - shift_q, tl.minimum(-difference, 0.0) - mean - shift_p
+    difference = q - p
+    e = tl.exp2(tl.abs(difference) * (-1.4426950408889634 / UNIT))
+    if HALF:
+        above = -log_mean(e)
+    else:
+        # The mixture over the larger of its two parts, by the smaller weight alone: rounded, the two don't add up to 1.
+        weight = tl.minimum(beta, rest)
+        of_smaller = tl.where(beta <= rest, difference, -difference) >= 0.0
+        mixture = tl.where(of_smaller, 1.0 - weight * (1.0 - e), e + weight * (1.0 - e))
+        above = -tl.log(tl.maximum(mixture, 1e-37))
+    above *= UNIT
+    return tl.minimum(difference, 0.0) + above, tl.minimum(-difference, 0.0) + above
 
 
 @triton.jit

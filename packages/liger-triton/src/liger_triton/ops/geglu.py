@@ -40,12 +40,15 @@ def _backward(
     row, first, inside = _place(columns, blocks, BLOCK)
     column = tl.arange(0, BLOCK)
     at = (row * columns + first) + column
+    # All loads come before the first store, which they would wait for.
     dys = tl.load(dy + (row * dy_stride + first) + column, inside, other=0.0).to(tl.float32)
-    gelu, derivative = _gelu(tl.load(gate + (row * gate_stride + first) + column, inside, other=0.0).to(tl.float32))
+    xs = tl.load(gate + (row * gate_stride + first) + column, inside, other=0.0).to(tl.float32)
+    if dgate is not None:
+        us = tl.load(up + (row * up_stride + first) + column, inside, other=0.0).to(tl.float32)
+    gelu, derivative = _gelu(xs)
     if dup is not None:
         tl.store(dup + at, dys * gelu, inside)
     if dgate is not None:
-        us = tl.load(up + (row * up_stride + first) + column, inside, other=0.0).to(tl.float32)
         tl.store(dgate + at, dys * us * derivative, inside)
 
 

@@ -58,7 +58,8 @@ def _symmetric(q, p, EXACT: tl.constexpr):
 
 @triton.jit
 def _divergence(
-    q, p, beta, rest, FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr
+    q, p, beta, rest,
+    FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """A term of the divergence; and its gradient to q, divided by `rest` unless that is 0 or 1."""
     if FORWARD:
@@ -156,9 +157,7 @@ def forward(
     return loss, (*given, Once(dstudent)) if now else given
 
 
-def backward(
-    needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_index: int
-) -> tuple[Tensor | None, ...]:
+def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_index: int) -> tuple[Tensor | None, ...]:
     *given, last = saved
     if not isinstance(last, Once):
         return (_launch(*saved, dloss, beta, ignore_index, True)[1],)

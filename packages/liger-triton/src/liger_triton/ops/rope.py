@@ -111,14 +111,17 @@ def _heads(x: Tensor | None) -> tuple[Tensor | None, Tensor | None, bool, int, t
         return None, None, False, 1, (0, 0, 0)
     if x.stride(3) != 1:
         x = x.contiguous()
-    batch, heads, length, head_size = x.shape
-    y = torch.empty_like(x)
-    strides = y.stride()
-    if strides[3] != 1 or (batch > 1 and strides[0] != heads * length * head_size):
-        # Heads that overlap, or batches inside the sequence.
+    _, heads, length, head_size = x.shape
+    strides = x.stride()
+    tokens_first = strides[1] < strides[2]
+    dense = (length * heads * head_size, head_size, heads * head_size, 1)
+    if not tokens_first:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        strides = y.stride()
-    return x, y, strides[1] < strides[2], heads, x.stride()[:3]
+    elif strides == dense:
+        y = torch.empty_like(x)
+    else:
+        y = x.new_empty_strided(x.shape, dense)
+    return x, y, tokens_first, heads, strides[:3]
 
 
 @implements(rope)

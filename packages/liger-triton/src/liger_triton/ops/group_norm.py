@@ -1,0 +1,461 @@
+"""Group norm: a group stays in registers if it fits; else it is read again, backwards, so that the caches have most of it.
+
+A group is one run of memory: its channels follow each other.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core import group_norm
+from liger_core.contract import Needs, Saved, implements
+from liger_triton.ops._device import sm_count
+from liger_triton.ops._launch import kernel
+from liger_triton.ops._rows import as_rows, power_of_2
+from liger_triton.ops._totals import totals
+
+LONGEST = 8192
+"""Elements of a group, its sizes rounded up to powers of two, that a program keeps in registers: 16 a thread."""
+
+STAGES = 1
+"""Blocks of a long group in flight, the one that is worked on included."""
+
+MANY = 65536
+"""Elements of a group from which on one program of 16 warps, not two of 8, shares the L1 cache of a multiprocessor."""
+
+
+@triton.jit
+def _add_both(a, b, c, d):
+    """For two sums in one exchange between the warps."""
+    return a + c, b + d
+
+
+@triton.jit
+def _mean(sums, size):
+    """Divided to nearest: the mean of equal elements is one of them, and nothing is left of them when it is subtracted."""
+    return tl.math.div_rn(sums, tl.cast(size, tl.float32))
+
+
+@triton.jit
+def _place(rows, groups, channels, length, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    """For each of a program's groups, ``[ROWS]``: its row among all, its sample, and its place in the sample.
+
+    For each of their elements: whether it is inside the group, and its offset there.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, CHANNELS)[None, :, None]
+    position = tl.arange(0, BLOCK)[None, None, :]
+    in_group = (channel < channels) & (position < length)
+    return row, (row // groups).to(tl.int64), (row % groups).to(tl.int64), in_group, channel * length + position
+
+
+@triton.jit
+def _load_channels(values, group, channels, CHANNELS: tl.constexpr):
+    """The values of the channels of each group, ``[ROWS, CHANNELS, 1]``."""
+    channel = tl.arange(0, CHANNELS)[None, :]
+    found = tl.load(values + group[:, None] * channels + channel, channel < channels, other=0.0)
+    return found.to(tl.float32)[:, :, None]
+
+
+@kernel
+def _forward(
+    y, statistics, x, weight, bias, rows, groups, channels, length, x_stride, eps,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, sample, group, in_group, at = _place(rows, groups, channels, length, ROWS, CHANNELS, BLOCK)
+    inside = in_group & (row < rows)[:, None, None]
+    size = channels * length
+    xs = tl.load(x + (sample * x_stride + group * size)[:, None, None] + at, inside, other=0.0).to(tl.float32)
+    mean = _mean(tl.sum(tl.reshape(xs, (ROWS, CHANNELS * BLOCK)), 1), size)
+    centred = tl.where(in_group, xs - mean[:, None, None], 0.0)
+    variance = tl.sum(tl.reshape(centred * centred, (ROWS, CHANNELS * BLOCK)), 1) / size
+    rstd = tl.rsqrt(variance + tl.cast(eps, tl.float32))  # torch.compile passes floats as float64
+    if statistics is not None:
+        tl.store(statistics + row, mean, row < rows)
+        tl.store(statistics + rows + row, rstd, row < rows)
+    ys = centred * rstd[:, None, None]
+    if weight is not None:
+        ys *= _load_channels(weight, group, channels, CHANNELS)
+    if bias is not None:
+        ys += _load_channels(bias, group, channels, CHANNELS)
+    tl.store(y + (row.to(tl.int64) * size)[:, None, None] + at, ys, inside)
+
+
+@triton.jit
+def _merge(mean, squares, x, before, left, UNROLL: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr):
+    """UNROLL elements a lane, or one of up to `left` in all, merged into each lane's mean and sum of squares.
+
+    `before` is how many elements a lane had. Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm
+    for Computing Sample Variances, 1979.
+    """
+    lane = tl.arange(0, LANES)
+    at = tl.arange(0, UNROLL)[:, None] * LANES + lane[None, :]
+    if WHOLE:
+        xs = tl.load(x + at, eviction_policy="evict_last").to(tl.float32)
+        count = UNROLL * 1.0
+        block_mean = tl.sum(xs, 0) / UNROLL
+        centred = xs - block_mean[None, :]
+    else:
+        xs = tl.load(x + at, at < left, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        count = (lane < left).to(tl.float32)
+        block_mean = tl.sum(xs, 0)
+        centred = tl.zeros((1, LANES), tl.float32)
+    distance = block_mean - mean
+    share = count / tl.maximum(before + count, 1.0)
+    return mean + distance * share, squares + tl.sum(centred * centred, 0) + distance * distance * (share * before)
+
+
+@triton.jit
+def _moments(x, size, UNROLL: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr):
+    """The mean of `size` adjacent elements, and the sum of their squared distances from it."""
+    mean = tl.zeros((LANES,), tl.float32)
+    squares = tl.zeros((LANES,), tl.float32)
+    rest = size % (UNROLL * LANES)
+    for start in tl.range(0, size - rest, UNROLL * LANES, num_stages=STAGES):
+        mean, squares = _merge(mean, squares, x + start, (start // LANES).to(tl.float32), 0, UNROLL, LANES, True)
+    for start in range(size - rest, size, LANES):
+        before = (start // LANES).to(tl.float32)
+        mean, squares = _merge(mean, squares, x + start, before, size - start, 1, LANES, False)
+    count = ((size + (LANES - 1) - tl.arange(0, LANES)) // LANES).to(tl.float32)
+    total_mean = _mean(tl.sum(mean * count), size)
+    distance = mean - total_mean
+    return total_mean, tl.sum(squares + distance * distance * count)
+
+
+@triton.jit
+def _tile(tile, channels, length, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    """Channels of a tile of a group, ``[CHANNELS]``, the offsets of its elements, and which of them are inside the group."""
+    blocks = tl.cdiv(length, BLOCK)
+    channel = tile // blocks * CHANNELS + tl.arange(0, CHANNELS)
+    position = (tile % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
+    at = channel.to(tl.int64)[:, None] * length + position
+    return channel, at, (channel < channels)[:, None] & (position < length)
+
+
+@kernel
+def _measure(
+    moments,
+    x,
+    groups,
+    channels,
+    length,
+    x_stride,
+    parts,
+    part_size,
+    UNROLL: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    size = tl.cast(channels, tl.int64) * length
+    start = part * tl.cast(part_size, tl.int64)
+    x += (row // groups).to(tl.int64) * x_stride + row % groups * size + start
+    mean, squares = _moments(x, tl.minimum(size - start, part_size), UNROLL, LANES, STAGES)
+    tl.store(moments + tl.program_id(0), mean)
+    tl.store(moments + tl.num_programs(0) + tl.program_id(0), squares)
+
+
+@kernel
+def _forward_long(
+    y, statistics, moments, x, weight, bias, rows, groups, channels, length, x_stride, eps, parts, part_size,
+    PARTS: tl.constexpr, UNROLL: tl.constexpr, LANES: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    size = tl.cast(channels, tl.int64) * length
+    x += (row // groups).to(tl.int64) * x_stride + row % groups * size
+    y += row * size
+    if moments is None:
+        mean, squares = _moments(x, size, UNROLL, LANES, STAGES)
+    else:
+        each = tl.arange(0, PARTS)
+        moments += row * parts + each
+        means = tl.load(moments, each < parts, other=0.0)
+        count = tl.minimum(tl.maximum(size - each * tl.cast(part_size, tl.int64), 0), part_size).to(tl.float32)
+        mean = _mean(tl.sum(means * count), size)
+        squares = tl.load(moments + rows * parts, each < parts, other=0.0) + count * (means - mean) * (means - mean)
+        squares = tl.sum(squares)
+    # torch.compile passes floats as float64.
+    rstd = tl.rsqrt(squares / size + tl.cast(eps, tl.float32))
+    if statistics is not None:
+        tl.store(statistics + row, mean, part == 0)
+        tl.store(statistics + rows + row, rstd, part == 0)
+    if weight is not None:
+        weight += row % groups * channels
+    if bias is not None:
+        bias += row % groups * channels
+    tiles = tl.cdiv(channels, CHANNELS) * tl.cdiv(length, BLOCK)
+    first, last = part * tiles // parts, (part + 1) * tiles // parts
+    for back in tl.range(first, last, num_stages=STAGES):
+        channel, at, inside = _tile(first + last - 1 - back, channels, length, CHANNELS, BLOCK)
+        ys = tl.load(x + at, inside, other=0.0, eviction_policy="evict_first").to(tl.float32) - mean
+        scale = rstd
+        if weight is not None:
+            scale *= tl.load(weight + channel, channel < channels, other=0.0).to(tl.float32)[:, None]
+        ys *= scale
+        if bias is not None:
+            ys += tl.load(bias + channel, channel < channels, other=0.0).to(tl.float32)[:, None]
+        tl.store(y + at, ys, inside, eviction_policy="evict_first")
+
+
+@kernel
+def _backward(
+    dx, partial, dy, x, weight, statistics, rows, groups, channels, length, dy_stride, x_stride,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, sample, group, in_group, at = _place(rows, groups, channels, length, ROWS, CHANNELS, BLOCK)
+    inside = in_group & (row < rows)[:, None, None]
+    mean = tl.load(statistics + row, row < rows, other=0.0)[:, None, None]
+    rstd = tl.load(statistics + rows + row, row < rows, other=0.0)[:, None, None]
+    size = channels * length
+    xs = tl.load(x + (sample * x_stride + group * size)[:, None, None] + at, inside, other=0.0).to(tl.float32)
+    dys = tl.load(dy + (sample * dy_stride + group * size)[:, None, None] + at, inside, other=0.0).to(tl.float32)
+    normed = (xs - mean) * rstd
+    dbias, dweight = tl.reduce((dys, dys * normed), 2, _add_both)
+    channel = tl.arange(0, CHANNELS)[None, :]
+    own = (row < rows)[:, None] & (channel < channels)
+    partial_at = (sample * ((WEIGHT + BIAS) * groups) + group)[:, None] * channels + channel
+    if WEIGHT:
+        tl.store(partial + partial_at, dweight, own)
+    if BIAS:
+        tl.store(partial + partial_at + WEIGHT * groups * channels, dbias, own)
+    if dx is not None:
+        if weight is not None:
+            scale = _load_channels(weight, group, channels, CHANNELS)
+            dys *= scale
+            dbias *= tl.reshape(scale, (ROWS, CHANNELS))
+            dweight *= tl.reshape(scale, (ROWS, CHANNELS))
+        shift, slope = tl.reduce((dbias, dweight), 1, _add_both)
+        shift = (shift / size)[:, None, None]
+        slope = (slope / size)[:, None, None]
+        dxs = (dys - shift - normed * slope) * rstd
+        if SINGLE:  # a rounding is left where one product is fused with the subtraction, and the other isn't
+            dxs *= 0.0
+        tl.store(dx + (row.to(tl.int64) * size)[:, None, None] + at, dxs, inside)
+
+
+@triton.jit
+def _sum_positions(
+    partial, dy, x, weight, statistics, rows, groups, channels, length, dy_stride, x_stride, row, partial_row, first, last,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, UNROLL: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write dweight and dbias of the channels of a group, from the positions `first` to `last`, where they are wanted.
+
+    Return the sums of dbias and dweight over the channels, scaled by the weight: of dy, and of dy times normalised x.
+    """
+    start_of_group = row % groups * (tl.cast(channels, tl.int64) * length)
+    x += (row // groups).to(tl.int64) * x_stride + start_of_group
+    dy += (row // groups).to(tl.int64) * dy_stride + start_of_group
+    mean = tl.load(statistics + row)
+    rstd = tl.load(statistics + rows + row)
+    shift = tl.zeros((CHANNELS,), tl.float32)
+    slope = tl.zeros((CHANNELS,), tl.float32)
+    for first_channel in range(0, channels, CHANNELS):
+        channel = first_channel + tl.arange(0, CHANNELS)
+        sums = tl.zeros((CHANNELS, BLOCK), tl.float32)
+        products = tl.zeros((CHANNELS, BLOCK), tl.float32)
+        for start in tl.range(first, last, UNROLL * BLOCK, num_stages=STAGES):
+            for i in tl.static_range(UNROLL):
+                position = start + i * BLOCK + tl.arange(0, BLOCK)
+                inside = (channel < channels)[:, None] & (position < last)[None, :]
+                at = channel.to(tl.int64)[:, None] * length + position[None, :]
+                xs = tl.load(x + at, inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+                dys = tl.load(dy + at, inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+                sums += dys
+                products += dys * (xs - mean)
+        dbias, dweight = tl.reduce((sums, products * rstd), 1, _add_both)
+        own = channel < channels
+        channel += row % groups * channels
+        at = tl.cast(partial_row, tl.int64) * (WEIGHT + BIAS) * (groups * channels) + channel
+        if WEIGHT:
+            tl.store(partial + at, dweight, own)
+        if BIAS:
+            tl.store(partial + at + WEIGHT * (groups * channels), dbias, own)
+        if weight is not None:
+            scale = tl.load(weight + channel, own, other=0.0).to(tl.float32)
+            dbias *= scale
+            dweight *= scale
+        shift += dbias
+        slope += dweight
+    return tl.sum(shift), tl.sum(slope)
+
+
+@kernel
+def _sum(
+    sums, partial, dy, x, weight, statistics, rows, groups, channels, length, dy_stride, x_stride, parts, part_size,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, UNROLL: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) // parts
+    first = tl.program_id(0) % parts * part_size
+    shift, slope = _sum_positions(
+        partial, dy, x, weight, statistics, rows, groups, channels, length, dy_stride, x_stride,
+        row, row // groups * parts + tl.program_id(0) % parts, first, tl.minimum(first + part_size, length),
+        WEIGHT, BIAS, UNROLL, CHANNELS, BLOCK, STAGES,
+    )  # fmt: skip
+    tl.store(sums + tl.program_id(0), shift)
+    tl.store(sums + tl.num_programs(0) + tl.program_id(0), slope)
+
+
+@kernel
+def _backward_long(
+    dx, sums, partial, dy, x, weight, statistics, rows, groups, channels, length, dy_stride, x_stride, parts,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    if sums is None:
+        shift, slope = _sum_positions(
+            partial, dy, x, weight, statistics, rows, groups, channels, length, dy_stride, x_stride,
+            row, row // groups, 0, length, WEIGHT, BIAS, UNROLL, CHANNELS, BLOCK, STAGES,
+        )  # fmt: skip
+    else:
+        each = tl.arange(0, PARTS)
+        shift = tl.sum(tl.load(sums + row * parts + each, each < parts, other=0.0))
+        slope = tl.sum(tl.load(sums + (rows + row) * parts + each, each < parts, other=0.0))
+    if dx is not None:
+        size = tl.cast(channels, tl.int64) * length
+        x += (row // groups).to(tl.int64) * x_stride + row % groups * size
+        dy += (row // groups).to(tl.int64) * dy_stride + row % groups * size
+        dx += row * size
+        mean = tl.load(statistics + row)
+        rstd = tl.load(statistics + rows + row)
+        shift *= rstd / size
+        slope *= rstd * rstd / size
+        if weight is not None:
+            weight += row % groups * channels
+        tiles = tl.cdiv(channels, CHANNELS) * tl.cdiv(length, BLOCK)
+        first, last = part * tiles // parts, (part + 1) * tiles // parts
+        for back in tl.range(first, last, num_stages=STAGES):
+            channel, at, inside = _tile(first + last - 1 - back, channels, length, CHANNELS, BLOCK)
+            xs = tl.load(x + at, inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            dys = tl.load(dy + at, inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            scale = rstd
+            if weight is not None:
+                scale *= tl.load(weight + channel, channel < channels, other=0.0).to(tl.float32)[:, None]
+            dxs = dys * scale - (xs - mean) * slope - shift
+            tl.store(dx + at, dxs, inside, eviction_policy="evict_first")
+
+
+@implements(group_norm)
+def forward(
+    needs: Needs, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Saved]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, channels, length = _sizes(x, num_groups)
+    statistics, saved = None, ()
+    if True in needs:  # the mean and 1 / √(variance + eps) of each group
+        statistics = torch.empty((2, rows), dtype=torch.float32, device=x.device)
+        saved = (x, weight, bias, statistics)
+    x, x_stride = _as_samples(x)
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    tile_channels, block = power_of_2(channels, 1), power_of_2(length, 1)
+    tile = tile_channels * block
+    if tile <= LONGEST:
+        tile_rows = max(1, 2048 // tile)
+        _forward[((rows + tile_rows - 1) // tile_rows,)](
+            y, statistics, x, weight, bias, rows, num_groups, channels, length, x_stride, eps,
+            ROWS=tile_rows, CHANNELS=tile_channels, BLOCK=block, num_warps=max(4, tile // 512),
+        )  # fmt: skip
+        return y, saved
+    size = channels * length
+    warps = 16 if size >= MANY else 8
+    lanes, unroll = warps * 256, warps // 2
+    block = min(block, warps * 1024)
+    tile_channels = min(tile_channels, warps * 1024 // block)
+    parts, part_size = _divide(x, rows, size, unroll * lanes)
+    moments = None
+    if parts > 1:
+        moments = torch.empty((2, rows * parts), dtype=torch.float32, device=x.device)
+        _measure[(rows * parts,)](
+            moments, x, num_groups, channels, length, x_stride, parts, part_size,
+            UNROLL=unroll, LANES=lanes, STAGES=STAGES, num_warps=warps,
+        )  # fmt: skip
+    _forward_long[(rows * parts,)](
+        y, statistics, moments, x, weight, bias, rows, num_groups, channels, length, x_stride, eps, parts, part_size,
+        PARTS=power_of_2(parts, 1), UNROLL=unroll, LANES=lanes, CHANNELS=tile_channels, BLOCK=block, STAGES=STAGES,
+        num_warps=warps,
+    )  # fmt: skip
+    return y, saved
+
+
+def backward(needs: Needs, saved: Saved, dy: Tensor, *, num_groups: int, eps: float) -> tuple[Tensor | None, ...]:
+    needs_x, needs_weight, needs_bias = needs
+    x, weight, bias, statistics = saved
+    samples, all_channels = x.shape[:2]
+    rows, channels, length = _sizes(x, num_groups)
+    parts = 1
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+    x, x_stride = _as_samples(x)
+    dy, dy_stride = _as_samples(dy)
+    scale = None if weight is None else weight.contiguous()
+    wanted, partial = needs_weight + needs_bias, None
+    tile_channels, block = power_of_2(channels, 1), power_of_2(length, 1)
+    tile = tile_channels * block
+    if tile <= LONGEST:
+        if wanted:
+            partial = torch.empty(samples * wanted * all_channels, dtype=torch.float32, device=x.device)
+        tile_rows = max(1, 2048 // tile)
+        _backward[((rows + tile_rows - 1) // tile_rows,)](
+            dx, partial, dy, x, scale, statistics, rows, num_groups, channels, length, dy_stride, x_stride,
+            WEIGHT=needs_weight, BIAS=needs_bias, SINGLE=channels * length == 1, ROWS=tile_rows,
+            CHANNELS=tile_channels, BLOCK=block, num_warps=max(4, tile // 512),
+        )  # fmt: skip
+    else:
+        warps = 16 if channels * length >= MANY else 8
+        tile_channels, block = min(tile_channels, 16), min(block, warps * 512 // min(tile_channels, 16))
+        tile_channels = min(power_of_2(channels, 1), warps * 512 // block)
+        parts, part_size = _divide(x, rows, length, 2 * block)
+        if wanted:
+            partial = torch.empty(samples * parts * wanted * all_channels, dtype=torch.float32, device=x.device)
+        sums = None
+        if parts > 1:
+            sums = torch.empty((2, rows * parts), dtype=torch.float32, device=x.device)
+            _sum[(rows * parts,)](
+                sums, partial, dy, x, scale, statistics, rows, num_groups, channels, length, dy_stride, x_stride, parts,
+                part_size, WEIGHT=needs_weight, BIAS=needs_bias, UNROLL=2, CHANNELS=tile_channels, BLOCK=block,
+                STAGES=STAGES, num_warps=warps,
+            )  # fmt: skip
+        if sums is None or needs_x:
+            _backward_long[(rows * parts,)](
+                dx, sums, partial, dy, x, scale, statistics, rows, num_groups, channels, length, dy_stride, x_stride,
+                parts, WEIGHT=needs_weight, BIAS=needs_bias, PARTS=power_of_2(parts, 1), UNROLL=2,
+                CHANNELS=tile_channels, BLOCK=block, STAGES=STAGES, num_warps=warps,
+            )  # fmt: skip
+    if partial is None:
+        return dx, None, None
+    dweight, dbias, _ = totals(
+        partial, samples * parts, all_channels, weight if needs_weight else None, bias if needs_bias else None
+    )
+    return dx, dweight, dbias
+
+
+def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int]:
+    """Groups of all samples together, channels of a group, and positions of a channel."""
+    samples, channels = x.shape[:2]
+    return samples * num_groups, channels // num_groups, x.numel() // (samples * channels)
+
+
+def _divide(x: Tensor, rows: int, size: int, least: int) -> tuple[int, int]:
+    """How many programs share a group, and how much of its `size` each takes, a multiple of `least`.
+
+    One program takes all, unless there are fewer groups than multiprocessors, which would be idle. Then a launch before
+    sums up the parts.
+    """
+    parts = min(4 * sm_count(x.device) // rows, size // least)
+    if rows >= sm_count(x.device) or parts < 2:
+        return 1, size
+    part_size = (size // parts + least - 1) // least * least
+    return (size + part_size - 1) // part_size, part_size
+
+
+def _as_samples(x: Tensor) -> tuple[Tensor, int]:
+    """A tensor whose samples lie at one distance from each other, each contiguous; and that distance, in elements."""
+    return (x, x.numel() // x.shape[0]) if x.is_contiguous() else as_rows(x.flatten(1))

@@ -226,15 +226,15 @@ class _Call:
         gradients: "_Gradients | None",
         dloss: Tensor | None,
         count: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Write what isn't None, for all rows, so many of the student's and of the teacher's logits at a time.
 
         Returns:
-            The student's logits of the last chunk, or their gradient; and the teacher's of its last part.
+            Both logits, when that is all rows and there are no `gradients`.
         """
-        student = teacher = None
+        student = teacher = part = None
         for first, last in _chunks(self.student_x.shape[0], rows[0]):
-            student = None  # before the next chunk's are allocated
+            student = teacher = part = None  # before the next chunk's are allocated
             student = self.student_x[first:last] @ self.student_weight.t()
             for start, end in _chunks(last - first, rows[1]):
                 teacher = None
@@ -245,6 +245,7 @@ class _Call:
                 if gradients is not None:
                     self.run_gradient(part, statistics, part, teacher, dloss, count, first + start)
             if gradients is not None:
+                teacher = None
                 gradients.add(first, last, student)
         return student, teacher
 

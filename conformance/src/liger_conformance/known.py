@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Collection
 from importlib.util import find_spec
 
 
@@ -40,7 +41,7 @@ class KnownFailures:
     def reason(self, language: str, name: str) -> str | None:
         """Why a test of a language is expected to fail, or None."""
         for key, reason in self._declared.get(language, {}).items():
-            if _matches(key, name):
+            if matches(key, name):
                 return reason
         return None
 
@@ -56,9 +57,50 @@ class KnownFailures:
         return [
             key
             for key in self._declared.get(language, {})
-            if re.sub(r"\[.*", "", key) in here | {key} and not any(_matches(key, name) for name in self._names)
+            if re.sub(r"\[.*", "", key) in here | {key} and not any(matches(key, name) for name in self._names)
         ]
 
 
-def _matches(key: str, name: str) -> bool:
+class KnownSpills:
+    """Kernels that are known to keep registers in memory, and are the faster for it.
+
+    A package declares them in ``<package>/known_spills.py``:
+
+        KNOWN_SPILLS = {"softmax-triton-sm_90 softmax._backward[*BLOCK=32768*]": (24, "a row of 32 columns a thread: ...")}
+
+    A key is a test's op, language and chip, a space, and a kernel with its variant as the report has them; ``*`` stands
+    for anything. A value is the most registers that it spills, and why that is accepted. A declaration is strict: on
+    each chip that it names, some kernel that it names spills.
+
+    Args:
+        packages: language to import name of its package.
+        targets: every op, language and chip that there is, joined by '-'.
+
+    Raises:
+        ValueError: a declaration without a reason, or of something that doesn't exist.
+    """
+
+    def __init__(self, packages: dict[str, str], targets: Collection[str]) -> None:
+        self._declared: list[tuple[str, str, int]] = []
+        for package in packages.values():
+            if find_spec(f"{package}.known_spills") is None:
+                continue
+            for key, (most, reason) in importlib.import_module(f"{package}.known_spills").KNOWN_SPILLS.items():
+                target, _, kernel = key.partition(" ")
+                if not reason.strip():
+                    raise ValueError(f"{package}.known_spills: {key!r} takes a reason")
+                if not any(matches(target, name) for name in targets):
+                    raise ValueError(f"{package}.known_spills: {key!r} is of no op, language and chip")
+                self._declared.append((target, kernel, most))
+
+    def allowed(self, target: str, kernel: str) -> int:
+        """How many registers a kernel may spill."""
+        return max((most for pattern, most in self.of(target) if matches(pattern, kernel)), default=0)
+
+    def of(self, target: str) -> list[tuple[str, int]]:
+        """The kernels, as patterns, that are declared for an op, language and chip, and how much they may spill."""
+        return [(kernel, most) for name, kernel, most in self._declared if matches(name, target)]
+
+
+def matches(key: str, name: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, key.split("*"))), name) is not None

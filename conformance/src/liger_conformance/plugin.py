@@ -1,6 +1,7 @@
 """The pytest plugin: which implementations are checked, on what, and the report at the end.
 
 ``pytest --pyargs liger_conformance --impl=acme`` checks the language ``acme``, wherever its package comes from.
+With ``--compile=CHIPS`` its kernels are compiled for those chips instead, and nothing runs.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 import liger_core
 from liger_conformance import interpreters
 from liger_conformance.case import QUICK, Case, cases_of
-from liger_conformance.known import KnownFailures
+from liger_conformance.compilers import compiler_of
+from liger_conformance.compilers.host_code import compiled_cases
+from liger_conformance.known import KnownFailures, KnownSpills
 from liger_conformance.report import Report, classify
 from liger_conformance.running import Target
-from liger_core.backend import backends, not_installed
+from liger_core.backend import BackendInfo, backends, not_installed
 from liger_core.contract import ops
 
 SUITE = "liger_conformance.suite"
@@ -25,6 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 targets_key = pytest.StashKey[list[Target]]()
 known_key = pytest.StashKey[KnownFailures]()
+spills_key = pytest.StashKey[KnownSpills]()
 report_key = pytest.StashKey[Report]()
 
 
@@ -35,29 +39,43 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--op", action="append", default=[], metavar="OP", help="check this op (repeatable; default: all)")
     group.addoption("--device", help="where: cuda, npu, xpu or cpu (default: this machine's accelerator)")
+    group.addoption(
+        "--compile",
+        metavar="CHIPS",
+        help="compile only, with no device: for these chips, such as sm_90,gfx942, or for all",
+    )
     group.addoption("--report", metavar="DIR", type=Path, help="write the matrix to DIR/conformance.json and .md")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "cases(groups, dtypes, first, kernels, out_of_range, huge): the cases and targets that a conformance test takes",
+        "cases(groups, dtypes, first, kernels, out_of_range, huge, compiled, spills): the cases and targets that a "
+        "conformance test takes",
     )
     config.addinivalue_line("markers", "slow: sizes of real models, and what takes long; run with -m slow")
-    device = config.getoption("--device") or liger_core.infer_device()
-    interpreters.prepare(device)
     for name in config.getoption("--op"):
         if name not in ops:
             raise pytest.UsageError(f"--op={name}: there is no such op; the ops are {', '.join(sorted(ops))}")
+    targets, report = _targets_of_chips(config) if config.getoption("--compile") else _targets_of_devices(config)
+    config.stash[targets_key] = targets
+    packages = {t.backend.language: t.backend.package for t in targets if t.backend}
+    config.stash[known_key] = KnownFailures(packages)
+    config.stash[spills_key] = KnownSpills(packages, _chip_targets())
+    config.stash[report_key] = report
+
+
+def _targets_of_devices(config: pytest.Config) -> tuple[list[Target], Report]:
+    """What runs: on an accelerator, or in an interpreter."""
+    device = config.getoption("--device") or liger_core.infer_device()
+    interpreters.prepare(device)
     targets = []
     report = Report(device)
     for language in config.getoption("--impl") or ["torch", *(b.language for b in backends())]:
         if language == "torch":
             chosen, backend, lane = device, None, "passed"
         else:
-            backend = next((b for b in backends() if b.language == language), None)
-            if backend is None:
-                raise pytest.UsageError(f"--impl={language}: {not_installed(language)}")
+            backend = _backend(language)
             chosen = device if device in backend.devices else "cpu" if "cpu" in backend.devices else device
             lane = "interpreted" if interpreters.interprets(backend, chosen) else "passed"
             why = backend.missing(chosen) or _absent(chosen)
@@ -75,9 +93,50 @@ def pytest_configure(config: pytest.Config) -> None:
                 targets.append(Target(ops[name], language, chosen, backend, lane))
             else:
                 report.not_claimed(name, language, chosen)
-    config.stash[targets_key] = targets
-    config.stash[known_key] = KnownFailures({t.backend.language: t.backend.package for t in targets if t.backend})
-    config.stash[report_key] = report
+    return targets, report
+
+
+def _targets_of_chips(config: pytest.Config) -> tuple[list[Target], Report]:
+    """What is compiled and doesn't run; a target's device is then a chip."""
+    if config.getoption("--device"):
+        raise pytest.UsageError("--compile runs on no device: leave out --device")
+    asked = config.getoption("--compile").split(",")
+    targets: list[Target] = []
+    known: set[str] = set()
+    report = Report(None)
+    for backend in map(_backend, config.getoption("--impl") or [b.language for b in backends()]):
+        language, compiler = backend.language, compiler_of(backend)
+        why = "there is no compiler for it here" if compiler is None else compiler.obstacle()
+        if compiler is None or why is not None:
+            if language in config.getoption("--impl"):
+                raise pytest.UsageError(f"--impl={language} can't be compiled: {why}")
+            report.not_run(language, "any chip", why or "")
+            continue
+        known |= set(compiler.chips)
+        for chip in (c for c in compiler.chips if c in asked or asked == ["all"]):
+            for name in sorted(config.getoption("--op") or ops):
+                if backend.has_kernel(name):
+                    targets.append(Target(ops[name], language, chip, backend, "compiled"))
+                else:
+                    report.not_claimed(name, language, chip)
+    if not known:
+        reasons = [f"{language}: {why}" for language, _, why in report.languages_not_run]
+        raise pytest.UsageError(f"--compile: {'; '.join(reasons) or 'no language is installed'}")
+    if unknown := set(asked) - known - {"all"}:
+        raise pytest.UsageError(f"--compile: no chip {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}")
+    return targets, report
+
+
+def _chip_targets() -> list[str]:
+    found = ((b.language, compiler) for b in backends() if (compiler := compiler_of(b)))
+    return [f"{op}-{language}-{chip}" for language, compiler in found for chip in compiler.chips for op in ops]
+
+
+def _backend(language: str) -> BackendInfo:
+    backend = next((b for b in backends() if b.language == language), None)
+    if backend is None:
+        raise pytest.UsageError(f"--impl={language}: {not_installed(language)}")
+    return backend
 
 
 def _absent(device: str) -> str | None:
@@ -90,7 +149,7 @@ def _absent(device: str) -> str | None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # Asked for one implementation, the tests of the suite itself are not meant.
     if (
-        config.getoption("--impl")
+        (config.getoption("--impl") or config.getoption("--compile"))
         and collection_path.parent.name == "tests"
         and collection_path.parent.parent.name == "conformance"
     ):
@@ -110,29 +169,37 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     mark = next(metafunc.definition.iter_markers("cases"), None)
     options = mark.kwargs if mark else {}
-    groups, dtypes = options.get("groups", QUICK), options.get("dtypes", DTYPES)
     names, rows = [n for n in ("target", "case", "bad", "dtype") if n in wants], []
     for target in targets:
-        if not _concerns(target, options):
+        if not _concerns(target, options, metafunc.config):
             continue
-        cases: list[Any] = [None]
-        if "case" in wants:
-            cases = [case for case in cases_of(target.op.name).cases if case.group in groups]
-            cases = cases[: options.get("first")]
-        elif "bad" in wants:
-            cases = list(cases_of(target.op.name).bad)
-        for case in cases:
-            for dtype in dtypes if "dtype" in wants else [None]:
-                values = {"target": target, "case": case, "bad": case, "dtype": dtype}
-                text = [str(target), *([str(case)] if case is not None else []), *([_short(dtype)] if dtype else [])]
-                slow = isinstance(case, Case) and case.group not in QUICK
-                rows.append(
-                    pytest.param(*(values[n] for n in names), id="-".join(text), marks=[pytest.mark.slow] * slow)
-                )
+        for case, dtype in _calls(target, options, wants):
+            values = {"target": target, "case": case, "bad": case, "dtype": dtype}
+            text = [str(target), *([str(case)] if case is not None else []), *([_short(dtype)] if dtype else [])]
+            slow = isinstance(case, Case) and case.group not in QUICK and target.lane != "compiled"
+            rows.append(pytest.param(*(values[n] for n in names), id="-".join(text), marks=[pytest.mark.slow] * slow))
     metafunc.parametrize(names, rows)
 
 
-def _concerns(target: Target, options: dict[str, Any]) -> bool:
+def _calls(target: Target, options: dict[str, Any], wants: list[str]) -> list[tuple[Any, torch.dtype | None]]:
+    """The cases, or bad calls, of a target's test, and their dtypes; None for what the test doesn't take."""
+    cases: list[Any] = [None]
+    if "case" in wants:
+        if options.get("compiled"):
+            return list(compiled_cases(target))
+        groups = options.get("groups", QUICK)
+        cases = [case for case in cases_of(target.op.name).cases if case.group in groups][: options.get("first")]
+    elif "bad" in wants:
+        cases = list(cases_of(target.op.name).bad)
+    dtypes = options.get("dtypes", DTYPES) if "dtype" in wants else [None]
+    return [(case, dtype) for case in cases for dtype in dtypes]
+
+
+def _concerns(target: Target, options: dict[str, Any], config: pytest.Config) -> bool:
+    if options.get("compiled", False) != (target.lane == "compiled"):
+        return False
+    if options.get("spills") and not config.stash[spills_key].of(str(target)):
+        return False
     if options.get("kernels") and target.backend is None:
         return False
     if options.get("out_of_range") and all(bad.error is not IndexError for bad in cases_of(target.op.name).bad):
@@ -147,7 +214,7 @@ def _short(dtype: torch.dtype) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     known = config.stash[known_key]
     # A test that none of the targets takes is left by pytest as one item without parameters.
-    idle = {item for item in items if _of_suite(item) and not any(map(_is_set, item.callspec.params.values()))}  # type: ignore
+    idle = {item for item in items if _of_suite(item) and not _has_target(item)}
     items[:] = [item for item in items if item not in idle]
     suite = [item for item in items if _of_suite(item)]
     for item in suite:
@@ -160,7 +227,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.user_properties.append(("liger", place))
         if reason := known.reason(target.language, item.name):
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-    if not config.getoption("--op"):
+    if not config.getoption("--op") and config.getoption("--compile") in (None, "all"):
         known.collected({item.name for item in suite})
     # The slow ones only when the command line speaks of them.
     if "slow" not in (config.option.markexpr or ""):
@@ -175,8 +242,9 @@ def _of_suite(item: pytest.Item) -> bool:
     return module is not None and module.__name__.startswith(SUITE) and hasattr(item, "callspec")
 
 
-def _is_set(value: object) -> bool:
-    return isinstance(value, (Target, str))
+def _has_target(item: Any) -> bool:
+    values = item.callspec.params
+    return isinstance(values.get("target", values.get("language")), (Target, str))
 
 
 @pytest.fixture
@@ -185,11 +253,21 @@ def known_failures(request: pytest.FixtureRequest) -> KnownFailures:
     return request.config.stash[known_key]
 
 
+@pytest.fixture
+def known_spills(request: pytest.FixtureRequest) -> KnownSpills:
+    """What each implementation declares as spilling."""
+    return request.config.stash[spills_key]
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if _config is not None:
-        for name, place in report.user_properties:
-            if name == "liger" and (outcome := classify(report, place[4])):
-                _config.stash[report_key].add(tuple(place[:4]), outcome, report)
+    if _config is None:
+        return
+    properties = dict(report.user_properties)
+    if place := properties.get("liger"):
+        if outcome := classify(report, place[4]):
+            _config.stash[report_key].add(tuple(place[:4]), outcome, report)
+        if report.when == "call":
+            _config.stash[report_key].add_kernels(tuple(place[:4]), properties.get("liger kernels", []))
 
 
 _config: pytest.Config | None = None

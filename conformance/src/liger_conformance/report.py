@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-OUTCOMES = ("failed", "known failure", "passed", "interpreted", "not claimed", "not run")
-"""In the order of a cell. ``interpreted`` passed with no hardware involved."""
+OUTCOMES = ("failed", "known failure", "passed", "interpreted", "compiled", "not claimed", "not run")
+"""In the order of a cell. ``interpreted`` passed with no hardware involved; ``compiled`` was not run at all."""
 
 NOT_CLAIMED = "not claimed: "
 """How a skip's reason starts when the implementation refuses the case."""
@@ -40,13 +40,13 @@ def reason_of(report: Any) -> str:
 
 
 class Report:
-    """Collects outcomes; prints and writes the matrix.
+    """Collects outcomes; prints and writes the matrix, and what compiled kernels take.
 
     Args:
-        device: the device type of the run.
+        device: the device type of the run; None where nothing runs.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str | None) -> None:
         self.device = device
         self.counts: dict[Place, Counter[str]] = defaultdict(Counter)
         self.reasons: dict[str, Counter[str]] = {
@@ -55,6 +55,7 @@ class Report:
             "known failure": Counter(),
         }
         self.languages_not_run: list[tuple[str, str, str]] = []
+        self.kernels: dict[tuple[str, str, str, str], dict[str, Any]] = {}
         self.ran = 0
 
     def not_run(self, language: str, device: str, why: str) -> None:
@@ -73,14 +74,21 @@ class Report:
             reason = report.wasxfail if outcome == "known failure" else reason_of(report).removeprefix(NOT_CLAIMED)
             self.reasons[outcome][reason] += 1
 
+    def add_kernels(self, place: Place, kernels: list[dict[str, Any]]) -> None:
+        """What a test compiled, for the chip that is the place's device: `Compiled` by field."""
+        op, language, chip, _ = place
+        for kernel in kernels:
+            key = (language, chip, kernel["kernel"], kernel["variant"])
+            self.kernels.setdefault(key, {**kernel, "ops": set()})["ops"].add(op)
+
     def heading(self) -> dict[str, str]:
         """Versions and hardware."""
         facts = {
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             "machine": platform.machine(),
-            "device": self.device,
+            "device": self.device or "none",
         }
-        if self.device != "cpu":
+        if self.device not in ("cpu", None):
             facts["device"] = f"{self.device}: {getattr(torch, self.device).get_device_name()}"
         facts["python"] = platform.python_version()
         names = ["torch", "triton", "triton-ascend", "cuda-tile", "torch-npu", "liger-core", "liger-conformance"]
@@ -104,22 +112,39 @@ class Report:
             table.append((op, [_cell(self.counts.get((op, *column), Counter())) for column in columns]))
         return [f"{language}/{device} {dtype}" for language, device, dtype in columns], table
 
+    def kernel_rows(self) -> tuple[list[str], list[tuple[str, list[str]]]]:
+        """The most that any variant of a compiled kernel takes: column heads, and for each kernel its cells."""
+        columns = sorted({key[:2] for key in self.kernels})
+        most: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+        for (language, chip, name, _), kernel in self.kernels.items():
+            most[language, chip, name] |= Counter({**kernel["uses"], "spilled": kernel["spills"]})
+        table = [
+            (name, [", ".join(f"{n} {what}" for what, n in most[(*column, name)].items()) or "-" for column in columns])
+            for name in sorted({key[2] for key in self.kernels})
+        ]
+        return [f"{language}/{chip}" for language, chip in columns], table
+
     def text(self) -> str:
         """The matrix for a terminal."""
         from rich.console import Console
         from rich.table import Table
 
         console = Console(width=1000, force_terminal=False, no_color=True)  # as wide as it needs
-        heads, table = self.rows()
-        grid = Table(title=", ".join(f"{k} {v}" for k, v in self.heading().items()), title_justify="left")
-        grid.add_column("op", no_wrap=True)
-        for head in heads:
-            grid.add_column(head)
-        for op, cells in table:
-            grid.add_row(op, *cells)
+        title = ", ".join(f"{k} {v}" for k, v in self.heading().items())
         with console.capture() as capture:
-            console.print(grid)
+            for name, (heads, table) in self._tables().items():
+                grid = Table(title=title, title_justify="left")
+                grid.add_column(name, no_wrap=True)
+                for head in heads:
+                    grid.add_column(head)
+                for row, cells in table:
+                    grid.add_row(row, *cells)
+                console.print(grid)
+                title = None
         return capture.get() + "".join(f"{line}\n" for line in self._notes())
+
+    def _tables(self) -> dict[str, tuple[list[str], list[tuple[str, list[str]]]]]:
+        return {"op": self.rows()} | ({"kernel": self.kernel_rows()} if self.kernels else {})
 
     def _notes(self) -> list[str]:
         notes = [f"not run: {language} on {device}: {why}" for language, device, why in self.languages_not_run]
@@ -130,10 +155,10 @@ class Report:
     def write(self, directory: Path) -> None:
         """Write conformance.json and conformance.md."""
         directory.mkdir(parents=True, exist_ok=True)
-        heads, table = self.rows()
-        lines = ["# Conformance", "", ", ".join(f"{k} {v}" for k, v in self.heading().items()), ""]
-        lines += ["| op | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-        lines += [f"| {op} | " + " | ".join(cells) + " |" for op, cells in table]
+        lines = ["# Conformance", "", ", ".join(f"{k} {v}" for k, v in self.heading().items())]
+        for name, (heads, table) in self._tables().items():
+            lines += ["", f"| {name} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+            lines += [f"| {row} | " + " | ".join(cells) + " |" for row, cells in table]
         lines += ["", *(f"- {note}" for note in self._notes())]
         (directory / "conformance.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
         cells = [
@@ -143,6 +168,10 @@ class Report:
         whole = {
             "heading": self.heading(),
             "cells": cells,
+            "kernels": [
+                {"language": key[0], "chip": key[1], **kernel, "ops": sorted(kernel["ops"])}
+                for key, kernel in sorted(self.kernels.items())
+            ],
             "languages not run": [
                 dict(zip(("language", "device", "why"), entry, strict=True)) for entry in self.languages_not_run
             ],

@@ -1,0 +1,258 @@
+"""Triton's compiler without a GPU: a driver of a machine that has every chip, on which nothing is launched.
+
+The machine has one device for each chip, so that what host code remembers of one device is not taken for another's.
+Its tensors have a device, a dtype, a shape and strides, and no data.
+
+Importing this module does not import triton; calling its functions does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from liger_conformance.compilers.compiler import Compiled
+
+THREADS = 1024
+"""The most of a program, on each chip."""
+
+TENSOR_MEMORY = 512
+"""Columns, on the chips that have it."""
+
+REGISTERS = 1 << 16
+"""Of a multiprocessor of NVIDIA's, which a program's threads share; up to 255 a thread."""
+
+FEW = 8
+"""Registers that ptxas may keep in memory by its own choice."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What host code asks of a device, and what a kernel may take of it.
+
+    Attributes:
+        backend: of Triton: ``"cuda"`` or ``"hip"``.
+        arch: as Triton names it.
+        warp: threads of a warp.
+        capability: as torch gives it.
+        multiprocessors: of the machine named.
+        shared: bytes of shared memory that a program can have.
+        machine: one that has the chip.
+    """
+
+    backend: str
+    arch: int | str
+    warp: int
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared: int
+    machine: str
+
+    @property
+    def properties(self) -> SimpleNamespace:
+        """What `torch.cuda.get_device_properties` would return, of what depends on the chip alone."""
+        major, minor = self.capability
+        return SimpleNamespace(
+            name=self.machine,
+            major=major,
+            minor=minor,
+            gcnArchName=self.arch if self.backend == "hip" else None,
+            multi_processor_count=self.multiprocessors,
+            warp_size=self.warp,
+            shared_memory_per_block_optin=self.shared,
+        )
+
+
+_CHIPS = {
+    "sm_90": Chip("cuda", 90, 32, (9, 0), 132, 227 << 10, "NVIDIA H200"),
+    "sm_80": Chip("cuda", 80, 32, (8, 0), 108, 163 << 10, "NVIDIA A100"),
+    "sm_100": Chip("cuda", 100, 32, (10, 0), 148, 227 << 10, "NVIDIA B200"),
+    "sm_120": Chip("cuda", 120, 32, (12, 0), 170, 99 << 10, "NVIDIA GeForce RTX 5090"),
+    "gfx942": Chip("hip", "gfx942", 64, (9, 4), 304, 64 << 10, "AMD Instinct MI300X"),
+}
+
+
+class TritonCompiler:
+    """A `Compiler` of Triton kernels for NVIDIA's and AMD's chips."""
+
+    chips = tuple(_CHIPS)
+
+    def obstacle(self) -> str | None:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return "TRITON_INTERPRET=1 is set, so that Triton interprets kernels: unset it"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        import triton
+
+        if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):
+            return f"triton {triton.__version__} is older than 3.4"
+        return None
+
+    @contextlib.contextmanager
+    def compiling(self, chip: str) -> Iterator[tuple[str, list[Compiled]]]:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from triton.runtime import driver
+        from triton.runtime.autotuner import Autotuner
+        from triton.runtime.jit import JITFunction
+
+        compiled: list[Compiled] = []
+        compile = JITFunction.run
+
+        def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+            named = {name: _pointers(value) for name, value in named.items()}
+            kernel = compile(self, *_pointers(args), grid=grid, warmup=True, **named)
+            compiled.append(_describe(kernel, _CHIPS[chip]))
+
+        device = self.chips.index(chip)
+        driver.set_active(_Driver(_CHIPS[chip], device))  # for good: there is no driver to go back to
+        with (
+            mock.patch.object(JITFunction, "run", run),
+            mock.patch.object(Autotuner, "run", _every_configuration),
+            _torch_on(_CHIPS[chip]),
+            FakeTensorMode(),
+        ):
+            yield f"cuda:{device}", compiled
+
+
+@contextlib.contextmanager
+def _torch_on(chip: Chip) -> Iterator[None]:
+    """What torch says of its machine, which host code may ask. It has none of the GPUs that this machine may have."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=chip.properties),
+        mock.patch.object(torch.version, "hip", "7.0" if chip.backend == "hip" else None),
+    ):
+        yield
+
+
+class _Driver:
+    """What Triton asks its driver for before it launches."""
+
+    def __init__(self, chip: Chip, device: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target, self.device = GPUTarget(chip.backend, chip.arch, chip.warp), device
+        properties = {
+            "max_shared_mem": chip.shared,
+            "multiprocessor_count": chip.multiprocessors,
+            "warpSize": chip.warp,
+        }
+        self.utils = SimpleNamespace(get_device_properties=lambda device: properties)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", self.device)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def _every_configuration(self: Any, *args: Any, **named: Any) -> None:
+    """In place of `Autotuner.run`: which configuration is the fastest is not known without the chip."""
+    self.nargs = dict(zip(self.arg_names, args, strict=False))
+    for config in self.prune_configs(named):
+        chosen = {**named, **config.all_kwargs()}
+        if config.pre_hook is not None:
+            config.pre_hook({**self.nargs, **chosen})
+        self.fn.run(*args, **chosen)
+
+
+class _Pointer:
+    """A tensor as Triton sees it: a kernel is compiled for its dtype and alignment and, on AMD, for memory below 2 GiB."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride
+        self.offset = tensor.storage_offset() * tensor.element_size()
+        self.size = tensor.untyped_storage().size()
+
+    def data_ptr(self) -> int:
+        """Relative to memory as it is allocated, which is aligned."""
+        return self.offset
+
+    def ptr_range(self) -> int:
+        return self.size
+
+
+def _pointers(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Pointer(value)
+    if isinstance(value, tuple):
+        items = map(_pointers, value)
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+def _describe(kernel: Any, chip: Chip) -> Compiled:
+    """What a triton.compiler.CompiledKernel was compiled for, and what it takes."""
+    function, metadata = kernel.src.fn, kernel.metadata
+    constants = {path[0]: value for path, value in kernel.src.constants.items()}
+    # Divisible by 16; on AMD also an address range of 32 bits.
+    facts = {path[0]: [f":{value}" for _, value in attributes] for path, attributes in kernel.src.attrs.items()}
+    named, types = [], []
+    for parameter, kind in zip(function.params, kernel.src.signature.values(), strict=True):
+        if parameter.is_constexpr:
+            named.append(f"{parameter.name}={constants[parameter.num]}")
+        elif kind == "constexpr":  # None, or an integer of 1
+            types.append(str(constants[parameter.num]))
+        else:
+            types.append("".join([str(kind), *facts.get(parameter.num, ())]))
+    named += [f"{name}={getattr(metadata, name)}" for name in ("num_warps", "num_stages")]
+    registers, stack, spills = _memory_of_a_thread(kernel)
+    over = []
+    if metadata.shared > chip.shared:
+        over.append(f"{metadata.shared} bytes of shared memory, of {chip.shared}")
+    if metadata.num_warps * chip.warp > THREADS:
+        over.append(f"{metadata.num_warps} warps of {chip.warp} threads, of {THREADS} threads")
+    if (getattr(metadata, "tmem_size", None) or 0) > TENSOR_MEMORY:
+        over.append(f"{metadata.tmem_size} columns of tensor memory, of {TENSOR_MEMORY}")
+    return Compiled(
+        f"{function.module.rpartition('.')[2]}.{function.__name__}",
+        f"{', '.join(named)}; {', '.join(types)}",
+        {"registers": registers, "bytes of stack": stack, "bytes shared": metadata.shared},
+        spills,
+        tuple(over),
+    )
+
+
+@functools.cache
+def _memory_of_a_thread(kernel: Any) -> tuple[int, int, int]:
+    """Registers of a thread; bytes of its stack; and the registers that are kept there for want of others.
+
+    ptxas keeps some in memory although there are more, where a multiprocessor then holds one more program. A few of
+    them are not for want of others.
+    """
+    if "amdgcn" in kernel.asm:
+        fields = ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
+        numbers = [re.search(rf"^\s*\.{field}: +(\d+)", kernel.asm["amdgcn"], re.M) for field in fields]
+        registers, spilled, stack = (int(found[1]) for found in numbers if found)
+        return registers, stack, max(spilled, -(-stack // 4))
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = (int(number) for number in re.findall(r"\b(?:REG|STACK):(\d+)", text))
+    most = min(255, REGISTERS // (kernel.metadata.num_warps * 32))
+    in_memory = -(-stack // 4)
+    chosen = in_memory <= FEW and registers <= most - 8  # they are given out by eight
+    return registers, stack, 0 if chosen else in_memory

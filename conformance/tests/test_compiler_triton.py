@@ -1,0 +1,179 @@
+"""The suite compiles for chips that aren't there, and catches what doesn't compile, doesn't fit, or spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liger_conformance.known import KnownSpills
+
+pytest.importorskip("triton")
+
+BENT = Path(__file__).parent / "bent"
+
+
+def compile_only(site: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the installed suite where the language bent is installed, in a process that doesn't interpret."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "LIGER_", "TRITON_INTERPRET"))}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "--pyargs", "liger_conformance", "-q", "-p", "no:cacheprovider", *options],
+        env=environment | {"PYTHONPATH": str(site), "COLUMNS": "160"} | variables,
+        cwd=site,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where liger-bent is installed, as pip would do it."""
+    site = tmp_path_factory.mktemp("bent") / "site"
+    shutil.copytree(BENT, site, ignore=shutil.ignore_patterns("__pycache__"))
+    info = site / "liger_bent-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-bent\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[liger.backends]\nbent = liger_bent:backend\n")
+    return site
+
+
+@dataclass
+class Run:
+    """What a run of the suite found: the error of each failed test by name, and the report."""
+
+    errors: dict[str, str]
+    report: dict[str, Any]
+
+    def outcomes(self, op: str, chip: str) -> set[str]:
+        return {
+            outcome
+            for cell in self.report["cells"]
+            if (cell["op"], cell["device"]) == (op, chip)
+            for outcome in cell["outcomes"]
+        }
+
+    def kernels(self, name: str, chip: str) -> list[dict[str, Any]]:
+        return [k for k in self.report["kernels"] if (k["kernel"], k["chip"]) == (name, chip)]
+
+
+@pytest.fixture(scope="module")
+def run(site: Path) -> Run:
+    """Every kernel of bent at one size, for a chip with much shared memory and one with little."""
+    chosen = "test_compiled and -large- or test_known_spills"
+    done = compile_only(site, "--impl=bent", "--compile=sm_90,sm_120", f"--report={site}", "-k", chosen)
+    assert done.returncode == 1, done.stdout + done.stderr
+    parts = re.split(r"^_+ (test_\S+) _+$", done.stdout.partition("= conformance =")[0], flags=re.M)
+    return Run(
+        dict(zip(parts[1::2], parts[2::2], strict=True)), json.loads((site / "conformance.json").read_text("utf-8"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "chips", "says"),
+    [
+        ("rms_norm", ("sm_90", "sm_120"), "mistyped is not defined"),
+        ("embedding", ("sm_90", "sm_120"), "mistyped"),
+        ("swiglu", ("sm_120",), "bytes of shared memory, of 101376"),
+        ("geglu", ("sm_90", "sm_120"), "or declare in known_spills.py that this is faster"),
+        ("sparsemax", ("sm_90", "sm_120"), "DataDependentOutputException"),
+        ("jsd", ("sm_90", "sm_120"), "the reference of jsd ran where jsd-bent-"),
+        ("kl_div", ("sm_90", "sm_120"), "calls another op, which takes no tensors without data"),
+    ],
+)
+def test_wrong_kernels_are_caught(run: Run, op: str, chips: tuple[str, ...], says: str) -> None:
+    """What doesn't compile, at any stage; what takes too much; what spills; host code that can't be followed."""
+    for chip in ("sm_90", "sm_120"):
+        for dtype in ("float32", "bfloat16"):
+            error = run.errors.get(f"test_compiled[{op}-bent-{chip}-large-{dtype}]")
+            assert (error is not None) == (chip in chips), error
+            assert error is None or says in error
+    assert {chip for chip in ("sm_90", "sm_120") if "failed" in run.outcomes(op, chip)} == set(chips)
+
+
+def test_right_kernels_are_reported(run: Run) -> None:
+    """A kernel that is right is `compiled`, and never `passed`: for what its chip has, and for each alignment."""
+    for chip, multiprocessors in (("sm_90", 132), ("sm_120", 170)):
+        assert run.outcomes("softmax", chip) == {"compiled"}
+        assert run.outcomes("tvd", chip) == {"not claimed"}
+        kernels = run.kernels("softmax._row", chip)
+        assert len(kernels) == 4
+        variants = [kernel["variant"] for kernel in kernels]
+        assert all(f"MULTIPROCESSORS={multiprocessors}, BLOCK=1024, num_warps=4, " in variant for variant in variants)
+        types = {variant.partition("; ")[2] for variant in variants}
+        assert types == {f"*{t}:16, *{t}{at}, i32:16" for t in ("bf16", "fp32") for at in ("", ":16")}
+        for kernel in kernels:
+            assert kernel["uses"]["registers"] > 8
+            assert kernel["uses"]["bytes shared"] == 16
+            assert kernel["spills"] == 0
+            assert kernel["ops"] == ["softmax"]
+    assert run.report["heading"]["device"] == "none"
+    assert not any("passed" in cell["outcomes"] for cell in run.report["cells"])
+
+
+def test_every_configuration_is_compiled(run: Run) -> None:
+    """Of an autotuned kernel each: which one would be chosen is not known without the chip."""
+    for chip in ("sm_90", "sm_120"):
+        variants = [kernel["variant"].partition(", num_stages")[0] for kernel in run.kernels("poly_norm._row", chip)]
+        assert sorted(variants) == sorted(["BLOCK=1024, num_warps=2", "BLOCK=1024, num_warps=4"] * 2)
+
+
+def test_known_spills_are_strict(run: Run) -> None:
+    """What is declared may spill, up to what is declared, and has to."""
+    for chip in ("sm_90", "sm_120"):
+        assert run.outcomes("dyt", chip) == {"compiled"}
+        assert all(kernel["spills"] > 0 for kernel in run.kernels("dyt._row", chip))
+    stale = {name for name in run.errors if "test_known_spills" in name}
+    assert stale == {"test_known_spills[layer_norm-bent-sm_90]"}
+    assert "none of these spills any more" in run.errors["test_known_spills[layer_norm-bent-sm_90]"]
+
+
+@pytest.mark.parametrize(
+    ("key", "reason", "says"),
+    [
+        ("softmax-bent-sm_90 softmax._row[*", " ", "takes a reason"),
+        ("softmax-bent-sm_91 softmax._row[*", "it is fast", "is of no op, language and chip"),
+        ("softmax._row[*", "it is fast", "is of no op, language and chip"),
+    ],
+)
+def test_declarations_are_checked(
+    key: str, reason: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / f"liger_{tmp_path.name}"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "known_spills.py").write_text(f"KNOWN_SPILLS = {{{key!r}: (8, {reason!r})}}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=says):
+        KnownSpills({"bent": package.name}, ["softmax-bent-sm_90"])
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "says"),
+    [
+        (
+            ["--impl=bent", "--compile=sm_91"],
+            {},
+            "--compile: no chip sm_91; it takes gfx942, sm_100, sm_120, sm_80, sm_90",
+        ),
+        (["--impl=bent", "--compile=all", "--device=cuda"], {}, "--compile runs on no device: leave out --device"),
+        (
+            ["--impl=bent", "--compile=all"],
+            {"TRITON_INTERPRET": "1"},
+            "--impl=bent can't be compiled: TRITON_INTERPRET=1",
+        ),
+        (["--compile=all"], {"TRITON_INTERPRET": "1"}, "bent: TRITON_INTERPRET=1 is set"),
+    ],
+)
+def test_what_cannot_compile_is_an_error(site: Path, options: list[str], variables: dict[str, str], says: str) -> None:
+    done = compile_only(site, *options, **variables)
+    assert done.returncode == 4
+    assert says in done.stderr

@@ -1,0 +1,20 @@
+"""Kernels that keep registers in memory, which liger-conformance's ``--compile`` otherwise fails: triton 3.7.1."""
+
+KNOWN_SPILLS = {
+    "softmax-triton-sm_* softmax._backward[*BLOCK=32768*": (
+        36,
+        "the longest row that is held in registers: 64 columns of y and dy a thread, which has 128 registers",
+    ),
+    "*rms_norm-triton-sm_90 rms_norm._backward[*BLOCK=8192*, i32, i32, i32, i32*": (
+        18,
+        "rows of up to 8192 columns that are not a multiple of 16: each is fetched ahead in small pieces",
+    ),
+    "layer_norm-triton-sm_90 layer_norm._backward[*BLOCK=8192*, i32, i32, i32, i32*": (
+        28,
+        "rows of up to 8192 columns that are not a multiple of 16: each is fetched ahead in small pieces",
+    ),
+    "fused_neighborhood_attention-triton-sm_100 fused_neighborhood_attention._backward_wide[*HEAD=16*": (
+        14,
+        "heads of 16, which no model has: a thread has all 255 registers",
+    ),
+}

@@ -117,7 +117,7 @@ def grpo_loss(
     rows, length = completion_ids.shape
     vocabulary = logits.shape[-1]
     mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask != 0
-    used = torch.ones_like(mask) if loss_type == "luspo" else mask
+    used = torch.ones_like(mask) if loss_type == "luspo" and reduction == "mean" else mask
     in_range = (completion_ids >= 0) & (completion_ids < vocabulary)
     ids = completion_ids.clamp(0, vocabulary - 1)
 
@@ -257,8 +257,15 @@ def _(
 
 
 @grpo_loss.checks_values
-def _(logits: Tensor, completion_ids: Tensor, completion_mask: Tensor | None, loss_type: str, **others: Any) -> None:
+def _(
+    logits: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor | None,
+    loss_type: str,
+    reduction: str,
+    **others: Any,
+) -> None:
     ids = completion_ids
-    if completion_mask is not None and loss_type != "luspo":
+    if completion_mask is not None and (loss_type != "luspo" or reduction != "mean"):
         ids = ids.masked_fill(completion_mask == 0, 0)
     checks.indices_below("grpo_loss", "completion_ids", ids, logits.shape[-1])

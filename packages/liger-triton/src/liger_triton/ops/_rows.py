@@ -1,6 +1,18 @@
 """A tensor as rows, for kernels that work along the last dimension."""
 
+import triton
+import triton.language as tl
 from torch import Tensor
+
+
+@triton.jit
+def multiply(a, b, BLOCK: tl.constexpr):
+    """a · b, to be added up along rows of BLOCK columns, with the same result in each thread that has the row's sum.
+
+    A thread with one column of a row would fuse its own product, unrounded, with a neighbour's, which is rounded, and
+    the neighbour the other way round.
+    """
+    return tl.fma(a, b, 0.0) if BLOCK <= 32 else a * b
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

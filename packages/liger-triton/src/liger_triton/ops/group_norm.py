@@ -12,7 +12,7 @@ from liger_core import group_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import sm_count
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows, power_of_2
+from liger_triton.ops._rows import as_rows, multiply, power_of_2
 from liger_triton.ops._totals import totals
 
 LONGEST = 8192
@@ -69,7 +69,7 @@ def _forward(
     xs = tl.load(x + (sample * x_stride + group * size)[:, None, None] + at, inside, other=0.0).to(tl.float32)
     mean = _mean(tl.sum(tl.reshape(xs, (ROWS, CHANNELS * BLOCK)), 1), size)
     centred = tl.where(in_group, xs - mean[:, None, None], 0.0)
-    variance = tl.sum(tl.reshape(centred * centred, (ROWS, CHANNELS * BLOCK)), 1) / size
+    variance = tl.sum(tl.reshape(multiply(centred, centred, CHANNELS * BLOCK), (ROWS, CHANNELS * BLOCK)), 1) / size
     rstd = tl.rsqrt(variance + tl.cast(eps, tl.float32))  # torch.compile passes floats as float64
     if statistics is not None:
         tl.store(statistics + row, mean, row < rows)
@@ -215,7 +215,7 @@ def _backward(
     xs = tl.load(x + (sample * x_stride + group * size)[:, None, None] + at, inside, other=0.0).to(tl.float32)
     dys = tl.load(dy + (sample * dy_stride + group * size)[:, None, None] + at, inside, other=0.0).to(tl.float32)
     normed = (xs - mean) * rstd
-    dbias, dweight = tl.reduce((dys, dys * normed), 2, _add_both)
+    dbias, dweight = tl.reduce((dys, multiply(dys, normed, BLOCK)), 2, _add_both)
     channel = tl.arange(0, CHANNELS)[None, :]
     own = (row < rows)[:, None] & (channel < channels)
     partial_at = (sample * ((WEIGHT + BIAS) * groups) + group)[:, None] * channels + channel
@@ -227,8 +227,9 @@ def _backward(
         if weight is not None:
             scale = _load_channels(weight, group, channels, CHANNELS)
             dys *= scale
-            dbias *= tl.reshape(scale, (ROWS, CHANNELS))
-            dweight *= tl.reshape(scale, (ROWS, CHANNELS))
+            scale = tl.reshape(scale, (ROWS, CHANNELS))
+            dbias = multiply(dbias, scale, CHANNELS)
+            dweight = multiply(dweight, scale, CHANNELS)
         shift, slope = tl.reduce((dbias, dweight), 1, _add_both)
         shift = (shift / size)[:, None, None]
         slope = (slope / size)[:, None, None]

@@ -9,7 +9,7 @@ from liger_core import layer_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows, tile_of
+from liger_triton.ops._rows import as_rows, multiply, tile_of
 from liger_triton.ops._totals import totals
 
 # Longer rows don't fit the registers of 16 warps: 64 columns a thread in the forward, which keeps x; 32 in the backward,
@@ -34,7 +34,7 @@ def _forward(y, statistics, x, weight, bias, rows, columns, x_stride, eps, ROWS:
     mean = _mean(tl.sum(xs, 1, keep_dims=True), columns)
     centred = tl.where(column < columns, xs - mean, 0.0)
     # torch.compile passes floats as float64.
-    rstd = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / columns + tl.cast(eps, tl.float32))
+    rstd = tl.rsqrt(tl.sum(multiply(centred, centred, BLOCK), 1, keep_dims=True) / columns + tl.cast(eps, tl.float32))
     if statistics is not None:
         tl.store(statistics + row, mean, row < rows)
         tl.store(statistics + rows + row, rstd, row < rows)
@@ -99,7 +99,7 @@ def _backward(
         normed = (xs - mean) * rstd
         if dx is not None:
             g = dys * scale
-            shift, slope = tl.reduce((g, g * normed), 1, _add_both, keep_dims=True)
+            shift, slope = tl.reduce((g, multiply(g, normed, BLOCK)), 1, _add_both, keep_dims=True)
             by = rstd / columns
             dxs = g * rstd - shift * by - normed * (slope * by)
             if SINGLE:  # a rounding is left where one product is fused with the subtraction, and the other isn't

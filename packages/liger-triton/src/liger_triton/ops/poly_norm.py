@@ -9,7 +9,7 @@ from liger_core import poly_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows, tile_of
+from liger_triton.ops._rows import as_rows, multiply, tile_of
 
 # Longer rows don't fit the registers of 16 warps: 64 columns a thread in the forward, which keeps x; 32 in the backward,
 # which keeps x and dy.
@@ -62,9 +62,9 @@ def _forward(y, inverse_rms, x, weight, bias, rows, columns, x_stride, eps, ROWS
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
     xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
-    square = xs * xs
-    fourth = square * square
-    sum1, sum2, sum3 = tl.reduce((square, fourth, fourth * square), 1, _add_three, keep_dims=True)
+    square = multiply(xs, xs, BLOCK)
+    fourth = multiply(square, square, BLOCK)
+    sum1, sum2, sum3 = tl.reduce((square, fourth, multiply(fourth, square, BLOCK)), 1, _add_three, keep_dims=True)
     r1, r2, r3 = _inverse_rms(sum1, sum2, sum3, columns, eps)
     _store_inverse_rms(inverse_rms, row, rows, r1, r2, r3)
     tl.store(y + row * columns + column, _polynomial(xs, r1, r2, r3, weight, bias), inside)
@@ -145,8 +145,9 @@ def _backward(
         inside = (row < rows) & (column < columns)
         xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
         dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
-        product = dys * xs
-        powers = (dys, product, product * xs, product * xs * xs)
+        product = multiply(dys, xs, BLOCK)
+        square = multiply(product, xs, BLOCK)
+        powers = (dys, product, square, multiply(square, xs, BLOCK))
         sum0, sum1, sum2, sum3 = tl.reduce(powers, 1, _add_four, keep_dims=True)
         if dx is not None:
             dxs = _gradient(xs, dys, r1, r2, r3, sum1, sum2, sum3, columns, weight)

@@ -10,7 +10,7 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._partial_sums import total
-from liger_triton.ops._rows import as_rows, tile_of
+from liger_triton.ops._rows import as_rows, multiply, tile_of
 
 # Longer rows don't fit the registers of 16 warps: 64 columns a thread in the forward, which keeps x; 32 in the
 # backward, which keeps x, dy and the sum of dweight, and spills 24 to 48 registers at that length on sm_90.
@@ -34,9 +34,9 @@ def _load(x, residual, x_at, residual_at, inside):
 
 
 @triton.jit
-def _square(xs, NATIVE: tl.constexpr):
+def _square(xs, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
     wide = xs.to(tl.float32)
-    return _round(wide * wide, xs.dtype, NATIVE)
+    return _round(multiply(wide, wide, BLOCK), xs.dtype, NATIVE)
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _forward(
     xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside)
     if h is not None:
         tl.store(h + row * columns + column, xs, inside)
-    r = _inverse_rms(tl.sum(_square(xs, NATIVE), 1, keep_dims=True), columns, eps, xs.dtype, NATIVE)
+    r = _inverse_rms(tl.sum(_square(xs, NATIVE, BLOCK), 1, keep_dims=True), columns, eps, xs.dtype, NATIVE)
     if inverse_rms is not None:
         tl.store(inverse_rms + row, r, row < rows)
     ys = _scaled(xs, r, weight, column, column < columns, offset, ROUND, NATIVE)
@@ -89,7 +89,7 @@ def _forward_long(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, column < columns)
-        squares += _square(xs, NATIVE)
+        squares += _square(xs, NATIVE, BLOCK)
     r = _inverse_rms(tl.sum(squares), columns, eps, x.dtype.element_ty, NATIVE)
     if inverse_rms is not None:
         tl.store(inverse_rms + row, r)
@@ -123,7 +123,7 @@ def _backward(
             g = dys
             if weight is not None:  # from L1 each time where registers are short
                 g *= scale if STAGES > 1 else _load_scale(weight, column, column < columns, offset)
-            slope = tl.sum(g * xs, 1, keep_dims=True) / columns * r * r * r
+            slope = tl.sum(multiply(g, xs, BLOCK), 1, keep_dims=True) / columns * r * r * r
             dxs = g * r - xs * slope
             if dh is not None:
                 dxs += tl.load(dh + row * dh_stride + column, inside, other=0.0).to(tl.float32)

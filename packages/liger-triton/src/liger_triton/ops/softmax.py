@@ -8,7 +8,7 @@ from liger_core import softmax
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows, tile_of
+from liger_triton.ops._rows import as_rows, multiply, tile_of
 
 # Longer rows don't fit the registers of 16 warps: 64 columns a thread, at which backward spills 14 to 24 on sm_90.
 LONGEST = 32768
@@ -56,7 +56,7 @@ def _backward(dx, dy, y, rows, columns, dy_stride, ROWS: tl.constexpr, BLOCK: tl
     ys = tl.load(y + row * columns + column, inside, other=0.0).to(tl.float32)
     dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
     # By the sum of y, which is 1 but for its rounding: so a constant dy gives 0.
-    mean = tl.div_rn(tl.sum(ys * dys, 1, keep_dims=True), tl.sum(ys, 1, keep_dims=True))
+    mean = tl.div_rn(tl.sum(multiply(ys, dys, BLOCK), 1, keep_dims=True), tl.sum(ys, 1, keep_dims=True))
     tl.store(dx + row * columns + column, ys * (dys - mean), inside)
 
 

@@ -24,6 +24,8 @@ def compare(
     baseline: Tensor | None,
     truth: Tensor | None,
     other_draws: Callable[[], list[tuple[Tensor, Tensor]]] | None = None,
+    *,
+    units: int = 1,
 ) -> None:
     """Check one output or gradient.
 
@@ -38,6 +40,7 @@ def compare(
         truth: what the reference gives in float64.
         other_draws: (baseline, truth) of other inputs of the same sizes, asked for when an output has few elements: its
             baseline error is then the greatest of all draws, as it is or relative to the truth.
+        units: of rounding that are allowed beside the baseline's error, for what is known to round more often.
 
     Raises:
         Mismatch: with what was allowed and what was found.
@@ -69,7 +72,7 @@ def compare(
     error, scale = _error(actual, truth, finite)
     base, _ = _error(baseline, truth, finite)
     eps = torch.finfo(baseline.dtype).eps
-    allowed = 2 * base + eps * scale
+    allowed = 2 * base + units * eps * scale
     if error <= allowed:
         return
     if baseline.numel() <= FEW and other_draws is not None:
@@ -78,7 +81,7 @@ def compare(
             other_error, other_scale = _error(other_baseline, other_truth, other_baseline.isfinite())
             errors.append(other_error)
             relative.append(other_error / other_scale if other_scale else 0.0)
-        allowed = 2 * max(max(errors), max(relative) * scale) + eps * scale
+        allowed = 2 * max(max(errors), max(relative) * scale) + units * eps * scale
         if error <= allowed:
             return
     off = (actual.double() - truth).abs().where(finite, torch.zeros((), dtype=torch.float64, device=actual.device))

@@ -62,15 +62,16 @@ class KnownFailures:
 
 
 class KnownSpills:
-    """Kernels that are known to keep registers in memory, and are the faster for it.
+    """Kernels that are known to keep registers in memory, or to go without fast instructions, and why they may.
 
     A package declares them in ``<package>/known_spills.py``:
 
         KNOWN_SPILLS = {"softmax-triton-sm_90 softmax._backward[*BLOCK=32768*]": (24, "a row of 32 columns a thread: ...")}
+        KNOWN_LOSSES = {"softmax-cutile-sm_* softmax._forward[*": ("*only supports zero padding", "-inf is needed: ...")}
 
     A key is a test's op, language and chip, a space, and a kernel with its variant as the report has them; ``*`` stands
-    for anything. A value is the most registers that it spills, and why that is accepted. A declaration is strict: on
-    each chip that it names, some kernel that it names spills.
+    for anything. A value is the most registers that it spills, or what the compiler says that it lost; and why that is
+    accepted. A declaration is strict: on each chip that it names, some kernel that it names does so.
 
     Args:
         packages: language to import name of its package.
@@ -81,25 +82,36 @@ class KnownSpills:
     """
 
     def __init__(self, packages: dict[str, str], targets: Collection[str]) -> None:
-        self._declared: list[tuple[str, str, int]] = []
+        self._spills: list[tuple[str, str, int]] = []
+        self._losses: list[tuple[str, str, str]] = []
         for package in packages.values():
             if find_spec(f"{package}.known_spills") is None:
                 continue
-            for key, (most, reason) in importlib.import_module(f"{package}.known_spills").KNOWN_SPILLS.items():
-                target, _, kernel = key.partition(" ")
-                if not reason.strip():
-                    raise ValueError(f"{package}.known_spills: {key!r} takes a reason")
-                if not any(matches(target, name) for name in targets):
-                    raise ValueError(f"{package}.known_spills: {key!r} is of no op, language and chip")
-                self._declared.append((target, kernel, most))
+            module = importlib.import_module(f"{package}.known_spills")
+            for name, known in (("KNOWN_SPILLS", self._spills), ("KNOWN_LOSSES", self._losses)):
+                for key, (what, reason) in getattr(module, name, {}).items():
+                    target, _, kernel = key.partition(" ")
+                    if not reason.strip():
+                        raise ValueError(f"{package}.known_spills: {key!r} takes a reason")
+                    if not any(matches(target, found) for found in targets):
+                        raise ValueError(f"{package}.known_spills: {key!r} is of no op, language and chip")
+                    known.append((target, kernel, what))
 
     def allowed(self, target: str, kernel: str) -> int:
         """How many registers a kernel may spill."""
         return max((most for pattern, most in self.of(target) if matches(pattern, kernel)), default=0)
 
+    def allows_loss(self, target: str, kernel: str, what: str) -> bool:
+        """Whether a kernel may go without a fast instruction, where the compiler says so in these words."""
+        return any(matches(pattern, kernel) and matches(loss, what) for pattern, loss in self.losses_of(target))
+
     def of(self, target: str) -> list[tuple[str, int]]:
         """The kernels, as patterns, that are declared for an op, language and chip, and how much they may spill."""
-        return [(kernel, most) for name, kernel, most in self._declared if matches(name, target)]
+        return [(kernel, most) for name, kernel, most in self._spills if matches(name, target)]
+
+    def losses_of(self, target: str) -> list[tuple[str, str]]:
+        """The kernels, as patterns, that are declared for an op, language and chip, and what they may lose."""
+        return [(kernel, what) for name, kernel, what in self._losses if matches(name, target)]
 
 
 def matches(key: str, name: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 import liger_core
 from liger_conformance import interpreters
 from liger_conformance.case import QUICK, Case, cases_of
-from liger_conformance.compilers import compiler_of
+from liger_conformance.compilers import compiler_of, executor_of
 from liger_conformance.compilers.host_code import compiled_cases
 from liger_conformance.known import KnownFailures, KnownSpills
 from liger_conformance.report import Report, classify
@@ -44,19 +44,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="CHIPS",
         help="compile only, with no device: for these chips, such as sm_90,gfx942, or for all",
     )
+    group.addoption(
+        "--execute", action="store_true", help="with --compile: run what is compiled on the CPU, where that is possible"
+    )
     group.addoption("--report", metavar="DIR", type=Path, help="write the matrix to DIR/conformance.json and .md")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "cases(groups, dtypes, first, kernels, out_of_range, huge, compiled, spills): the cases and targets that a "
-        "conformance test takes",
+        "cases(groups, dtypes, first, kernels, out_of_range, huge, compiled, spills, executed): the cases and targets "
+        "that a conformance test takes",
     )
     config.addinivalue_line("markers", "slow: sizes of real models, and what takes long; run with -m slow")
     for name in config.getoption("--op"):
         if name not in ops:
             raise pytest.UsageError(f"--op={name}: there is no such op; the ops are {', '.join(sorted(ops))}")
+    if config.getoption("--execute") and not config.getoption("--compile"):
+        raise pytest.UsageError("--execute runs what --compile compiles: name the chips")
     targets, report = _targets_of_chips(config) if config.getoption("--compile") else _targets_of_devices(config)
     config.stash[targets_key] = targets
     packages = {t.backend.language: t.backend.package for t in targets if t.backend}
@@ -100,6 +105,7 @@ def _targets_of_chips(config: pytest.Config) -> tuple[list[Target], Report]:
     """What is compiled and doesn't run; a target's device is then a chip."""
     if config.getoption("--device"):
         raise pytest.UsageError("--compile runs on no device: leave out --device")
+    execute = config.getoption("--execute")
     asked = config.getoption("--compile").split(",")
     targets: list[Target] = []
     known: set[str] = set()
@@ -107,6 +113,9 @@ def _targets_of_chips(config: pytest.Config) -> tuple[list[Target], Report]:
     for backend in map(_backend, config.getoption("--impl") or [b.language for b in backends()]):
         language, compiler = backend.language, compiler_of(backend)
         why = "there is no compiler for it here" if compiler is None else compiler.obstacle()
+        if execute and why is None:
+            executor = executor_of(backend)
+            why = "nothing here runs what it compiles to" if executor is None else executor.obstacle_to_execution()
         if compiler is None or why is not None:
             if language in config.getoption("--impl"):
                 raise pytest.UsageError(f"--impl={language} can't be compiled: {why}")
@@ -116,7 +125,7 @@ def _targets_of_chips(config: pytest.Config) -> tuple[list[Target], Report]:
         for chip in (c for c in compiler.chips if c in asked or asked == ["all"]):
             for name in sorted(config.getoption("--op") or ops):
                 if backend.has_kernel(name):
-                    targets.append(Target(ops[name], language, chip, backend, "compiled"))
+                    targets.append(Target(ops[name], language, chip, backend, "executed" if execute else "compiled"))
                 else:
                     report.not_claimed(name, language, chip)
     if not known:
@@ -196,9 +205,10 @@ def _calls(target: Target, options: dict[str, Any], wants: list[str]) -> list[tu
 
 
 def _concerns(target: Target, options: dict[str, Any], config: pytest.Config) -> bool:
-    if options.get("compiled", False) != (target.lane == "compiled"):
+    if any(options.get(lane, False) != (target.lane == lane) for lane in ("compiled", "executed")):
         return False
-    if options.get("spills") and not config.stash[spills_key].of(str(target)):
+    spills = config.stash[spills_key]
+    if options.get("spills") and not (spills.of(str(target)) or spills.losses_of(str(target))):
         return False
     if options.get("kernels") and target.backend is None:
         return False

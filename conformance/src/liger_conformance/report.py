@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-OUTCOMES = ("failed", "known failure", "passed", "interpreted", "compiled", "not claimed", "not run")
-"""In the order of a cell. ``interpreted`` passed with no hardware involved; ``compiled`` was not run at all."""
+OUTCOMES = ("failed", "known failure", "passed", "interpreted", "executed", "compiled", "not claimed", "not run")
+"""In the order of a cell. ``interpreted`` passed with no hardware involved, and so did ``executed``, which ran as it was
+compiled for the chip that the report names; ``compiled`` was not run at all."""
 
 NOT_CLAIMED = "not claimed: "
 """How a skip's reason starts when the implementation refuses the case."""

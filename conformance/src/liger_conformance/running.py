@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_core
+from liger_conformance import interpreters
 from liger_conformance.case import BIG
 from liger_core.backend import BackendInfo, backends
 from liger_core.contract import Op, ops
@@ -64,6 +65,7 @@ def only(target: Target) -> Iterator[Observed]:
     observed = Observed()
     with contextlib.ExitStack() as stack:
         stack.enter_context(liger_core.use(target.language))
+        stack.enter_context(interpreters.checking(target.backend, target.device))
         if target.backend is None:
             ran: list[bool] = []
             reference = target.op.reference
@@ -153,12 +155,13 @@ def present(op: Op[..., Any], arguments: Arguments) -> tuple[str, ...]:
     return tuple(name for name in op.differentiable if arguments[name] is not None)
 
 
-def incoming_for(op: Op[..., Any], results: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """An incoming gradient for each differentiable result, the same at each call: not one, and not uniform."""
+def incoming_for(op: Op[..., Any], results: dict[str, Tensor | None], draw: int = 0) -> dict[str, Tensor]:
+    """An incoming gradient for each differentiable result, the same at each call of a draw: not one, and not uniform."""
     incoming = {}
     for name, result in differentiable_results(op, results).items():
         place = result.device if result.numel() > BIG else "cpu"
-        generator = torch.Generator(place).manual_seed(zlib.crc32(f"{op.name}/{name}".encode()))
+        seed = zlib.crc32(f"{op.name}/{name}/{draw}".encode() if draw else f"{op.name}/{name}".encode())
+        generator = torch.Generator(place).manual_seed(seed)
         values = torch.randn(result.shape, generator=generator, device=place) if result.dim() else torch.tensor(-1.5)
         incoming[name] = values.to(device=result.device, dtype=result.dtype)
     return incoming
@@ -224,12 +227,13 @@ def baseline_and_truth(
     arguments: Arguments,
     wanted: tuple[str, ...] | None = None,
     incoming: dict[str, Tensor] | None = None,
+    draw: int = 0,
 ) -> tuple[Outcome, Outcome]:
-    """The reference on these arguments in their own dtype, and in float64."""
+    """The reference on these arguments in their own dtype, and in float64; without `incoming`, on that of the draw."""
     arguments = complete(op, arguments)
     if incoming is None:
         with torch.no_grad():
-            incoming = incoming_for(op, name_results(op, op.reference(**arguments)))
+            incoming = incoming_for(op, name_results(op, op.reference(**arguments)), draw)
     baseline = evaluate(op, op.reference, arguments, wanted, incoming)
     wide = {name: widen(value) for name, value in arguments.items()}
     truth = evaluate(op, op.reference, wide, wanted, {name: widen(value) for name, value in incoming.items()})

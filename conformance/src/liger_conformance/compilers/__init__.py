@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from liger_conformance.compilers.compiler import Compiled, Compiler
+from liger_conformance.compilers.ascend import TritonAscendCompiler
+from liger_conformance.compilers.compiler import CannotExecute, Compiled, Compiler, Executor
+from liger_conformance.compilers.cutile import CutileCompiler
 from liger_conformance.compilers.triton import TritonCompiler
 from liger_core.backend import BackendInfo
 
-__all__ = ["Compiled", "Compiler", "compiler_of"]
+__all__ = ["CannotExecute", "Compiled", "Compiler", "Executor", "compiler_of", "executor_of"]
 
 _TRITON = TritonCompiler()
+_TRITON_ASCEND = TritonAscendCompiler()
+_CUTILE = CutileCompiler()
 
 
 def compiler_of(backend: BackendInfo) -> Compiler | None:
     """The compiler of a language's kernels, or None when there is none here."""
     if backend.requires == "triton" and "cuda" in backend.devices:
         return _TRITON
+    if backend.requires == "triton" and "npu" in backend.devices:
+        return _TRITON_ASCEND
+    if backend.requires == "cuda":
+        return _CUTILE
     return None
+
+
+def executor_of(backend: BackendInfo) -> Executor | None:
+    """What runs a language's compiled kernels on the CPU, or None when there is nothing here that does."""
+    compiler = compiler_of(backend)
+    return compiler if compiler is _TRITON_ASCEND else None

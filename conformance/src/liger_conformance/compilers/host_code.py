@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_conformance.case import TIMED, Case, Make, cases_of
-from liger_conformance.compilers import compiler_of
+from liger_conformance.compilers import Compiler, compiler_of
 from liger_conformance.running import Arguments, Target, WrongRoute, complete, only, present
 from liger_core import Unsupported
 from liger_core.contract import Needs
@@ -40,16 +40,21 @@ def compiled_cases(target: Target) -> list[tuple[Case, torch.dtype]]:
     """What is compiled of an op for a chip, so that all ops take minutes for all chips.
 
     For the language's first chip every case in bfloat16, and options and the sizes of models in float32 too. For the
-    others, in bfloat16, the first cases, options and the larger sizes of models, and the largest in float32 too.
+    others, in bfloat16, the first cases, options and the larger sizes of models, and the largest in float32 too. Where
+    the compiler is slow, the first chip gets what otherwise the others do, and those get the first case and the largest.
     """
     found = cases_of(target.op.name)
     everything = (*found.cases, *([found.huge] if found.huge else []))
-    if _is_first_chip(target):
+    first, slow = _is_first_chip(target), _compiler(target).slow
+    if first and not slow:
         narrow = list(everything)
         wide = [case for case in everything if case.group in ("option", *TIMED)]
-    else:
+    elif first or not slow:
         wide = [case for case in found.cases if case.group == "large"]
         narrow = [c for c in everything if c in found.cases[:FIRST] or c.group in ("option", "medium", "large")]
+    else:
+        wide = []
+        narrow = [case for case in found.cases if case == found.cases[0] or case.group == "large"]
     return [(case, torch.bfloat16) for case in narrow] + [(case, torch.float32) for case in wide]
 
 
@@ -109,10 +114,15 @@ def _incoming(target: Target, case: Case, dtype: torch.dtype, result: Any) -> li
 
 def _takes_subsets(target: Target, case: Case, dtype: torch.dtype) -> bool:
     first = case in cases_of(target.op.name).cases[:FIRST]
-    return first and dtype is torch.bfloat16 and _is_first_chip(target)
+    return first and dtype is torch.bfloat16 and _is_first_chip(target) and not _compiler(target).slow
 
 
 def _is_first_chip(target: Target) -> bool:
+    return _compiler(target).chips[0] == target.device
+
+
+def _compiler(target: Target) -> Compiler:
     assert target.backend is not None
     compiler = compiler_of(target.backend)
-    return compiler is not None and compiler.chips[0] == target.device
+    assert compiler is not None
+    return compiler

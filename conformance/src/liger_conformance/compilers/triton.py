@@ -9,13 +9,10 @@ Importing this module does not import triton; calling its functions does.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from liger_conformance.compilers.chips import CHIPS, Chip, resource_usage, torch_on
 from liger_conformance.compilers.compiler import Compiled
 
 THREADS = 1024
@@ -39,56 +37,11 @@ FEW = 8
 """Registers that ptxas may keep in memory by its own choice."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What host code asks of a device, and what a kernel may take of it.
-
-    Attributes:
-        backend: of Triton: ``"cuda"`` or ``"hip"``.
-        arch: as Triton names it.
-        warp: threads of a warp.
-        capability: as torch gives it.
-        multiprocessors: of the machine named.
-        shared: bytes of shared memory that a program can have.
-        machine: one that has the chip.
-    """
-
-    backend: str
-    arch: int | str
-    warp: int
-    capability: tuple[int, int]
-    multiprocessors: int
-    shared: int
-    machine: str
-
-    @property
-    def properties(self) -> SimpleNamespace:
-        """What `torch.cuda.get_device_properties` would return, of what depends on the chip alone."""
-        major, minor = self.capability
-        return SimpleNamespace(
-            name=self.machine,
-            major=major,
-            minor=minor,
-            gcnArchName=self.arch if self.backend == "hip" else None,
-            multi_processor_count=self.multiprocessors,
-            warp_size=self.warp,
-            shared_memory_per_block_optin=self.shared,
-        )
-
-
-_CHIPS = {
-    "sm_90": Chip("cuda", 90, 32, (9, 0), 132, 227 << 10, "NVIDIA H200"),
-    "sm_80": Chip("cuda", 80, 32, (8, 0), 108, 163 << 10, "NVIDIA A100"),
-    "sm_100": Chip("cuda", 100, 32, (10, 0), 148, 227 << 10, "NVIDIA B200"),
-    "sm_120": Chip("cuda", 120, 32, (12, 0), 170, 99 << 10, "NVIDIA GeForce RTX 5090"),
-    "gfx942": Chip("hip", "gfx942", 64, (9, 4), 304, 64 << 10, "AMD Instinct MI300X"),
-}
-
-
 class TritonCompiler:
     """A `Compiler` of Triton kernels for NVIDIA's and AMD's chips."""
 
-    chips = tuple(_CHIPS)
+    chips = tuple(CHIPS)
+    slow = False
 
     def obstacle(self) -> str | None:
         if os.environ.get("TRITON_INTERPRET") == "1":
@@ -112,30 +65,19 @@ class TritonCompiler:
         compile = JITFunction.run
 
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-            named = {name: _pointers(value) for name, value in named.items()}
-            kernel = compile(self, *_pointers(args), grid=grid, warmup=True, **named)
-            compiled.append(_describe(kernel, _CHIPS[chip]))
+            named = {name: pointers(value) for name, value in named.items()}
+            kernel = compile(self, *pointers(args), grid=grid, warmup=True, **named)
+            compiled.append(_describe(kernel, CHIPS[chip]))
 
         device = self.chips.index(chip)
-        driver.set_active(_Driver(_CHIPS[chip], device))  # for good: there is no driver to go back to
+        driver.set_active(_Driver(CHIPS[chip], device))  # for good: there is no driver to go back to
         with (
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(Autotuner, "run", _every_configuration),
-            _torch_on(_CHIPS[chip]),
+            torch_on(CHIPS[chip]),
             FakeTensorMode(),
         ):
             yield f"cuda:{device}", compiled
-
-
-@contextlib.contextmanager
-def _torch_on(chip: Chip) -> Iterator[None]:
-    """What torch says of its machine, which host code may ask. It has none of the GPUs that this machine may have."""
-    with (
-        mock.patch.object(torch.cuda, "is_available", return_value=False),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=chip.properties),
-        mock.patch.object(torch.version, "hip", "7.0" if chip.backend == "hip" else None),
-    ):
-        yield
 
 
 class _Driver:
@@ -191,11 +133,12 @@ class _Pointer:
         return self.size
 
 
-def _pointers(value: Any) -> Any:
+def pointers(value: Any) -> Any:
+    """Arguments of a launch, with pointers for tensors."""
     if isinstance(value, Tensor):
         return _Pointer(value)
     if isinstance(value, tuple):
-        items = map(_pointers, value)
+        items = map(pointers, value)
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
 
@@ -244,14 +187,7 @@ def _memory_of_a_thread(kernel: Any) -> tuple[int, int, int]:
         numbers = [re.search(rf"^\s*\.{field}: +(\d+)", kernel.asm["amdgcn"], re.M) for field in fields]
         registers, spilled, stack = (int(found[1]) for found in numbers if found)
         return registers, stack, max(spilled, -(-stack // 4))
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    registers, stack = (int(number) for number in re.findall(r"\b(?:REG|STACK):(\d+)", text))
+    registers, stack, _ = resource_usage(kernel.asm["cubin"])
     most = min(255, REGISTERS // (kernel.metadata.num_warps * 32))
     in_memory = -(-stack // 4)
     chosen = in_memory <= FEW and registers <= most - 8  # they are given out by eight

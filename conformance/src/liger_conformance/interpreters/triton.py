@@ -5,8 +5,9 @@ shipped it is silently wrong in places (bf16 is kept as its bits, and added as i
 atomics of bf16), is kinder than a device (`eps` is a float64), and dereferences any pointer. `repair()` mends that, in
 this process.
 
-Each repair is a function that says what is wrong, and in which of the releases 3.4 to 3.9. When no supported release
-needs it any more, delete it, its line in `_REPAIRS` and its test.
+Each repair is a function that says what is wrong, and in which of the releases 3.4 to 3.9. triton-ascend 3.2 needs those
+that all releases need, and those of triton_ascend. When no supported release needs one any more, delete it, its line
+here and its test.
 
 Importing this module does not import triton; calling its functions does.
 """
@@ -23,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from liger_conformance.interpreters import (
+    triton_ascend,
     triton_bounds,
     triton_launch,
     triton_operations,
@@ -32,20 +34,22 @@ from liger_conformance.interpreters import (
 
 __all__ = ["Launch", "launches", "repair"]
 
+_Repair = Callable[[ModuleType], None]
+
 # Each with the last release that needs it, None while every release does. A later one may wrap what an earlier one set.
-_REPAIRS: tuple[tuple[Callable[[ModuleType], None], tuple[int, int] | None], ...] = (
+_REPAIRS: tuple[tuple[_Repair, tuple[int, int] | None], ...] = (
     (triton_operations.repair_nan_in_min_max, (3, 7)),
     (triton_operations.repair_fma, (3, 8)),
     (triton_operations.repair_erf, None),
-    (triton_operations.repair_libdevice, None),
+    (triton_operations.repair_extern_elementwise, None),
     (triton_operations.repair_reductions, None),
     (triton_operations.repair_scans, None),
     (triton_values.repair_bf16_arithmetic, None),
     (triton_values.repair_bf16_dot, None),
-    (triton_values.repair_tf32_dot, None),
+    (triton_values.repair_comparisons, None),
     (triton_values.repair_casts, None),
     (triton_values.repair_bf16_constants, (3, 8)),
-    (triton_values.repair_bf16_atomics, None),
+    (triton_values.repair_narrow_atomics, None),
     (triton_values.repair_scalar_arguments, None),
     (triton_syntax.repair_syntax, None),
     (triton_launch.repair_patching, None),
@@ -54,6 +58,16 @@ _REPAIRS: tuple[tuple[Callable[[ModuleType], None], tuple[int, int] | None], ...
     (triton_launch.repair_warnings, None),
     (triton_launch.repair_bounds, None),
 )
+_OF_TRITON: tuple[_Repair, ...] = (triton_operations.repair_libdevice, triton_values.repair_tf32_dot)
+_OF_TRITON_ASCEND: tuple[_Repair, ...] = (
+    triton_ascend.repair_options,
+    triton_ascend.repair_autotune,
+    triton_ascend.repair_logical_not,
+    triton_ascend.repair_dot,
+    triton_ascend.provide_language,
+    triton_ascend.repair_libdevice,
+)
+_TRITON_ASCEND = (3, 2)
 
 
 def repair(*, check_bounds: bool = True) -> None:
@@ -68,7 +82,7 @@ def repair(*, check_bounds: bool = True) -> None:
 
     major, minor, *_ = triton.__version__.split(".")
     release = int(major), int(minor)
-    if release < (3, 4):
+    if release < (3, 4) and not (release == _TRITON_ASCEND and hasattr(triton.language, "parallel")):
         raise RuntimeError(f"triton {triton.__version__} is older than 3.4, the oldest whose interpreter this repairs")
     from triton.runtime import interpreter
 
@@ -81,9 +95,14 @@ def repair(*, check_bounds: bool = True) -> None:
 
 @functools.cache
 def _mend(interpreter: ModuleType, release: tuple[int, int]) -> None:
+    ascend = release == _TRITON_ASCEND
+    if ascend:
+        triton_ascend.provide_interface(interpreter)
     for mend, last_release in _REPAIRS:
         if last_release is None or release <= last_release:
             mend(interpreter)
+    for mend in _OF_TRITON_ASCEND if ascend else _OF_TRITON:
+        mend(interpreter)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,15 +112,17 @@ def repair_bounds(interpreter: ModuleType) -> None:
     executor = interpreter.GridExecutor
     execute = executor.__call__
     init_args_hst = executor._init_args_hst
+    unwrap = getattr(interpreter, "_unwrap_tensor", lambda argument: argument)
+    descriptor_type = getattr(interpreter, "TensorDescriptor", ())  # triton-ascend takes none
 
     def spans(name: str, argument: Any) -> Iterator[triton_bounds.Span]:
-        argument = interpreter._unwrap_tensor(argument)
+        argument = unwrap(argument)
         if isinstance(argument, torch.Tensor):
             yield triton_bounds.Span.of(name, argument)
         elif isinstance(argument, tuple):
             for position, item in enumerate(argument):
                 yield from spans(f"{name}[{position}]", item)
-        elif isinstance(argument, interpreter.TensorDescriptor):
+        elif isinstance(argument, descriptor_type):
             yield from spans(name, argument.base)
 
     # What it returns is what the kernel is given: copies, for tensors on a device.

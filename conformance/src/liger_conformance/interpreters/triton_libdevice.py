@@ -1,8 +1,8 @@
-"""NVIDIA's libdevice in terms of numpy and torch, for Triton's interpreter.
+"""NVIDIA's libdevice and Ascend's in terms of numpy and torch, for Triton's interpreter.
 
-Keyed by the symbol that Triton would link, `__nv_tanhf`, without its prefix and without the suffix of the float32
-variant. Functions that round towards something else than nearest, and bit tricks on integers, are left out: an error
-names them when a kernel needs one.
+Keyed by the symbol that Triton would link, `__nv_tanhf` or `__hmf_tanhDh`, without its prefix and without the suffix
+of its float32 or float16 variant. Functions that round towards something else than nearest, and bit tricks on integers,
+are left out: an error names them when a kernel needs one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Function = Callable[..., np.ndarray]
 
 def function_of(symbol: str) -> _Function:
     """The function that computes `symbol` on arrays of its argument types. NotImplementedError when there is none."""
-    name = symbol.removeprefix("__nv_")
+    name = symbol.removeprefix("__nv_").removeprefix("__hmf_").removesuffix("Dh")
     for candidate in (
         name,
         name.removesuffix("f"),
@@ -129,6 +129,7 @@ _FUNCTIONS: dict[str, Any] = {
     "fabs": np.abs,
     "copysign": np.copysign,
     "nextafter": np.nextafter,
+    "relu": lambda x: np.fmax(x, x.dtype.type(0)),
     "saturate": lambda x: np.fmin(np.fmax(x, x.dtype.type(0)), x.dtype.type(1)),
     # arithmetic
     "fma": fma,
@@ -151,6 +152,7 @@ _FUNCTIONS: dict[str, Any] = {
     "dmul_rn": np.multiply,
     "fdiv_rn": np.divide,
     "ddiv_rn": np.divide,
+    "recip": np.reciprocal,
     "frcp_rn": np.reciprocal,
     "drcp_rn": np.reciprocal,
     "fsqrt_rn": np.sqrt,

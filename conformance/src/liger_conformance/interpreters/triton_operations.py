@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from liger_conformance.interpreters import triton_libdevice
+from liger_conformance.interpreters.triton_values import narrow, widen
 
 
 def repair_nan_in_min_max(interpreter: ModuleType) -> None:
@@ -56,6 +57,20 @@ def repair_erf(interpreter: ModuleType) -> None:
     interpreter.InterpreterBuilder.create_erf = erf
 
 
+def repair_extern_elementwise(interpreter: ModuleType) -> None:
+    """Functions of a device's library raise. All releases."""
+
+    def extern_elementwise(
+        self: Any, library: str, path: str, symbol: str, arguments: list[Any], dtype: Any, is_pure: bool
+    ) -> Any:
+        result = triton_libdevice.function_of(symbol)(*(widen(argument).data for argument in arguments))
+        if dtype.scalar.name == "bf16":
+            return narrow(interpreter.TensorHandle(result.astype(np.float32), dtype.scalar))
+        return interpreter.TensorHandle(result.astype(interpreter._get_np_dtype(dtype.scalar)), dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_extern_elementwise = extern_elementwise
+
+
 def repair_libdevice(interpreter: ModuleType) -> None:
     """The functions of `triton.language.extra.libdevice` are stubs, for which the compiler puts a device's, and return
     None here. Those of `...extra.cuda.libdevice` raise. All releases.
@@ -63,19 +78,12 @@ def repair_libdevice(interpreter: ModuleType) -> None:
     from triton.language.extra import libdevice
     from triton.language.extra.cuda import libdevice as cuda_libdevice
 
-    def extern_elementwise(
-        self: Any, library: str, path: str, symbol: str, arguments: list[Any], dtype: Any, is_pure: bool
-    ) -> Any:
-        result = triton_libdevice.function_of(symbol)(*(argument.data for argument in arguments))
-        return interpreter.TensorHandle(result.astype(interpreter._get_np_dtype(dtype.scalar)), dtype.scalar)
-
     def missing(name: str) -> Callable[..., Any]:
         def raise_missing(*arguments: Any) -> Any:
             raise NotImplementedError(f"libdevice.{name} doesn't exist on CUDA")
 
         return raise_missing
 
-    interpreter.InterpreterBuilder.create_extern_elementwise = extern_elementwise
     for name, stub in inspect.getmembers(libdevice, inspect.isfunction):
         if stub.__module__ == libdevice.__name__:
             function = getattr(cuda_libdevice, name, None)
@@ -85,10 +93,14 @@ def repair_libdevice(interpreter: ModuleType) -> None:
 
 
 def bind_builtin(interpreter: ModuleType, builtin: Callable[..., Any]) -> Callable[..., Any]:
-    """A builtin that gets the interpreter's semantic, as the compiler would give its own."""
+    """A builtin that gets the interpreter's semantic, or until 3.3 its builder, as the compiler would give its own."""
+    if "_builder" in inspect.signature(builtin).parameters:
+        given = {"_builder": interpreter.interpreter_builder}
+    else:
+        given = {"_semantic": interpreter.interpreter_semantic}
 
     def bound(*arguments: Any, **keywords: Any) -> Any:
-        return builtin(*arguments, **(keywords | {"_semantic": interpreter.interpreter_semantic}))
+        return builtin(*arguments, **(keywords | given))
 
     bound.__name__ = bound.__qualname__ = builtin.__name__
     return bound
@@ -99,17 +111,16 @@ def repair_reductions(interpreter: ModuleType) -> None:
     releases; for tl.argmax(tie_break_left=False) until 3.7. tl.argmax of a row of NaN raises, from 3.8 on. bf16 is
     reduced as its bits, and fp16 in fp32. All releases.
     """
-    import triton.language as tl
-
-    standard = tl.standard
     # In these dtypes numpy does what a device does, up to the order of a sum, which no device promises either.
     same_as_numpy = {np.dtype(name) for name in ("float32", "float64", "int32", "int64", "uint32", "uint64")}
-    elementwise = {
-        standard._sum_combine: np.add,
-        standard._elementwise_max: np.fmax,
-        standard._elementwise_min: np.fmin,
-    }
-    with_index = {standard._argmax_combine_tie_break_left: np.max, standard._argmin_combine_tie_break_left: np.min}
+    elementwise = _combine_functions(
+        _sum_combine=np.add,
+        _elementwise_max=np.fmax,
+        _elementwise_max_default=np.fmax,
+        _elementwise_max_propagate_nan=np.maximum,
+        _elementwise_min=np.fmin,
+    )
+    with_index = _combine_functions(_argmax_combine_tie_break_left=np.max, _argmin_combine_tie_break_left=np.min)
 
     def reduce_rows(combine: Any, rows: list[np.ndarray], dtypes: list[Any]) -> list[np.ndarray]:
         if combine in elementwise and rows[0].dtype in same_as_numpy:
@@ -138,6 +149,15 @@ def repair_reductions(interpreter: ModuleType) -> None:
         return [_tensor(interpreter, r.reshape(kept), dtype) for r, dtype in zip(results, dtypes, strict=True)]
 
     interpreter.ReduceOps.apply_impl = apply
+
+
+def _combine_functions(**meanings: Any) -> dict[Any, Any]:
+    """What Triton's own combine functions compute. triton-ascend has some of them twice, or divided in two."""
+    import triton.language as tl
+
+    modules = (tl.standard, inspect.getmodule(tl.max.fn))
+    found = ((getattr(module, name, None), meaning) for module in modules for name, meaning in meanings.items())
+    return {function: meaning for function, meaning in found if function is not None}
 
 
 def repair_scans(interpreter: ModuleType) -> None:

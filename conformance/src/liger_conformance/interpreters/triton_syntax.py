@@ -68,7 +68,7 @@ def repair_syntax(interpreter: ModuleType) -> None:
         def visit_For(self, node: ast.For) -> ast.For:
             self.generic_visit(node)
             match node.iter:
-                case ast.Call(func=ast.Name(id="range") | ast.Attribute(attr="range")):
+                case ast.Call(func=ast.Name(id="range") | ast.Attribute(attr="range" | "parallel")):
                     node.iter.func = ast.Name(id=interpreter_range.__name__, ctx=ast.Load())
             return node
 

@@ -28,24 +28,28 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), _BF16_NAN, rounded).astype(np.uint16)
 
 
-def _is_bf16(handle: Any) -> bool:
+def is_bf16(handle: Any) -> bool:
+    """Whether this is a value whose data are bf16 bits."""
     return hasattr(handle, "dtype") and handle.dtype.scalar.name == "bf16" and handle.data.dtype == np.uint16
 
 
-def _widen(handle: Any) -> Any:
+def widen(handle: Any) -> Any:
+    """A bf16 value in fp32; any other as it is."""
     import triton.language as tl
 
-    return type(handle)(to_fp32(handle.data), tl.float32) if _is_bf16(handle) else handle
+    return type(handle)(to_fp32(handle.data), tl.float32) if is_bf16(handle) else handle
 
 
-def _narrow(handle: Any) -> Any:
+def narrow(handle: Any) -> Any:
+    """An fp32 value in bf16; any other as it is."""
     import triton.language as tl
 
     return type(handle)(to_bf16(handle.data), tl.bfloat16) if handle.data.dtype == np.float32 else handle
 
 
 def repair_bf16_arithmetic(interpreter: ModuleType) -> None:
-    """Arithmetic, comparisons, clamp and fma of bf16 treat its bits as integers: 1.0 + 1.0 is inf. All releases.
+    """Arithmetic, comparisons, clamp and fma of bf16, and in triton-ascend rsqrt and erf, treat its bits as integers: 1.0 +
+    1.0 is inf. All releases.
 
     Here they are done in fp32 and rounded once, as on a device.
     """
@@ -54,13 +58,13 @@ def repair_bf16_arithmetic(interpreter: ModuleType) -> None:
     def in_fp32(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def compute(self: Any, *arguments: Any) -> Any:
-            if not any(map(_is_bf16, arguments)):
+            if not any(map(is_bf16, arguments)):
                 return method(self, *arguments)
-            return _narrow(method(self, *map(_widen, arguments)))
+            return narrow(method(self, *map(widen, arguments)))
 
         return compute
 
-    for name in ("binary_op", "unary_op", "create_clampf", "create_fma"):
+    for name in ("binary_op", "unary_op", "create_clampf", "create_fma", "create_rsqrt", "create_erf"):
         setattr(builder, name, in_fp32(getattr(builder, name)))
 
 
@@ -71,7 +75,7 @@ def repair_bf16_dot(interpreter: ModuleType) -> None:
 
     @functools.wraps(create_dot)
     def dot(self: Any, a: Any, b: Any, *arguments: Any) -> Any:
-        return create_dot(self, _widen(a), _widen(b), *arguments)
+        return create_dot(self, widen(a), widen(b), *arguments)
 
     builder.create_dot = dot
 
@@ -100,6 +104,23 @@ def repair_tf32_dot(interpreter: ModuleType) -> None:
     builder.create_dot = dot
 
 
+def repair_comparisons(interpreter: ModuleType) -> None:
+    """A comparison says that it is of its operands' dtype. One of scalars becomes a block of that dtype, and a mask that it
+    is part of a block of integers, which the bounds check and atomics take for indices. All releases.
+    """
+    import triton.language as tl
+
+    builder = interpreter.InterpreterBuilder
+    binary_op = builder.binary_op
+
+    @functools.wraps(binary_op)
+    def compute(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        result = binary_op(self, left, right, operation)
+        return interpreter.TensorHandle(result.data, tl.int1) if result.data.dtype == bool else result
+
+    builder.binary_op = compute
+
+
 def repair_casts(interpreter: ModuleType) -> None:
     """fp32 to bf16 truncates, which doubles the error, biases sums and makes some NaN inf. Casts between bf16 and int take
     the bits for the value, as does one of a comparison of fp32, whose result says that it is fp32. All releases.
@@ -113,10 +134,10 @@ def repair_casts(interpreter: ModuleType) -> None:
 
     @functools.wraps(cast_impl)
     def cast(self: Any, source: Any, dtype: Any) -> Any:
-        if _is_bf16(source):
-            return source if dtype.scalar == tl.bfloat16 else cast(self, _widen(source), dtype)
+        if is_bf16(source):
+            return source if dtype.scalar == tl.bfloat16 else cast(self, widen(source), dtype)
         if dtype.scalar == tl.bfloat16:
-            return _narrow(type(source)(source.data.astype(np.float32), tl.float32))
+            return narrow(type(source)(source.data.astype(np.float32), tl.float32))
         return cast_impl(self, source, dtype)
 
     @functools.wraps(create_fp_to_fp)
@@ -141,35 +162,40 @@ def repair_bf16_constants(interpreter: ModuleType) -> None:
     interpreter.InterpreterBuilder.get_bf16 = get_bf16
 
 
-def repair_bf16_atomics(interpreter: ModuleType) -> None:
-    """tl.atomic_add of bf16 raises "Unsupported data type". All releases. (The other atomics of bf16 don't compile
-    either.)
+def repair_narrow_atomics(interpreter: ModuleType) -> None:
+    """tl.atomic_add of bf16 raises "Unsupported data type". All releases; of fp16 triton-ascend's. (The other atomics of
+    bf16 don't compile either.)
     """
     import triton.language as tl
 
     builder = interpreter.InterpreterBuilder
     create_atomic_rmw = builder.create_atomic_rmw
     add = interpreter._ir.ATOMIC_OP.FADD
+    conversions = {
+        tl.bfloat16: (to_fp32, to_bf16),
+        tl.float16: (lambda values: values.astype(np.float32), lambda values: values.astype(np.float16)),
+    }
 
     @functools.wraps(create_atomic_rmw)
     def atomic_rmw(self: Any, operation: Any, pointer: Any, value: Any, mask: Any, *options: Any) -> Any:
-        if operation != add or not _is_bf16(value):
+        if operation != add or value.dtype.scalar not in conversions:
             return create_atomic_rmw(self, operation, pointer, value, mask, *options)
-        shape = value.data.shape
+        to_wide, to_narrow = conversions[value.dtype.scalar]
+        shape, dtype = value.data.shape, value.data.dtype
         active = np.broadcast_to(mask.data, shape)
-        addresses, addends = np.broadcast_to(pointer.data, shape)[active], to_fp32(value.data[active])
-        before = np.zeros(addresses.shape, np.uint16)
+        addresses, addends = np.broadcast_to(pointer.data, shape)[active], to_wide(value.data[active])
+        before = np.zeros(addresses.shape, dtype)
         # Lanes that share an address take turns, in their order, and each rounds its own sum.
         turns = _earlier_equals(addresses)
         for turn in range(turns.max(initial=-1) + 1):
             lanes = turns == turn
             unmasked = np.ones(np.count_nonzero(lanes), bool)
-            current = interpreter._interpreter.load(addresses[lanes], unmasked, before[lanes], before.dtype)
-            interpreter._interpreter.store(addresses[lanes], to_bf16(to_fp32(current) + addends[lanes]), unmasked)
+            current = interpreter._interpreter.load(addresses[lanes], unmasked, before[lanes], dtype)
+            interpreter._interpreter.store(addresses[lanes], to_narrow(to_wide(current) + addends[lanes]), unmasked)
             before[lanes] = current
-        result = np.zeros(shape, np.uint16)
+        result = np.zeros(shape, dtype)
         result[active] = before
-        return interpreter.TensorHandle(result, tl.bfloat16)
+        return interpreter.TensorHandle(result, value.dtype.scalar)
 
     builder.create_atomic_rmw = atomic_rmw
 

@@ -1,6 +1,7 @@
 """What is launched compiles, and fits, for chips that this machine doesn't have: under ``--compile``, and nothing else."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,19 @@ def test_compiled(
     record_property("liger kernels", [dataclasses.asdict(kernel) for kernel in kernels])
     if not kernels:
         pytest.fail(f"{target} launches no kernel", pytrace=False)
+    for kernel in kernels:
+        for what in kernel.close:
+            warnings.warn(f"{target.device} may have less: {kernel} takes {what}", stacklevel=1)
+    if case.group in ("medium", "large") and (
+        lost := [
+            f"{kernel}: {what}"
+            for kernel in kernels
+            for what in kernel.lost
+            if not known_spills.allows_loss(str(target), str(kernel), what)
+        ]
+    ):
+        advice = "mend the layout, or declare in known_spills.py that there is no faster way:"
+        pytest.fail("\n".join([f"fast instructions of {target.device} can't be used; {advice}", *lost]), pytrace=False)
     if over := [f"{kernel} takes {', '.join(kernel.over)}" for kernel in kernels if kernel.over]:
         pytest.fail("\n".join([f"{target.device} has less:", *over]), pytrace=False)
     if spilling := [
@@ -51,14 +65,22 @@ def test_compiled(
 
 @pytest.mark.cases(compiled=True, spills=True)
 def test_known_spills(target: Target, known_spills: KnownSpills) -> None:
-    """What is declared to spill does."""
-    spilling = set()
+    """What is declared to spill, or to lose the fast instructions, does."""
+    spilling, losing = set(), set()
     for case, dtype in compiled_cases(target):
         try:
-            spilling |= {str(kernel) for kernel in compile_launches(target, case, dtype) if kernel.spills}
+            kernels = compile_launches(target, case, dtype)
         except Unsupported:
             continue
+        spilling |= {str(kernel) for kernel in kernels if kernel.spills}
+        if case.group in ("medium", "large"):
+            losing |= {(str(kernel), what) for kernel in kernels for what in kernel.lost}
     stale = [pattern for pattern, _ in known_spills.of(str(target)) if not any(matches(pattern, k) for k in spilling)]
+    stale += [
+        f"{pattern}: {what}"
+        for pattern, what in known_spills.losses_of(str(target))
+        if not any(matches(pattern, kernel) and matches(what, loss) for kernel, loss in losing)
+    ]
     if stale:
-        advice = "none of these spills any more; take it out of known_spills.py:"
+        advice = "none of these is so any more; take it out of known_spills.py:"
         pytest.fail("\n".join([f"on {target.device} {advice}", *stale]), pytrace=False)

@@ -62,7 +62,8 @@ def check(
 
     def other_draws(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if not others:
-            others.extend(baseline_and_truth(target.op, build(draw), wanted, incoming) for draw in range(1, DRAWS))
+            draws = range(1, DRAWS)
+            others.extend(baseline_and_truth(target.op, build(draw), wanted, incoming, draw) for draw in draws)
         return [(b.items()[name], t.items()[name]) for b, t in others]
 
     assert actual.items().keys() == baseline.items().keys()

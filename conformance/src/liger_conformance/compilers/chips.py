@@ -1,0 +1,84 @@
+"""Chips that kernels are compiled for, and what a program for one takes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What host code asks of a device, and what a kernel may take of it.
+
+    Attributes:
+        backend: of Triton: ``"cuda"`` or ``"hip"``.
+        arch: as Triton names it.
+        warp: threads of a warp.
+        capability: as torch gives it.
+        multiprocessors: of the machine named.
+        shared: bytes of shared memory that a program can have.
+        machine: one that has the chip.
+    """
+
+    backend: str
+    arch: int | str
+    warp: int
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared: int
+    machine: str
+
+    @property
+    def properties(self) -> SimpleNamespace:
+        """What `torch.cuda.get_device_properties` would return, of what depends on the chip alone."""
+        major, minor = self.capability
+        return SimpleNamespace(
+            name=self.machine,
+            major=major,
+            minor=minor,
+            gcnArchName=self.arch if self.backend == "hip" else None,
+            multi_processor_count=self.multiprocessors,
+            warp_size=self.warp,
+            shared_memory_per_block_optin=self.shared,
+        )
+
+
+CHIPS = {
+    "sm_90": Chip("cuda", 90, 32, (9, 0), 132, 227 << 10, "NVIDIA H200"),
+    "sm_80": Chip("cuda", 80, 32, (8, 0), 108, 163 << 10, "NVIDIA A100"),
+    "sm_100": Chip("cuda", 100, 32, (10, 0), 148, 227 << 10, "NVIDIA B200"),
+    "sm_120": Chip("cuda", 120, 32, (12, 0), 170, 99 << 10, "NVIDIA GeForce RTX 5090"),
+    "gfx942": Chip("hip", "gfx942", 64, (9, 4), 304, 64 << 10, "AMD Instinct MI300X"),
+}
+
+
+@contextlib.contextmanager
+def torch_on(chip: Chip) -> Iterator[None]:
+    """What torch says of its machine, which host code may ask. It has none of the GPUs that this machine may have."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=chip.properties),
+        mock.patch.object(torch.version, "hip", "7.0" if chip.backend == "hip" else None),
+    ):
+        yield
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int, int]:
+    """Registers of a thread, bytes of its stack, and bytes of shared memory of an NVIDIA program of one kernel."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack, shared = (int(re.findall(rf"\b{name}:(\d+)", text)[-1]) for name in ("REG", "STACK", "SHARED"))
+    return registers, stack, shared

@@ -1,0 +1,195 @@
+"""cuTile's compiler without a GPU: host code runs on tensors without data, and each launch is compiled and not run.
+
+NVIDIA's front end writes the bytecode, tileiras makes it a program for a chip, and says which instructions it chose.
+
+Importing this module does not import cuda.tile; calling its functions does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from liger_conformance.compilers.chips import CHIPS, Chip, resource_usage, torch_on
+from liger_conformance.compilers.compiler import Compiled
+from liger_conformance.interpreters.tileir import capture
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "int32": "i32", "int64": "i64"}
+
+_NEVER_BULK = (
+    "leading tile dimension not 16-byte aligned",
+    "no contiguous dimension found",
+    "unsupported element type for TMA operations",
+)
+"""Why a single element, a column or booleans are no bulk copy, whatever the kernel and its host code do."""
+
+
+class CutileCompiler:
+    """A `Compiler` of cuTile kernels for NVIDIA's chips."""
+
+    chips = ("sm_90", "sm_80", "sm_100", "sm_120")
+    slow = True
+
+    def obstacle(self) -> str | None:
+        if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.tile") is None:
+            return "cuda-tile is not installed"
+        if importlib.util.find_spec("triton") is None:
+            return "triton, whose cuobjdump reads what is compiled, is not installed"
+        if os.environ.get("CUTILE_INTERPRET") == "1":
+            return "CUTILE_INTERPRET=1 is set, so that kernels are interpreted: unset it"
+        capture.stand_in_for_libcuda()
+        from cuda.tile import _compile
+
+        try:
+            _compile._find_compiler_bin()
+        except FileNotFoundError as error:
+            return str(error)
+        return None
+
+    @contextlib.contextmanager
+    def compiling(self, chip: str) -> Iterator[tuple[str, list[Compiled]]]:
+        capture.stand_in_for_libcuda()
+        import cuda.tile
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        compiled: list[Compiled] = []
+
+        def launch(stream: Any, grid: Any, kernel: Any, arguments: tuple[Any, ...], /, **options: Any) -> None:
+            capture.check_grid(grid)
+            compiled.append(_compile_once(kernel, capture.signature(kernel, arguments), chip))
+
+        # A device for each chip, so that what host code remembers of one device is not taken for another's.
+        device = self.chips.index(chip)
+        with (
+            mock.patch.object(cuda.tile, "launch", launch),
+            mock.patch.object(torch._C, "_cuda_getDevice", return_value=device, create=True),
+            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
+            torch_on(CHIPS[chip]),
+            FakeTensorMode(),
+        ):
+            yield f"cuda:{device}", compiled
+
+
+_made: dict[tuple[Any, str, str], Compiled] = {}
+
+
+def _compile_once(kernel: Any, signature: Any, chip: str) -> Compiled:
+    key = kernel, signature.symbol, chip
+    if key not in _made:
+        _made[key] = _compile(kernel, signature, chip)
+    return _made[key]
+
+
+def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
+    """Compile a kernel for a chip, and read what it takes.
+
+    Raises:
+        RuntimeError: tileiras fails, with what it says.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program, cubin, remarks = (Path(folder, name) for name in ("kernel.tileirbc", "kernel.cubin", "remarks.yaml"))
+        program.write_bytes(capture.bytecode(kernel, signature, chip))
+        path, environment = _tileiras()
+        command = [path, program, "-o", cubin, "--gpu-name", chip]
+        command += ["--remarks=all", "--remark-format=yaml", f"--remarks-output-file={remarks}"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"tileiras can't compile {kernel._pyfunc.__name__} for {chip}:\n{done.stderr}")
+        registers, stack, shared = resource_usage(cubin.read_bytes())
+        said = remarks.read_text()
+    over = [f"{shared} bytes of shared memory, of {CHIPS[chip].shared}"] if shared > CHIPS[chip].shared else []
+    function = kernel._pyfunc
+    return Compiled(
+        f"{function.__module__.rpartition('.')[2]}.{function.__name__}",
+        _variant(function, signature),
+        {"registers": registers, "bytes of stack": stack, "bytes shared": shared, **_instructions(said)},
+        -(-stack // 4),
+        tuple(over),
+        _lost(said, CHIPS[chip]),
+    )
+
+
+@functools.cache
+def _tileiras() -> tuple[str, dict[str, str]]:
+    """The compiler that cuda.tile would run, and its environment, in which no CUDA toolkit is named."""
+    from cuda.tile import _compile
+
+    found = _compile._find_compiler_bin()
+    environment = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDA_PATH")}
+    return found.path, environment | ({"PATH": found.bin_path} if found.bin_path else {})
+
+
+def _variant(function: Any, signature: Any) -> str:
+    """What a kernel was compiled for: its constants, and the types of the other arguments."""
+    constants, types = [], []
+    for name, found in zip(inspect.signature(function).parameters, signature.parameters, strict=True):
+        if hasattr(found, "value"):
+            constants.append(f"{name}={found.value}")
+        elif hasattr(found, "ndim"):
+            # Lengths and strides divisible by 16 bytes, all but the constant 1.
+            aligned = all(
+                constant == 1 or by * _bits(found.dtype) % 128 == 0
+                for constant, by in zip(found.stride_constant, found.stride_divisible_by, strict=True)
+            )
+            types.append(f"{found.ndim}D {_short(found.dtype)}" + ":16" * aligned)
+        elif hasattr(found, "items"):
+            types.append("None" if not found.items else "tuple")
+        else:
+            types.append(_short(found.dtype) if hasattr(found, "dtype") else "list")
+    return f"{', '.join(constants)}; {', '.join(types)}"
+
+
+def _short(dtype: Any) -> str:
+    return _SHORT.get(dtype.name, dtype.name)
+
+
+def _bits(dtype: Any) -> int:
+    return int(re.sub(r"\D", "", dtype.name) or 8)
+
+
+def _remarks(text: str) -> Iterator[SimpleNamespace]:
+    """What tileiras says of each load, store and matrix product: kind, name, place and the rest, by its own words."""
+    for part in text.split("--- !")[1:]:
+        kind, _, rest = part.partition("\n")
+        place = re.search(r"File: '([^']*)', Line: (\d+)", rest)
+        yield SimpleNamespace(
+            kind=kind.strip(),
+            name=next(iter(re.findall(r"^Name: +(\S+)", rest, re.M)), ""),
+            place=f"{Path(place[1]).name}:{place[2]}" if place else "?",
+            instruction=next(iter(re.findall(r"- Instruction: +(.*)", rest)), ""),
+            reasons=sorted({r.rsplit("): ", 1)[-1].strip("' ") for r in re.findall(r"- Reason: +(.*)", rest)}),
+        )
+
+
+def _instructions(text: str) -> dict[str, int]:
+    """Places that load or store with the tensor memory accelerator, and places that multiply on tensor cores."""
+    chosen = {(remark.place, remark.name, remark.instruction) for remark in _remarks(text) if remark.kind == "Passed"}
+    bulk = sum(instruction.startswith("TMA") for _, _, instruction in chosen)
+    cores = sum("TensorCore" in name for _, name, _ in chosen)
+    return {"bulk copies": bulk, "matrix products": cores}
+
+
+def _lost(text: str, chip: Chip) -> tuple[str, ...]:
+    """Loads and stores that could be bulk copies, and products that could be on tensor cores, and are not."""
+    found = set()
+    for remark in _remarks(text):
+        if remark.kind != "Failure":
+            continue
+        reasons = [reason for reason in remark.reasons if reason not in _NEVER_BULK]
+        if "Tma" in remark.name and (chip.capability < (9, 0) or not reasons):
+            continue
+        found.add(f"{remark.name.removeprefix('Remark')} at {remark.place}: {', '.join(reasons) or remark.instruction}")
+    return tuple(sorted(found))

@@ -1,0 +1,49 @@
+"""cuTile kernels in the interpreter of Tile IR, with all of its checks, and a record of which cuTile kernels ran.
+
+Importing this module does not import cuda.tile; calling its functions does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from liger_conformance.interpreters import tileir
+from liger_conformance.interpreters.triton import Launch
+
+
+def repair() -> None:
+    """Make `cuda.tile.launch` run kernels on CPU tensors. Once is enough."""
+    if os.environ.get("CUTILE_INTERPRET") != "1":
+        raise RuntimeError("the interpreter of Tile IR is off: set CUTILE_INTERPRET=1 before liger_cutile is imported")
+    tileir.install()
+
+
+@contextlib.contextmanager
+def launches(recorded: list[Launch]) -> Iterator[None]:
+    """Append a `Launch` per cuTile kernel that is launched until the context ends, interpreted or not.
+
+    Not what is launched by a `launch` imported by name.
+    """
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.tile") is None:
+        yield
+        return
+    import cuda.tile
+
+    launch = cuda.tile.launch
+
+    @functools.wraps(launch)
+    def record(stream: Any, grid: Any, kernel: Any, *arguments: Any, **options: Any) -> None:
+        launch(stream, grid, kernel, *arguments, **options)
+        x, y, z, *_ = (*map(int, grid), 1, 1)
+        recorded.append(Launch(kernel._pyfunc.__name__, kernel._pyfunc.__module__, (x, y, z)))
+
+    cuda.tile.launch = record
+    try:
+        yield
+    finally:
+        cuda.tile.launch = launch

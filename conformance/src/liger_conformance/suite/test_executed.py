@@ -1,0 +1,76 @@
+"""What is compiled for a chip computes what it should, run on the CPU: under ``--compile --execute``, and nothing else."""
+
+import functools
+
+import pytest
+import torch
+
+from liger_conformance.case import Case, cases_of
+from liger_conformance.compare import DRAWS, compare
+from liger_conformance.compilers import CannotExecute, executor_of
+from liger_conformance.report import NOT_CLAIMED
+from liger_conformance.running import (
+    Outcome,
+    Target,
+    baseline_and_truth,
+    complete,
+    incoming_for,
+    name_results,
+    only,
+    present,
+)
+
+
+def execute(target: Target, case: Case, dtype: torch.dtype) -> Outcome:
+    """Call a kernel file's forward and backward, for every gradient."""
+    op, kernel = target.op, target.kernel
+    assert target.backend is not None
+    assert kernel is not None
+    executor = executor_of(target.backend)
+    assert executor is not None
+    with executor.executing(target.device) as device, torch.no_grad(), only(target):
+        arguments = complete(op, cases_of(op.name).build(case, dtype, device, 0))
+        refuses = getattr(kernel, "refuses", None)
+        if refuses is not None and (why := refuses(**arguments)):
+            pytest.skip(f"{NOT_CLAIMED}{why}")
+        there = present(op, arguments)
+        needs = tuple(name in there for name in op.differentiable)
+        returned, saved = kernel.forward(needs, **arguments)
+        results = name_results(op, op.result(*returned) if op.result and isinstance(returned, tuple) else returned)
+        gradients = ()
+        if any(needs):
+            incoming = incoming_for(op, results)
+            kept = op.keeps_gradient if op.keeps_gradient and len(results) > 1 else (True,) * len(results)
+            given = [incoming.get(name) for name, keeps in zip(results, kept, strict=True) if keeps]
+            options = {name: arguments[name] for name in op.options}
+            gradients = kernel.backward(needs, saved, *given, **options)
+    named = zip(op.differentiable, gradients, strict=True) if gradients else ()
+    return Outcome(results, {name: gradient for name, gradient in named if name in there})
+
+
+@pytest.mark.cases(executed=True, groups=("odd", "option"), dtypes=(torch.float32, torch.bfloat16))
+def test_executed(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """The kernel computes, as it is lowered for the chip, what the contract says.
+
+    By the float64 rule, with 64 units of rounding in float32: of that a sum adds one term after another here, as no vector
+    unit does.
+    """
+    try:
+        actual = execute(target, case, dtype)
+    except CannotExecute as error:
+        pytest.skip(f"{target.op.name} can't be executed: {error}")
+    expected = functools.cache(lambda draw: _expected(target, case, dtype, draw))
+    baseline, truth = expected(0)
+    assert actual.items().keys() == baseline.items().keys()
+    for name, value in actual.items().items():
+        units = 64 if value is not None and value.dtype is torch.float32 else 1
+
+        def other_draws(name: str = name) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            return [tuple(outcome.items()[name] for outcome in expected(draw)) for draw in range(1, DRAWS)]
+
+        compare(name, value, baseline.items()[name], truth.items()[name], other_draws, units=units)
+
+
+def _expected(target: Target, case: Case, dtype: torch.dtype, draw: int) -> tuple[Outcome, Outcome]:
+    arguments = complete(target.op, cases_of(target.op.name).build(case, dtype, "cpu", draw))
+    return baseline_and_truth(target.op, arguments, draw=draw)

@@ -1,0 +1,118 @@
+"""cuTile kernels are compiled for chips that aren't there, and the compiler's own words say what a kernel takes and lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from liger_conformance.compilers import Compiled
+from liger_conformance.compilers.cutile import CutileCompiler
+from liger_conformance.interpreters.tileir import capture
+from liger_conformance.known import KnownSpills, matches
+
+ct = pytest.importorskip("cuda.tile", exc_type=ImportError) if capture.stand_in_for_libcuda() else None
+pytest.importorskip("triton")
+ConstInt = ct.Constant[int]
+
+
+@ct.kernel
+def subtract_maximum(y, x, BLOCK: ConstInt):
+    xs = ct.astype(ct.load(x, (ct.bid(0), 0), (1, BLOCK), padding_mode=ct.PaddingMode.ZERO), ct.float32)
+    ct.store(y, (ct.bid(0), 0), ct.astype(xs - ct.max(xs), y.dtype))
+
+
+@ct.kernel
+def multiply(z, x, y, SIZE: ConstInt):
+    xs = ct.load(x, (0, 0), (SIZE, SIZE), padding_mode=ct.PaddingMode.ZERO)
+    ys = ct.load(y, (0, 0), (SIZE, SIZE), padding_mode=ct.PaddingMode.ZERO)
+    ct.store(z, (0, 0), ct.astype(ct.mma(xs, ys, ct.zeros((SIZE, SIZE), ct.float32)), z.dtype))
+
+
+@ct.kernel
+def mistyped(y, x, BLOCK: ConstInt):
+    ct.store(y, (0, 0), ct.load(x, (0, 0), (1, BLOCK)) + undefined)  # noqa: F821
+
+
+def compile_row(chip: str, columns: int, block: int, dtype: torch.dtype = torch.bfloat16) -> Compiled:
+    with CutileCompiler().compiling(chip) as (device, compiled):
+        x = torch.empty(64, columns, dtype=dtype, device=device)
+        ct.launch(0, (64,), subtract_maximum, (torch.empty_like(x), x, block))
+    (kernel,) = compiled
+    return kernel
+
+
+@pytest.mark.parametrize("chip", CutileCompiler.chips)
+def test_a_right_kernel(chip: str) -> None:
+    kernel = compile_row(chip, 4096, 4096)
+    assert str(kernel) == "test_compiler_cutile.subtract_maximum[BLOCK=4096; 2D bf16:16, 2D bf16:16]"
+    assert 16 < kernel.uses["registers"] <= 255
+    assert (kernel.spills, kernel.over, kernel.lost) == (0, (), ())
+    assert (kernel.uses["bulk copies"] > 0) == (chip != "sm_80")  # Ampere has no tensor memory accelerator
+
+
+def test_spills() -> None:
+    kernel = compile_row("sm_90", 65536, 65536, torch.float32)
+    assert kernel.spills == -(-kernel.uses["bytes of stack"] // 4) > 8
+
+
+def test_a_layout_that_loses_bulk_copies() -> None:
+    kernel = compile_row("sm_90", 4001, 4096)
+    assert kernel.uses["bulk copies"] == 0
+    assert str(kernel).endswith("2D bf16, 2D bf16]")
+    load, store = kernel.lost
+    assert load.startswith("MemoryTmaLoadFailed at test_compiler_cutile.py:")
+    assert load.endswith("not 16-byte aligned")
+    assert store.startswith("MemoryTmaStoreFailed at test_compiler_cutile.py:")
+    assert compile_row("sm_80", 4001, 4096).lost == ()
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "on_cores"),
+    [*((chip, torch.bfloat16, True) for chip in CutileCompiler.chips), ("sm_90", torch.float32, False)],
+)
+def test_matrix_products(chip: str, dtype: torch.dtype, on_cores: bool) -> None:
+    with CutileCompiler().compiling(chip) as (device, compiled):
+        x = torch.empty(64, 64, dtype=dtype, device=device)
+        ct.launch(0, (1,), multiply, (torch.empty_like(x), x, torch.empty_like(x), 64))
+    assert (compiled[0].uses["matrix products"] > 0) == on_cores
+    assert any("TensorCore" in lost for lost in compiled[0].lost) != on_cores
+
+
+def test_errors_are_the_compilers_own() -> None:
+    with CutileCompiler().compiling("sm_90") as (device, _):
+        x = torch.empty(1, 64, device=device)
+        with pytest.raises(ct.TileError, match="undefined"):
+            ct.launch(0, (1,), mistyped, (torch.empty_like(x), x, 64))
+        with pytest.raises(ValueError, match="has 16777216 blocks"):
+            ct.launch(0, (1 << 24,), subtract_maximum, (torch.empty_like(x), x, 64))
+
+
+def test_host_code_sees_the_chip() -> None:
+    found: dict[str, Any] = {}
+    for chip in ("sm_90", "sm_120"):
+        with CutileCompiler().compiling(chip) as (device, _):
+            x = torch.empty(1 << 40, device=device)  # without memory
+            found[chip] = torch.cuda.get_device_properties(x.device).multi_processor_count, x.device
+    assert found["sm_90"][0] == 132
+    assert found["sm_120"][0] == 170
+    assert found["sm_90"][1] != found["sm_120"][1]
+
+
+def test_known_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    import liger_cutile.known_spills as declared
+
+    key, words = "softmax-cutile-sm_* softmax._forward[*", "*only supports zero padding"
+    monkeypatch.setattr(declared, "KNOWN_SPILLS", {})
+    monkeypatch.setattr(declared, "KNOWN_LOSSES", {key: (words, "-inf is what it needs")})
+    known = KnownSpills({"cutile": "liger_cutile"}, ["softmax-cutile-sm_90", "rms_norm-cutile-sm_90"])
+    lost = "MemoryTmaLoadFailed at softmax.py:30: TMA only supports zero padding"
+    assert known.allows_loss("softmax-cutile-sm_90", "softmax._forward[ROWS=1]", lost)
+    assert not known.allows_loss("softmax-cutile-sm_90", "softmax._backward[ROWS=1]", lost)
+    assert not known.allows_loss("rms_norm-cutile-sm_90", "softmax._forward[ROWS=1]", lost)
+    assert not known.allows_loss("softmax-cutile-sm_90", "softmax._forward[ROWS=1]", "stride not 16-byte aligned")
+    assert matches(words, lost)
+    monkeypatch.setattr(declared, "KNOWN_LOSSES", {key: (words, " ")})
+    with pytest.raises(ValueError, match="takes a reason"):
+        KnownSpills({"cutile": "liger_cutile"}, ["softmax-cutile-sm_90"])

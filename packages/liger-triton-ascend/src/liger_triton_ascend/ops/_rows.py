@@ -1,0 +1,86 @@
+"""A tensor as rows, and the tiles of rows that a vector core takes one after another."""
+
+from torch import Tensor
+
+from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
+
+MARGIN = 0.8
+"""Of the Unified Buffer. The compiler keeps temporaries there that the count of a kernel's tiles leaves out."""
+
+LEAST = 16
+"""Columns of a tile: one aligned block of 32 bytes in float16 or bfloat16."""
+
+LEAST_SHARED = 512
+"""Columns of a tile of a row that cores share: 1 KiB in bfloat16. Of a longer row not fewer, to transfer it in few pieces;
+not measured."""
+
+TILES_A_CORE = 4
+"""At least, where there are as many rows: so that transfers overlap with work, and cores finish together; not measured."""
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """A tensor whose rows lie at one distance from each other, each row's elements adjacent; and that distance.
+
+    It is `x`, or a view of it, wherever x's strides allow: contiguous, or sliced or expanded in any dimension but the
+    last. Otherwise it is a copy.
+
+    Args:
+        x: ``[..., H]``.
+
+    Returns:
+        The tensor, with as many rows of H elements as x, in x's order; and the distance of its rows, in elements.
+    """
+    columns = x.shape[-1]
+    if x.is_contiguous():
+        return x, columns
+    rows = x if x.dim() == 2 else x.reshape(-1, columns)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    return rows, rows.stride(0)
+
+
+def row_tiles(like: Tensor, rows: int, columns: int, alive: float) -> tuple[int, int, int]:
+    """How a grid of vector cores goes over rows that are each worked on as a whole.
+
+    A tile is as many whole rows as fit the Unified Buffer, though few enough for all cores to have some; or a part of one
+    row, where not even that fits.
+
+    Args:
+        like: on the device.
+        rows: how many.
+        columns: how many.
+        alive: tiles in float32 that a kernel holds at once.
+
+    Returns:
+        Programs, at most one per core; rows of a tile; columns of a tile, which are fewer than `columns` where no row
+        fits.
+    """
+    cores = get_npu_core_count(like.device)
+    tile_rows, block = _tile(rows // (TILES_A_CORE * cores), columns, alive)
+    return min(_ceil_div(rows, tile_rows), cores), tile_rows, block
+
+
+def element_tiles(like: Tensor, rows: int, columns: int, alive: float) -> tuple[int, int, int]:
+    """How a grid of vector cores goes over rows whose elements don't depend on each other: as `row_tiles` says, but that
+    cores share a row where there are fewer rows than cores.
+
+    Returns:
+        Programs, at most one per core; rows of a tile; columns of a tile.
+    """
+    cores = get_npu_core_count(like.device)
+    sharers = max(1, cores // rows)
+    part = columns if sharers == 1 else max(LEAST_SHARED, columns // (TILES_A_CORE * sharers))
+    tile_rows, block = _tile(rows // (TILES_A_CORE * cores), min(columns, part), alive)
+    return min(_ceil_div(rows, tile_rows) * _ceil_div(columns, block), cores), tile_rows, block
+
+
+def _tile(most_rows: int, columns: int, alive: float) -> tuple[int, int]:
+    rows = 1
+    while 2 * rows <= most_rows:
+        rows *= 2
+    ((tile_rows, block),) = compute_default_tiling_strategy(MARGIN, 4, alive, [(rows, max(columns, LEAST))], [(0, 1)])
+    return tile_rows, block
+
+
+def _ceil_div(size: int, part: int) -> int:
+    return (size + part - 1) // part

@@ -1,0 +1,146 @@
+"""Tiles that fit the Unified Buffer, the memory of an Ascend vector core.
+
+Everything that a kernel computes with is in the Unified Buffer, 192 KiB on a 910B, and what doesn't fit there doesn't
+compile. So a tile's size follows from how many tiles are alive at once, and not from what one element costs.
+"""
+
+import functools
+import os
+from collections.abc import Sequence
+
+import torch
+
+ALIGNMENT = 32
+"""Bytes of a block of the Unified Buffer: each row of a tile takes whole blocks."""
+
+CORES_WITHOUT_NPU = 2
+"""Vector cores where there is no NPU, as in an interpreter: few, but more than one partial sum. A 910B2 has 48."""
+
+
+def compute_default_tiling_strategy(
+    safety_margin: float,
+    dtype_size: int,
+    memory_multiplier: float,
+    shapes: Sequence[tuple[int, ...]],
+    tiling_dims: Sequence[int | tuple[int, ...]],
+) -> tuple[tuple[int, ...], ...]:
+    """The largest tile of each shape that fits the Unified Buffer.
+
+    A tile's sizes are powers of two, no larger than the shape needs, and its rows are multiples of 32 bytes. Of several
+    dimensions that are tiled, which share one budget, the last grows first: what lies together stays together.
+
+    Args:
+        safety_margin: the share of the Unified Buffer that may be used; the compiler needs the rest.
+        dtype_size: bytes of an element, as it is computed with.
+        memory_multiplier: tiles of the shape that are alive at once.
+        shapes: what is tiled.
+        tiling_dims: for each shape the dimensions, or the one dimension, in which its tile may be smaller than it.
+
+    Returns:
+        For each shape the sizes of its tile.
+
+    Raises:
+        ValueError: what isn't tiled is more than fits, or an argument makes no sense.
+        RuntimeError: the capacity of the Unified Buffer is not known.
+
+    On a 910B, of 512 rows of 100 and of one of 32000, six tiles of float32 at a time:
+
+        compute_default_tiling_strategy(0.8, 4, 6, [(512, 100), (1, 32000)], [(0, 1), (0, 1)]) == ((32, 128), (1, 4096))
+    """
+    if len(shapes) != len(tiling_dims):
+        raise ValueError(f"{len(shapes)} shapes have {len(tiling_dims)} tiling_dims; each takes its own")
+    if not 0 < safety_margin <= 1 or dtype_size <= 0 or memory_multiplier <= 0:
+        raise ValueError(
+            f"safety_margin is {safety_margin}, dtype_size {dtype_size}, memory_multiplier {memory_multiplier}; "
+            "they take a share above 0 and up to 1, and two numbers above 0"
+        )
+    elements = int(safety_margin * unified_buffer_bytes() / (dtype_size * memory_multiplier))
+    return tuple(
+        _tile(shape, (dims,) if isinstance(dims, int) else dims, elements, dtype_size)
+        for shape, dims in zip(shapes, tiling_dims, strict=True)
+    )
+
+
+def _tile(shape: tuple[int, ...], dims: tuple[int, ...], elements: int, dtype_size: int) -> tuple[int, ...]:
+    """The largest tile of a shape that has at most so many elements."""
+    rank = len(shape)
+    if not all(-rank <= dim < rank for dim in dims):
+        raise ValueError(f"tiling dimensions {dims} are not all dimensions of {shape}")
+    tiled = sorted({dim % rank for dim in dims})
+    least = [1] * (rank - 1) + [max(1, ALIGNMENT // dtype_size)]
+    whole = [_power_of_2(size, at_least) for size, at_least in zip(shape, least, strict=True)]
+    tile = [least[dim] if dim in tiled else whole[dim] for dim in range(rank)]
+    size = 1
+    for length in tile:
+        size *= length
+    if size > elements:
+        raise ValueError(
+            f"of shape {shape}, tiled in dimensions {tiled}, the smallest tile {tuple(tile)} has {size} elements, and "
+            f"{elements} fit the Unified Buffer: tile more dimensions"
+        )
+    for dim in reversed(tiled):
+        while tile[dim] < whole[dim] and 2 * size <= elements:
+            tile[dim] *= 2
+            size *= 2
+    return tuple(tile)
+
+
+def _power_of_2(size: int, least: int) -> int:
+    """The least power of two that is no less than `size` and `least`, itself one.
+
+    Found by comparisons, so that a dynamic size stays dynamic while torch.compile traces.
+    """
+    power = least
+    while power < size:
+        power *= 2
+    return power
+
+
+def unified_buffer_bytes() -> int:
+    """The capacity of the Unified Buffer: ASCEND_UB_CAPACITY_BITS / 8 where that is set, else what CANN says.
+
+    Raises:
+        RuntimeError: neither is there.
+    """
+    bits = os.environ.get("ASCEND_UB_CAPACITY_BITS")
+    return _of_this_npu() if bits is None else int(bits) // 8
+
+
+@functools.cache
+def _of_this_npu() -> int:
+    try:
+        from tbe.common.platform import get_soc_spec, set_current_compile_soc_info
+    except ImportError as error:
+        raise RuntimeError(
+            "the capacity of the Unified Buffer is not known: CANN's get_soc_spec(\"UB_SIZE\") can't be imported "
+            "(source CANN's set_env.sh), and ASCEND_UB_CAPACITY_BITS is not set (1572864 on a 910B)"
+        ) from error
+    set_current_compile_soc_info(torch.npu.get_device_name())
+    return int(get_soc_spec("UB_SIZE"))
+
+
+def get_npu_core_count(device: torch.device | None = None) -> int:
+    """Vector cores of an NPU: programs that run at once.
+
+    Args:
+        device: of the tensors; None for the current NPU. Of any but an NPU it is `CORES_WITHOUT_NPU`.
+    """
+    if device is None:
+        npu = getattr(torch, "npu", None)
+        device = torch.device("npu" if npu is not None and npu.is_available() else "cpu")
+    return _look_up_core_count(device)
+
+
+@functools.cache
+def _look_up_core_count(device: torch.device) -> int:
+    if device.type != "npu":
+        return CORES_WITHOUT_NPU
+    from triton.runtime import driver
+
+    index = driver.active.get_current_device() if device.index is None else device.index
+    return driver.active.utils.get_device_properties(index)["num_vectorcore"]
+
+
+# What torch.compiler.assume_constant_result does, without importing Dynamo for it. Dynamo warns of functools.cache.
+for _function in (unified_buffer_bytes, get_npu_core_count):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,541 @@
+"""Cross-entropy of rows of logits, for `cross_entropy` and `fused_linear_cross_entropy`.
+
+Rows that fit the Unified Buffer are read once, several together. Of a longer row each lane keeps a maximum and a sum of
+exponentials, which are reduced once. The maximum and the logarithm of the sum are all that the gradient needs besides
+the logits. Both are kept, not their sum: near 1e4 its rounding is an error of 5e-4 in every probability.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_triton_ascend.ops._exponentials import LANES, add_exponentials, no_exponentials
+from liger_triton_ascend.ops._long_rows import long_row_blocks
+from liger_triton_ascend.ops._rows import as_rows, row_tiles
+from liger_triton_ascend.tiling import get_npu_core_count
+
+# Tiles alive, by the estimate for float32, and how many more there are with an option.
+FORWARD_TILES, FORWARD_SOFTCAP = 6, 6
+FORWARD_LONG_TILES, FORWARD_LONG_SOFTCAP, FORWARD_LONG_SMOOTHING = 4.5, 4, 2
+BACKWARD_TILES, BACKWARD_SOFTCAP = 7, 6
+
+
+@triton.jit
+def _cap(x, softcap):
+    """softcap · tanh(x / softcap), and its derivative; x and 1 without a softcap."""
+    if softcap is None:
+        return x, 1.0
+    else:
+        u = x / softcap
+        q = tl.exp(-2.0 * tl.abs(u))
+        r = 1.0 / (1.0 + q)
+        # Near 0 the exponential has no correct digit left. The polynomial is a minimax fit of (tanh(u) - u) / u³.
+        square = u * u
+        series = 0.020639074966311455 - 0.005704974289983511 * square
+        series = series * square - 0.05373971164226532
+        series = series * square + 0.13331441581249237
+        series = series * square - 0.3333328068256378
+        series = series * square * u + u
+        tail = 1.0 - 2.0 * q * r
+        near = tl.abs(u) < 0.625
+        tanh = tl.where(near, series, tl.where(u < 0.0, -tail, tail))
+        return softcap * tanh, tl.where(near, 1.0 - series * series, 4.0 * q * r * r)
+
+
+@triton.jit
+def _finish(
+    losses, z_losses, hits, predicted, statistics, weight_sum, at, inside, rows, columns, label, counted, known,
+    top, exp_sum, label_logit, label_weight, pivot, weighted, winner, label_smoothing, lse_square_scale,
+    WEIGHTED: tl.constexpr, ADD_Z_LOSS: tl.constexpr, TOKEN_SCALING: tl.constexpr,
+):  # fmt: skip
+    """Write the results of one row or of several, from what their logits come to."""
+    log_sum = tl.log(tl.where(known, exp_sum, float("nan")))
+    nll = (top - label_logit) + log_sum
+    loss = label_weight * nll
+    if label_smoothing is not None:
+        mass = columns * 1.0
+        if WEIGHTED:
+            mass = tl.load(weight_sum)
+        smooth = ((top - pivot) + log_sum) * mass - weighted
+        loss = loss * (1.0 - label_smoothing) + smooth * (label_smoothing / columns)
+    z_loss = log_sum * 0.0
+    if lse_square_scale is not None:
+        z_loss = (top + log_sum) * (top + log_sum) * lse_square_scale
+    if TOKEN_SCALING:
+        probability = tl.exp(-nll)
+        loss *= probability
+        z_loss *= probability
+    if ADD_Z_LOSS:
+        loss += z_loss
+    tl.store(losses + at, tl.where(counted, loss, 0.0), inside)
+    if z_losses is not None:
+        tl.store(z_losses + at, tl.where(counted, z_loss, 0.0), inside)
+    if hits is not None:
+        tl.store(hits + at, tl.where(counted & (winner == label), 1.0, 0.0), inside)
+    if predicted is not None:
+        tl.store(predicted + at, tl.where(counted, winner, -1), inside)
+    if statistics is not None:
+        tl.store(statistics + at, top, inside)
+        tl.store(statistics + rows + at, tl.where(known, exp_sum, float("nan")), inside)
+        if WEIGHTED:
+            tl.store(statistics + 2 * rows + at, label_weight, inside)
+        if TOKEN_SCALING:
+            tl.store(statistics + 3 * rows + at, probability, inside)
+
+
+@triton.jit
+def _rows(
+    logits, bias, target, weight, weight_sum, losses, z_losses, hits, predicted, statistics,
+    row_stride, columns, first, count, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
+    ADD_Z_LOSS: tl.constexpr, TOKEN_SCALING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)[None, :]
+    if bias is not None:
+        biases = tl.load(bias + column, column < columns, other=0.0).to(tl.float32)
+    if weight is not None:
+        weights = tl.load(weight + column, column < columns, other=0.0).to(tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        begin = tl.cast(tile, tl.int64) * ROWS
+        row = begin + tl.arange(0, ROWS)[:, None]
+        inside = (row < count) & (column < columns)
+        flat = begin + tl.arange(0, ROWS)
+        wide = tl.load(target + first + flat, flat < count, other=ignore_index)
+        counted = wide != ignore_index
+        known = (wide >= 0) & (wide < columns)
+        label = tl.where(known, wide, -2).to(tl.int32)  # the vector unit compares no int64
+        is_label = column == label[:, None]
+        xs = tl.load(logits + row * row_stride + column, inside, other=float("-inf")).to(tl.float32)
+        if bias is not None:
+            xs += biases
+        winner = label
+        if hits is not None or predicted is not None:
+            best = tl.where(xs == tl.max(xs, 1)[:, None], column, columns - 1)
+            winner = tl.min(best, 1)
+        label_logit, _ = _cap(tl.sum(tl.where(is_label, xs, 0.0), 1), softcap)
+        if softcap is not None:
+            xs = tl.where(inside, _cap(xs, softcap)[0], float("-inf"))
+        label_weight = label_logit * 0.0 + 1.0
+        if weight is not None:
+            label_weight = tl.sum(tl.where(is_label, weights, 0.0), 1)
+        # Sums of logits are taken relative to the label's, so that a large offset common to all doesn't cancel in them.
+        pivot = tl.where(tl.abs(label_logit) < float("inf"), label_logit, 0.0)
+        weighted = pivot
+        if label_smoothing is not None:
+            distance = tl.where(inside, xs - pivot[:, None], 0.0)
+            if weight is not None:
+                distance *= weights
+            weighted = tl.sum(distance, 1)
+        top = tl.max(xs, 1)
+        exp_sum = tl.sum(tl.exp(xs - top[:, None]), 1)
+        _finish(
+            losses, z_losses, hits, predicted, statistics, weight_sum, first + flat, flat < count, rows, columns,
+            label, counted, known, top, exp_sum, label_logit, label_weight, pivot, weighted, winner,
+            label_smoothing, lse_square_scale, weight is not None, ADD_Z_LOSS, TOKEN_SCALING,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rows_long(
+    logits, bias, target, weight, weight_sum, losses, z_losses, hits, predicted, statistics,
+    row_stride, columns, first, count, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
+    ADD_Z_LOSS: tl.constexpr, TOKEN_SCALING: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    groups: tl.constexpr = BLOCK // LANES
+    lane = tl.arange(0, BLOCK)
+    for index in range(tl.program_id(0), count, tl.num_programs(0)):
+        x_row = logits + tl.cast(index, tl.int64) * row_stride
+        at = first + tl.cast(index, tl.int64)
+        label = tl.load(target + at)
+        counted = label != ignore_index
+        known = (label >= 0) & (label < columns)
+        place = tl.minimum(tl.maximum(label, 0), columns - 1)
+        label_logit = tl.load(x_row + place).to(tl.float32)
+        if bias is not None:
+            label_logit += tl.load(bias + place).to(tl.float32)
+        label_logit, _ = _cap(label_logit, softcap)
+        label_weight = 1.0
+        if weight is not None:
+            label_weight = tl.load(weight + place).to(tl.float32)
+        pivot = tl.where(tl.abs(label_logit) < float("inf"), label_logit, 0.0)
+
+        maximum, total = no_exponentials(LANES)
+        weighted = tl.zeros((LANES,), tl.float32)
+        best = tl.full((LANES,), float("-inf"), tl.float32)
+        end = tl.where(counted, columns, 0)  # a row that doesn't count is not read
+        for start in range(0, end, BLOCK):
+            column = start + lane
+            inside = column < columns
+            xs = tl.load(x_row + column, inside, other=float("-inf")).to(tl.float32)
+            if bias is not None:
+                xs += tl.load(bias + column, inside, other=0.0).to(tl.float32)
+            if hits is not None or predicted is not None:
+                best = tl.maximum(best, tl.max(tl.reshape(xs, (groups, LANES)), 0))
+            if softcap is not None:
+                xs = tl.where(inside, _cap(xs, softcap)[0], float("-inf"))
+            if label_smoothing is not None:
+                distance = tl.where(inside, xs - pivot, 0.0)
+                if weight is not None:
+                    distance *= tl.load(weight + column, inside, other=0.0).to(tl.float32)
+                weighted += tl.sum(tl.reshape(distance, (groups, LANES)), 0)
+            maximum, total = add_exponentials(maximum, total, tl.reshape(xs, (groups, LANES)), None)
+        top = tl.max(maximum, 0)
+        exp_sum = tl.sum(total * tl.exp(maximum - top), 0)
+        winner = columns - 1
+        if hits is not None or predicted is not None:
+            # Read again, so that the loop above carries no column of each lane's maximum.
+            highest = tl.max(best, 0)
+            nearest = tl.full((LANES,), columns - 1, tl.int32)
+            for start in range(0, end, BLOCK):
+                column = start + lane
+                xs = tl.load(x_row + column, column < columns, other=float("-inf")).to(tl.float32)
+                if bias is not None:
+                    xs += tl.load(bias + column, column < columns, other=0.0).to(tl.float32)
+                equal = tl.where(xs == highest, column, columns - 1)
+                nearest = tl.minimum(nearest, tl.min(tl.reshape(equal, (groups, LANES)), 0))
+            winner = tl.min(nearest, 0)
+        _finish(
+            losses, z_losses, hits, predicted, statistics, weight_sum, at, None, rows, columns,
+            label, counted, known, top, exp_sum, label_logit, label_weight, pivot, tl.sum(weighted, 0), winner,
+            label_smoothing, lse_square_scale, weight is not None, ADD_Z_LOSS, TOKEN_SCALING,
+        )  # fmt: skip
+
+
+@triton.jit
+def _row_scales(
+    statistics, scales, at, inside, rows, vocabulary, label_smoothing, lse_square_scale,
+    WEIGHTED: tl.constexpr, TOKEN_SCALING: tl.constexpr, PER_ROW: tl.constexpr,
+):  # fmt: skip
+    """Of one row or of several: the largest logit, 1 / Σ exp, and the factors of a gradient's parts: of the label, of
+    each class, of the z-loss.
+    """
+    top = tl.load(statistics + at, inside)
+    exp_sum = tl.load(statistics + rows + at, inside)
+    if PER_ROW:
+        scale = tl.load(scales + at, inside)
+        z_scale = scale
+    else:
+        z_scale = tl.load(scales) + exp_sum * 0.0  # one for each row, as all else is
+        scale = tl.load(scales + 1) + exp_sum * 0.0
+    if TOKEN_SCALING:
+        probability = tl.load(statistics + 3 * rows + at, inside)
+        scale *= probability
+        z_scale *= probability
+    label_scale = scale
+    if WEIGHTED:
+        label_scale *= tl.load(statistics + 2 * rows + at, inside)
+    uniform = scale
+    if label_smoothing is not None:
+        label_scale *= 1.0 - label_smoothing
+        uniform *= label_smoothing / vocabulary
+    by_z = z_scale
+    if lse_square_scale is not None:
+        by_z *= (2.0 * lse_square_scale) * (top + tl.log(exp_sum))
+    return top, 1.0 / exp_sum, label_scale, uniform, by_z
+
+
+@triton.jit
+def _slope(
+    xs, is_label, weights, mass, top, inverse, label_scale, uniform, by_z, softcap,
+    SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of logits, given what `_row_scales` says of their rows."""
+    capped, derivative = _cap(xs, softcap)
+    probability = tl.exp(capped - top) * inverse
+    dx = label_scale * tl.where(is_label, probability - 1.0, probability)
+    if SMOOTH:
+        dx += uniform * (probability * mass - weights)
+    if Z_LOSS:
+        dx += probability * by_z
+    return dx * derivative
+
+
+@triton.jit
+def _gradient(
+    dlogits, logits, bias, target, weight, weight_sum, statistics, scales,
+    row_stride, columns, vocabulary, first, first_column, count, rows,
+    ignore_index, label_smoothing, lse_square_scale, softcap,
+    TOKEN_SCALING: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)[None, :]
+    weights = 1.0
+    mass = vocabulary * 1.0
+    if bias is not None:
+        biases = tl.load(bias + first_column + column, column < columns, other=0.0).to(tl.float32)
+    if label_smoothing is not None and weight is not None:
+        weights = tl.load(weight + first_column + column, column < columns, other=0.0).to(tl.float32)
+        mass = tl.load(weight_sum)
+    for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        begin = tl.cast(tile, tl.int64) * ROWS
+        row = begin + tl.arange(0, ROWS)[:, None]
+        inside = (row < count) & (column < columns)
+        flat = begin + tl.arange(0, ROWS)
+        xs = tl.load(logits + row * row_stride + column, inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            xs += biases
+        label = tl.load(target + first + flat, flat < count, other=ignore_index)
+        counted = label != ignore_index
+        known = (label >= 0) & (label < vocabulary)
+        place = tl.where(known, label - first_column, -1).to(tl.int32)
+        top, inverse, label_scale, uniform, by_z = _row_scales(
+            statistics, scales, first + flat, flat < count, rows, vocabulary, label_smoothing, lse_square_scale,
+            weight is not None, TOKEN_SCALING, PER_ROW,
+        )  # fmt: skip
+        dx = _slope(
+            xs, column == place[:, None], weights, mass, top[:, None], inverse[:, None], label_scale[:, None],
+            uniform[:, None], by_z[:, None], softcap, label_smoothing is not None, lse_square_scale is not None,
+        )  # fmt: skip
+        tl.store(dlogits + row * columns + column, tl.where(counted[:, None], dx, 0.0), inside)
+
+
+@triton.jit
+def _gradient_long(
+    dlogits, logits, bias, target, weight, weight_sum, statistics, scales,
+    row_stride, columns, vocabulary, first, first_column, count, rows, span,
+    ignore_index, label_smoothing, lse_square_scale, softcap,
+    TOKEN_SCALING: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program takes spans of columns, whole rows where there are enough of them."""
+    lane = tl.arange(0, BLOCK)
+    spans = tl.cdiv(columns, span)
+    mass = vocabulary * 1.0
+    if label_smoothing is not None and weight is not None:
+        mass = tl.load(weight_sum)
+    for index in range(tl.program_id(0), count * spans, tl.num_programs(0)):
+        local = tl.cast(index // spans, tl.int64)
+        begin = index % spans * span
+        end = tl.minimum(begin + span, columns)
+        x_row = logits + local * row_stride
+        dx_row = dlogits + local * columns
+        label = tl.load(target + first + local)
+        if label == ignore_index:
+            for start in range(begin, end, BLOCK):
+                column = start + lane
+                tl.store(dx_row + column, tl.zeros((BLOCK,), tl.float32), column < columns)
+        else:
+            place = tl.minimum(label - first_column, columns).to(tl.int32)
+            top, inverse, label_scale, uniform, by_z = _row_scales(
+                statistics, scales, first + local, None, rows, vocabulary, label_smoothing, lse_square_scale,
+                weight is not None, TOKEN_SCALING, PER_ROW,
+            )  # fmt: skip
+            for start in range(begin, end, BLOCK):
+                column = start + lane
+                inside = column < columns
+                xs = tl.load(x_row + column, inside, other=0.0).to(tl.float32)
+                if bias is not None:
+                    xs += tl.load(bias + first_column + column, inside, other=0.0).to(tl.float32)
+                weights = 1.0
+                if label_smoothing is not None and weight is not None:
+                    weights = tl.load(weight + first_column + column, inside, other=0.0).to(tl.float32)
+                dx = _slope(
+                    xs, lane == place - start, weights, mass, top, inverse, label_scale, uniform, by_z, softcap,
+                    label_smoothing is not None, lse_square_scale is not None,
+                )  # fmt: skip
+                tl.store(dx_row + column, dx, inside)
+
+
+class Options(NamedTuple):
+    """What a row's loss depends on besides its logits. What is off is None: a kernel is then compiled without it."""
+
+    ignore_index: int
+    label_smoothing: float | None
+    lse_square_scale: float | None
+    softcap: float | None
+    token_scaling: bool
+
+
+class Rows(NamedTuple):
+    """What `run_rows` writes per row; None for what isn't wanted.
+
+    Attributes:
+        losses: float32 ``[N]``; with the z-loss in it when the reduction is ``"none"``.
+        z_losses: float32 ``[N]``.
+        hits: float32 ``[N]``; 1 where the largest logit is the label's.
+        predicted: int64 ``[N]``.
+        statistics: float32 ``[4, N]``, what `run_gradient` needs: a row's maximum, the sum of its exponentials relative
+            to that, its label's class weight where there is one, its label's probability with token scaling.
+    """
+
+    losses: Tensor
+    z_losses: Tensor | None
+    hits: Tensor | None
+    predicted: Tensor | None
+    statistics: Tensor | None
+
+
+def options_of(
+    ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None, token_scaling: bool
+) -> Options:
+    """The options, normalised."""
+    return Options(
+        ignore_index,
+        float(label_smoothing) or None,
+        float(lse_square_scale) or None,
+        None if softcap is None else float(softcap),
+        token_scaling,
+    )
+
+
+def new_rows(
+    target: Tensor,
+    options: Options,
+    *,
+    reduction: str,
+    return_z_loss: bool,
+    return_token_accuracy: bool,
+    return_predicted_tokens: bool,
+    differentiable: bool,
+) -> Rows:
+    """Memory for the results of all rows."""
+    n = target.shape[0]
+    z_loss = return_z_loss or (options.lse_square_scale is not None and reduction != "none")
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=target.device)
+
+    return Rows(
+        empty(n),
+        empty(n) if z_loss else None,
+        empty(n) if return_token_accuracy else None,
+        torch.empty_like(target) if return_predicted_tokens else None,
+        empty(4, n) if differentiable else None,
+    )
+
+
+def weight_sum_of(weight: Tensor | None, options: Options) -> Tensor | None:
+    """The sum of all class weights, which label smoothing needs; float32, a scalar."""
+    return weight.sum(dtype=torch.float32) if weight is not None and options.label_smoothing is not None else None
+
+
+def run_rows(
+    rows: Rows,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    options: Options,
+    reduction: str,
+    first: int = 0,
+    bias: Tensor | None = None,
+) -> None:
+    """Write the results of the rows from `first` on, as many as `logits` has.
+
+    `target`, `weight` and `bias`, which is added to the logits, are contiguous.
+    """
+    logits, row_stride = as_rows(logits)
+    count, columns = logits.shape
+    arguments = (
+        logits, bias, target, weight, weight_sum, *rows, row_stride, columns, first, count, target.shape[0],
+        options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap,
+    )  # fmt: skip
+    flags = {
+        "ADD_Z_LOSS": reduction == "none" and options.lse_square_scale is not None,
+        "TOKEN_SCALING": options.token_scaling,
+    }
+    capped, smoothed = options.softcap is not None, options.label_smoothing is not None
+    programs, tile_rows, block = row_tiles(logits, count, columns, FORWARD_TILES + FORWARD_SOFTCAP * capped)
+    if block < columns:
+        tiles = FORWARD_LONG_TILES + FORWARD_LONG_SOFTCAP * capped + FORWARD_LONG_SMOOTHING * smoothed
+        programs, block = long_row_blocks(logits, count, columns, tiles)
+        _rows_long[(programs,)](*arguments, **flags, BLOCK=block, LANES=min(block, LANES))
+    else:
+        _rows[(programs,)](*arguments, **flags, ROWS=tile_rows, BLOCK=block)
+
+
+def scales_of(dloss: Tensor, totals: Tensor | None) -> Tensor:
+    """What `run_gradient` multiplies the gradients of the rows' z-losses and of the rest with: two numbers, or one per row.
+
+    Args:
+        dloss: gradient of the loss.
+        totals: of `totals_of`, to divide by, or None.
+    """
+    if totals is not None:
+        return dloss / totals
+    return dloss.contiguous() if dloss.dim() else dloss.repeat(2)
+
+
+def run_gradient(
+    dlogits: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    statistics: Tensor,
+    scales: Tensor,
+    options: Options,
+    per_row: bool,
+    first: int = 0,
+    first_column: int = 0,
+    vocabulary: int | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
+
+    Args:
+        dlogits: contiguous; may be `logits`.
+        statistics: of `run_rows`.
+        scales: of `scales_of`.
+        per_row: whether `scales` has one number for each row.
+        vocabulary: how many columns there are, where `logits` has not all of them.
+        bias: of all columns, added to the logits; contiguous.
+    """
+    logits, row_stride = as_rows(logits)
+    count, columns = logits.shape
+    arguments = (
+        dlogits, logits, bias, target, weight, weight_sum, statistics, scales, row_stride, columns,
+        columns if vocabulary is None else vocabulary, first, first_column, count, target.shape[0],
+    )  # fmt: skip
+    chosen = options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap
+    flags = {"TOKEN_SCALING": options.token_scaling, "PER_ROW": per_row}
+    tiles = BACKWARD_TILES + BACKWARD_SOFTCAP * (options.softcap is not None)
+    programs, tile_rows, block = row_tiles(logits, count, columns, tiles)
+    if block < columns:
+        cores = get_npu_core_count(logits.device)
+        blocks = (columns + block - 1) // block
+        sharers = min(blocks, max(1, cores // count))  # of a row, where there are fewer rows than cores
+        span = (blocks + sharers - 1) // sharers * block
+        programs = min(count * sharers, cores)
+        _gradient_long[(programs,)](*arguments, span, *chosen, **flags, BLOCK=block)
+    else:
+        _gradient[(programs,)](*arguments, *chosen, **flags, ROWS=tile_rows, BLOCK=block)
+
+
+def totals_of(target: Tensor, weight: Tensor | None, columns: int, options: Options) -> Tensor:
+    """What ``"mean"`` divides by: the number of rows that count, and the sum of their labels' weights; float32 ``[2]``.
+
+    Both are 1 where no row counts.
+    """
+    counted = target != options.ignore_index
+    count = counted.sum(dtype=torch.float32)
+    if weight is None:
+        return count.clamp(min=1.0).repeat(2)
+    known = counted & (target >= 0) & (target < columns)
+    weights = weight.float()[target.clamp(0, columns - 1)].masked_fill(~known, 0.0).sum()
+    return torch.where(count > 0, torch.stack((count, weights)), 1.0)
+
+
+def reduce(
+    rows: Rows,
+    target: Tensor,
+    totals: Tensor | None,
+    options: Options,
+    *,
+    reduction: str,
+    return_z_loss: bool,
+    return_token_accuracy: bool,
+    return_predicted_tokens: bool,
+) -> Tensor | tuple[Tensor | None, ...]:
+    """The op's result, from the rows'. `totals` are given where ``"mean"`` divides by them."""
+    loss, z_loss, accuracy = rows.losses, rows.z_losses, rows.hits
+    if reduction != "none":
+        loss = loss.sum() if totals is None else loss.sum() / totals[1]
+        if z_loss is not None:
+            z_loss = z_loss.sum() if totals is None else z_loss.sum() / totals[0]
+            loss = loss + z_loss
+        if accuracy is not None:
+            accuracy = accuracy.sum() / (target != options.ignore_index).sum().clamp(min=1)
+    if return_z_loss or return_token_accuracy or return_predicted_tokens:
+        return loss, z_loss if return_z_loss else None, accuracy, rows.predicted
+    return loss

@@ -1,0 +1,75 @@
+"""What `kl_div`, `tvd` and the divergences of Jensen and Shannon share: two tensors of one shape are read tile by tile.
+
+Each program adds up the terms of its own tiles in float32, lane by lane, and stores one sum; PyTorch adds up those. So the
+total is the same from run to run, without atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def place(tile, rows, columns, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows and columns of a tile, and which of its elements exist."""
+    row = tl.cast(tile // blocks, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.cast(tile % blocks, tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row, column, (row < rows) & (column < columns)
+
+
+@triton.jit
+def counted_rows(labels, tile, rows, blocks, ignore_index, ROWS: tl.constexpr):
+    """Which rows of a tile count, as a column."""
+    row = tl.cast(tile // blocks, tl.int64) * ROWS + tl.arange(0, ROWS)
+    return (tl.load(labels + row, row < rows, other=ignore_index) != ignore_index)[:, None]
+
+
+@triton.jit
+def finite(logprob):
+    """-1e30 for -inf: its exponential is 0 just so, and differences and products with it are no NaN."""
+    return tl.maximum(logprob, -1e30, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _log_mean(e):
+    """log((1 + e) / 2) for e of 0 to 1; right to 6e-9, and to the rounding of float32."""
+    t = 1.0 - e
+    r = t * 0.003556931158527732 - 0.009804983623325825
+    r = t * r + 0.015441100113093853
+    r = t * r - 0.008441363461315632
+    r = t * r + 0.01122882217168808
+    r = t * r + 0.014332414604723454
+    r = t * r + 0.04184461012482643
+    r = t * r + 0.12498952448368073
+    return -t * (t * r + 0.5000001192092896)
+
+
+@triton.jit
+def above_mixture(q, p, beta, rest, HALF: tl.constexpr):
+    """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
+
+    q and p are finite logarithms. Where the two are equal, both results are 0.
+    """
+    difference = q - p
+    e = tl.exp(-tl.abs(difference))
+    if HALF:
+        # Without e near 1: there its rounding is off for all elements alike, by more than log M differs.
+        half = tl.abs(difference) * 0.5
+        square = half * half
+        log_cosh = square * (0.5 - square * (0.08333333 - square * (0.022222223 - square * 0.006746032)))
+        above = tl.where(half < 0.25, half - log_cosh, -_log_mean(e))
+    else:
+        # The mixture over the larger of its two parts, by the smaller weight alone: rounded, the two don't add up to 1.
+        weight = tl.minimum(beta, rest)
+        smaller = tl.where(beta <= rest, difference, -difference)
+        mixture = tl.where(smaller >= 0.0, 1.0 - weight * (1.0 - e), e + weight * (1.0 - e))
+        above = -tl.log(tl.maximum(mixture, 1e-37))
+    return tl.minimum(difference, 0.0) + above, tl.minimum(-difference, 0.0) + above
+
+
+def count_of(x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+    """The number of rows of x that count, or 1 when none does; a float32 scalar."""
+    if labels is None:
+        return torch.full((), x.shape[0], dtype=torch.float32, device=x.device)
+    return (labels != ignore_index).sum(dtype=torch.float32).clamp(min=1.0)

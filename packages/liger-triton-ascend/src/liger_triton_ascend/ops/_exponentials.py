@@ -1,0 +1,45 @@
+"""Sums of exponentials of rows longer than the Unified Buffer.
+
+A block of a row is folded to a number of lanes, each of which keeps a maximum of its own, and a sum relative to that. So
+nothing in the loop over blocks crosses lanes, and the sums are scaled to a new maximum once for all that a lane gets of a
+block.
+"""
+
+import triton
+import triton.language as tl
+
+LANES = 1024
+"""4 KiB of float32: a maximum and a sum of them take little beside the tiles of 4096 or 8192 that are folded to them."""
+
+
+@triton.jit
+def tempered(x, scale):
+    """x · scale; for a difference of logits, whose rounding is then relative to itself, not to the logits."""
+    return x if scale is None else x * scale
+
+
+@triton.jit
+def no_exponentials(LANES: tl.constexpr):
+    """The lanes' maxima and sums before the first block."""
+    # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
+    return tl.full((LANES,), -3.4028234663852886e38, tl.float32), tl.zeros((LANES,), tl.float32)
+
+
+@triton.jit
+def add_exponentials(maximum, total, xs, scale):
+    """The lanes' maxima and sums with another block in them, of which each lane gets a column."""
+    higher = tl.maximum(maximum, tl.max(xs, 0))
+    total = total * tl.exp(tempered(maximum - higher, scale))
+    return higher, total + tl.sum(tl.exp(tempered(xs - higher[None, :], scale)), 0)
+
+
+@triton.jit
+def top_and_sum(row, columns, scale, BLOCK: tl.constexpr, LANES: tl.constexpr):
+    """The largest element of a row, and Σ exp(scale · (x − largest)); a `scale` of None is 1."""
+    lane = tl.arange(0, BLOCK)
+    maximum, total = no_exponentials(LANES)
+    for start in range(0, columns, BLOCK):
+        xs = tl.load(row + start + lane, start + lane < columns, other=float("-inf")).to(tl.float32)
+        maximum, total = add_exponentials(maximum, total, tl.reshape(xs, (BLOCK // LANES, LANES)), scale)
+    top = tl.max(maximum, 0)
+    return top, tl.sum(total * tl.exp(tempered(maximum - top, scale)), 0)

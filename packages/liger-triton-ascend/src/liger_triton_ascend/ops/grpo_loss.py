@@ -1,0 +1,385 @@
+"""GRPO's losses: the logits are read once forward and once backward; what lies between is a number or two per token.
+
+Each program finds the log-probabilities of one token after another: a row of logits seldom fits the Unified Buffer. Then
+rows of tokens become losses, their sums, and the gradients of the log-probabilities; PyTorch makes means of the sums. A
+token whose gradient is 0, because it is masked or clipped, is not read again.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core.contract import Needs, Saved, implements
+from liger_core.ops.grpo_loss import grpo_loss
+from liger_triton_ascend.ops._exponentials import LANES, tempered, top_and_sum
+from liger_triton_ascend.ops._long_rows import long_row_blocks
+
+# Tiles alive, by the estimate for float32.
+FORWARD_TILES = 4.5
+LOSS_TILES = 14
+BACKWARD_TILES = 7
+
+
+@triton.jit
+def _log_probabilities(
+    state, logits, ids, mask, batch_stride, row_stride, columns, length, tokens, temperature, inverse,
+    KEEP: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        row = (
+            logits + tl.cast(token // length, tl.int64) * batch_stride + tl.cast(token % length, tl.int64) * row_stride
+        )
+        label = tl.load(ids + token)
+        known = (label >= 0) & (label < columns)
+        label_logit = tl.load(row + tl.minimum(tl.maximum(label, 0), columns - 1)).to(tl.float32)
+        end = columns
+        if mask is not None:
+            end = tl.where(tl.load(mask + token) == 0.0, 0, columns)  # a masked token is not read
+        top, exp_sum = top_and_sum(row, end, inverse, BLOCK, LANES)
+        depth = top - label_logit
+        if temperature is not None:
+            depth /= temperature
+        tl.store(state + token, tl.where(known, depth, float("nan")))
+        tl.store(state + tokens + token, exp_sum)
+        if KEEP:
+            tl.store(state + 2 * tokens + token, top)
+
+
+@triton.jit
+def _load(x, at, inside, used):
+    """x where it is used, else 0: what is masked may be NaN."""
+    return tl.where(used, tl.load(x + at, inside, other=0.0).to(tl.float32), 0.0)
+
+
+@triton.jit
+def _load_log_probability(state, tokens, at, inside, used):
+    """It is -depth - log_sum."""
+    exp_sum = tl.where(used, tl.load(state + tokens + at, inside, other=1.0), 1.0)
+    return _load(state, at, inside, used), tl.log(exp_sum)
+
+
+@triton.jit
+def _distance(depth, log_sum, others, at, inside, used):
+    """Of a log-probability from another one; from itself where there is no other."""
+    if others is None:
+        return (depth - depth) + (log_sum - log_sum)
+    else:
+        # In this order a sum as large as the log-probability, whose rounding would be in the ratio, is never made.
+        return (-depth - _load(others, at, inside, used)) - log_sum
+
+
+@triton.jit
+def _growth(x):
+    """exp(x) − 1, whose digits near 0 are those of the divergence."""
+    series = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * (0.008333334 + x * 0.0013888889)))))
+    return tl.where(tl.abs(x) < 0.25, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _token_losses(
+    lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, tau,
+    CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr,
+):  # fmt: skip
+    """Loss, divergence, whether it is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
+    ratio = tl.exp(log_ratio)
+    if CISPO:
+        by_lp = -tl.minimum(ratio, high, propagate_nan=tl.PropagateNan.ALL) * advantage
+        by_ratio = ratio * 0.0
+        loss = by_lp * lp
+        clipped = (ratio > high) & (advantage > 0.0)
+    elif SAPO:
+        u = tau * (ratio - 1.0)
+        q = tl.exp(-tl.abs(u))
+        r = 1.0 / (1.0 + q)
+        loss = -4.0 * advantage * tl.where(u < 0.0, q * r, r) / tau
+        by_ratio = -4.0 * advantage * (q * r * r) * ratio
+        by_lp = ratio * 0.0
+        clipped = ratio < 0.0
+    else:
+        limited, passes = ratio, 1.0
+        if delta is not None:
+            limited = tl.minimum(ratio, delta, propagate_nan=tl.PropagateNan.ALL)
+            passes = tl.where(ratio <= delta, 1.0, 0.0)
+        within = (ratio >= low) & (ratio <= high)
+        gain = limited * advantage
+        clipped_gain = tl.where(within, ratio, tl.where(ratio < low, low, high)) * advantage
+        unclipped_passes = tl.where(within, 1.0, 0.0)
+        loss = -tl.minimum(gain, clipped_gain, propagate_nan=tl.PropagateNan.ALL)
+        tie = 0.5 * (passes + unclipped_passes)
+        slope = tl.where(gain < clipped_gain, passes, tl.where(gain > clipped_gain, unclipped_passes, tie))
+        by_ratio = -advantage * slope * ratio
+        by_lp = ratio * 0.0
+        clipped = ((ratio < low) & (advantage < 0.0)) | ((ratio > high) & (advantage > 0.0))
+    loss *= importance
+    by_lp *= importance
+    by_ratio *= importance
+    kl = ratio * 0.0
+    if beta is not None:
+        growth = _growth(ref_distance)
+        kl = growth - ref_distance
+        kl_by_lp = -growth
+        if CORRECT_KL:
+            kl *= ratio
+            kl_by_lp *= ratio
+            by_ratio += beta * kl
+        loss += beta * kl
+        by_lp += beta * kl_by_lp
+    return loss, kl, clipped, by_lp, by_ratio
+
+
+@triton.jit
+def _losses(
+    loss, kl, clip, sums, state, old_logps, ref_logps, advantages, mask, importances, rows, length,
+    beta, low, high, delta, tau_positive, tau_negative,
+    CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr, BY_SEQUENCE: tl.constexpr,
+    BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, USE_MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Losses of all tokens of a row, stored, or added up in `sums`: with divergences, clips, and tokens that count."""
+    tokens = tl.cast(rows, tl.int64) * length
+    lane = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        first = tl.cast(row, tl.int64) * length
+        advantage = tl.load(advantages + row).to(tl.float32)
+        tau = tl.where(advantage > 0.0, tau_positive, tau_negative)
+        per_token = 1.0
+        if BY_SEQUENCE:
+            counted = tl.zeros((BLOCK,), tl.float32)
+            log_ratios = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, length, BLOCK):
+                column = start + lane
+                inside = column < length
+                counts = inside
+                if mask is not None:
+                    counts = tl.load(mask + first + column, inside, other=0.0) != 0.0
+                depth, log_sum = _load_log_probability(state, tokens, first + column, inside, counts)
+                counted += tl.where(counts, 1.0, 0.0)
+                log_ratios += _distance(depth, log_sum, old_logps, first + column, inside, counts)
+            per_token = 1.0 / tl.maximum(tl.sum(counted, 0), 1.0)
+            mean_log_ratio = tl.sum(log_ratios, 0) / tl.maximum(tl.sum(counted, 0), 1.0)
+        row_count = tl.zeros((BLOCK,), tl.float32)
+        row_loss = tl.zeros((BLOCK,), tl.float32)
+        row_kl = tl.zeros((BLOCK,), tl.float32)
+        row_clip = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, length, BLOCK):
+            column = start + lane
+            at = first + column
+            inside = column < length
+            counts = inside
+            if mask is not None:
+                counts = tl.load(mask + at, inside, other=0.0) != 0.0
+            used = inside if USE_MASKED else counts
+            depth, log_sum = _load_log_probability(state, tokens, at, inside, used)
+            if BY_SEQUENCE:
+                log_ratio = tl.where(inside, mean_log_ratio, 0.0)
+            else:
+                log_ratio = _distance(depth, log_sum, old_logps, at, inside, used)
+            ref_distance = -_distance(depth, log_sum, ref_logps, at, inside, used)
+            importance = 1.0
+            if BY_TOKEN:
+                importance = _load(importances, at, inside, used)
+            elif importances is not None:
+                importance = tl.load(importances + row).to(tl.float32)
+            token_loss, token_kl, clipped, by_lp, by_ratio = _token_losses(
+                -depth - log_sum, log_ratio, ref_distance, advantage, importance,
+                beta, low, high, delta, tau, CISPO, SAPO, CORRECT_KL,
+            )  # fmt: skip
+            token_loss = tl.where(used, token_loss, 0.0)
+            token_kl = tl.where(counts, token_kl, 0.0)
+            token_clip = tl.where(counts & clipped, 1.0, 0.0)
+            if KEEP:
+                if BY_SEQUENCE:
+                    tl.store(state + 4 * tokens + at, tl.where(used, by_ratio * per_token, 0.0), inside)
+                else:
+                    by_lp += by_ratio
+                tl.store(state + 3 * tokens + at, tl.where(used, by_lp, 0.0), inside)
+            if sums is None:
+                tl.store(loss + at, token_loss, inside)
+                tl.store(clip + at, token_clip, inside)
+                if beta is not None:
+                    tl.store(kl + at, token_kl, inside)
+            else:
+                row_count += tl.where(counts, 1.0, 0.0)
+                row_loss += token_loss
+                row_kl += token_kl
+                row_clip += token_clip
+        if sums is not None:
+            tl.store(sums + row, tl.sum(row_loss, 0))
+            tl.store(sums + rows + row, tl.sum(row_kl, 0))
+            tl.store(sums + 2 * rows + row, tl.sum(row_clip, 0))
+            tl.store(sums + 3 * rows + row, tl.sum(row_count, 0))
+
+
+@triton.jit
+def _gradient(
+    dlogits, logits, ids, state, coefficients, batch_stride, row_stride, columns, rows, length, inverse,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    tokens = tl.cast(rows, tl.int64) * length
+    for position in range(tl.program_id(0), rows * (length + 1), tl.num_programs(0)):
+        batch = tl.cast(position // (length + 1), tl.int64)
+        place = tl.cast(position % (length + 1), tl.int64)
+        x_row = logits + batch * batch_stride + place * row_stride
+        dx_row = dlogits + tl.cast(position, tl.int64) * columns
+        coefficient = tl.load(coefficients + position)
+        end = tl.where(coefficient == 0.0, 0, columns)
+        token = tl.minimum(batch * length + place, tokens - 1)  # of a last position, which has none, any
+        top = tl.load(state + 2 * tokens + token)
+        inverse_sum = 1.0 / tl.load(state + tokens + token)
+        label = tl.minimum(tl.load(ids + token), columns).to(tl.int32)
+        coefficient = tempered(coefficient, inverse)
+        for start in range(0, end, BLOCK):
+            column = start + lane
+            inside = column < columns
+            x = tl.load(x_row + column, inside, other=0.0).to(tl.float32)
+            probability = tl.exp(tempered(x - top, inverse)) * inverse_sum
+            ours = tl.where(lane == label - start, 1.0 - probability, -probability)
+            tl.store(dx_row + column, coefficient * ours, inside)
+        for start in range(end, columns, BLOCK):  # all of a row, or nothing
+            tl.store(dx_row + start + lane, tl.zeros((BLOCK,), tl.float32), start + lane < columns)
+
+
+def _with_adjacent_columns(logits: Tensor) -> Tensor:
+    return logits if logits.stride(2) == 1 else logits.contiguous()
+
+
+def _temperatures(temperature: float) -> tuple[float | None, float | None]:
+    """The temperature and its inverse; None where kernels are compiled without it."""
+    return (None, None) if temperature == 1.0 else (float(temperature), 1.0 / temperature)
+
+
+def _weights(
+    row_tokens: Tensor,
+    length: int,
+    loss_type: str,
+    max_completion_length: int | None,
+    num_items_in_batch: int | float | Tensor | None,
+) -> Tensor:
+    """What the sum of a row's losses weighs in the mean; per row, or for all.
+
+    Args:
+        row_tokens: tokens of each row that count.
+    """
+    rows = row_tokens.shape[0]
+    if loss_type in ("grpo", "sapo"):
+        return 1.0 / (row_tokens.clamp(min=1.0) * rows)
+    if loss_type == "luspo":
+        return row_tokens / max(rows * length, 1)
+    if loss_type == "dr_grpo":
+        return torch.full_like(row_tokens[:1], 1.0 / max(rows * (max_completion_length or length), 1))
+    if loss_type == "bnpo" or num_items_in_batch is None:
+        return 1.0 / row_tokens.sum().clamp(min=1.0)
+    if isinstance(num_items_in_batch, Tensor):
+        return 1.0 / num_items_in_batch.to(row_tokens.device, torch.float32).clamp(min=1.0)
+    return torch.full_like(row_tokens[:1], 1.0 / max(num_items_in_batch, 1))
+
+
+@implements(grpo_loss)
+def forward(
+    needs: Needs,
+    logits: Tensor,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    beta: float = 0.04,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    delta: float | None = None,
+    loss_type: str = "grpo",
+    importance_sampling_level: str = "token",
+    max_completion_length: int | None = None,
+    num_items_in_batch: int | float | Tensor | None = None,
+    use_bias_correction_kl: bool = False,
+    importance_sampling_ratio: Tensor | None = None,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    reduction: str = "mean",
+) -> tuple[tuple[Tensor, Tensor | None, Tensor], Saved]:
+    (differentiable,) = needs
+    mean, cispo, by_sequence = reduction == "mean", loss_type == "cispo", importance_sampling_level == "sequence"
+    with_masked = mean and loss_type == "luspo"
+    rows, length = completion_ids.shape
+    columns, device = logits.shape[2], logits.device
+    ids, advantages = completion_ids.contiguous(), advantages.contiguous()
+    mask = None if completion_mask is None else (completion_mask.contiguous() != 0).float()
+    # Per token: how far its logit lies under the largest, over the temperature; the sum of exponentials relative to the
+    # largest. For the gradient also the largest, and the loss's derivatives by the log-probability, and by the ratio's
+    # where that is a row's.
+    vectors = (5 if by_sequence else 4) if differentiable else 2
+    state = torch.empty((vectors, rows, length), dtype=torch.float32, device=device)
+    if length > 0:
+        x = _with_adjacent_columns(logits)
+        batch_stride, row_stride, _ = x.stride()
+        programs, block = long_row_blocks(x, rows * length, columns, FORWARD_TILES)
+        _log_probabilities[(programs,)](
+            state, x, ids, None if with_masked else mask, batch_stride, row_stride, columns, length, rows * length,
+            *_temperatures(temperature), KEEP=differentiable, BLOCK=block, LANES=min(block, LANES),
+        )  # fmt: skip
+
+    loss = kl = clip = sums = None
+    if mean:
+        sums = torch.empty((4, rows), dtype=torch.float32, device=device)
+    else:
+        loss, clip = (torch.empty((rows, length), dtype=torch.float32, device=device) for _ in range(2))
+        kl = None if beta == 0 else torch.empty_like(loss)
+    importances = None if importance_sampling_ratio is None else importance_sampling_ratio.contiguous()
+    programs, block = long_row_blocks(state, rows, length, LOSS_TILES)
+    _losses[(programs,)](
+        loss, kl, clip, sums, state, None if old_logps is None else old_logps.contiguous(),
+        ref_logps.contiguous() if ref_logps is not None and beta != 0 else None, advantages, mask, importances,
+        rows, length, None if beta == 0 else beta, 1.0 - eps_low, eps_high if cispo else 1.0 + eps_high,
+        delta, sapo_temperature_pos, sapo_temperature_neg,
+        CISPO=cispo, SAPO=loss_type == "sapo", CORRECT_KL=use_bias_correction_kl, BY_SEQUENCE=by_sequence,
+        BY_TOKEN=importances is not None and importances.dim() == 2 and importances.shape[1] != 1,
+        KEEP=differentiable, USE_MASKED=with_masked, BLOCK=block,
+    )  # fmt: skip
+    weights = None
+    if sums is not None:
+        row_loss, row_kl, row_clip, row_tokens = sums
+        weights = _weights(row_tokens, length, loss_type, max_completion_length, num_items_in_batch)
+        loss = (row_loss * weights).sum()
+        tokens = row_tokens.sum().clamp(min=1.0)
+        kl = None if beta == 0 else row_kl.sum() / tokens
+        clip = row_clip.clamp(max=1.0).sum() / rows if by_sequence else row_clip.sum() / tokens
+    saved = (logits, ids, mask if by_sequence else None, state, weights)
+    return (loss, kl, clip), saved if differentiable else ()
+
+
+def backward(
+    needs: Needs,
+    saved: Saved,
+    dloss: Tensor,
+    *,
+    temperature: float,
+    loss_type: str,
+    importance_sampling_level: str,
+    reduction: str,
+    **others: object,
+) -> tuple[Tensor | None, ...]:
+    logits, ids, mask, state, weights = saved
+    rows, length = ids.shape
+    columns = logits.shape[2]
+    if length == 0:
+        return (torch.zeros_like(logits),)
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    # What the gradient of each token's loss is, its weight in the mean included.
+    scale = dloss if weights is None else (dloss * weights).expand(rows)[:, None]
+    coefficients = torch.zeros((rows, length + 1), dtype=torch.float32, device=logits.device)
+    torch.mul(scale, state[3], out=coefficients[:, :length])
+    if importance_sampling_level == "sequence":
+        # Each token is in the ratio of all tokens of its row.
+        through_ratio = (scale * state[4]).sum(1, keepdim=True)
+        coefficients[:, :length] += through_ratio if mask is None else through_ratio * mask
+    x = _with_adjacent_columns(logits)
+    batch_stride, row_stride, _ = x.stride()
+    programs, block = long_row_blocks(x, rows * (length + 1), columns, BACKWARD_TILES)
+    _gradient[(programs,)](
+        dlogits, x, ids, state, coefficients, batch_stride, row_stride, columns, rows, length,
+        _temperatures(temperature)[1], BLOCK=block,
+    )  # fmt: skip
+    return (dlogits,)

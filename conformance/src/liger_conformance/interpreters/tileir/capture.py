@@ -205,7 +205,8 @@ def program(kernel: Any, arguments: Sequence[Any]) -> Program:
 
 def launch(stream: Any, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...], /, **options: Any) -> None:
     """`cuda.tile.launch` for CPU tensors. The stream and the options are ignored: the kernel has run on return."""
-    program(kernel, arguments).launch(check_grid(grid), arguments)
+    with torch.autocast("cpu", enabled=False):  # it would round the operands of the interpreter's own products
+        program(kernel, arguments).launch(check_grid(grid), arguments)
 
 
 def check_grid(grid: tuple[int, ...]) -> tuple[int, int, int]:

@@ -1,11 +1,17 @@
-"""Liger ops in cuTile, for NVIDIA GPUs from sm_80 (Ampere) on. Chosen when asked for."""
+"""Liger ops in cuTile, for NVIDIA GPUs from sm_80 (Ampere) on; on the CPU in an interpreter of Tile IR, under
+CUTILE_INTERPRET=1. Chosen when asked for.
+"""
+
+import os
 
 from liger_core import BackendInfo
 from liger_cutile._machine import INSTALL, refuses
 
+_interpreted = os.environ.get("CUTILE_INTERPRET") == "1"
+
 backend = BackendInfo(
     "cutile",
-    devices=("cuda",),
+    devices=("cuda", "cpu") if _interpreted else ("cuda",),
     requires="cuda",
     package=__name__,
     install=INSTALL,

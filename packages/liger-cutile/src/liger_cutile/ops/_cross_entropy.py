@@ -1,0 +1,518 @@
+"""Cross-entropy of rows of logits, for `cross_entropy` and `fused_linear_cross_entropy`.
+
+One block per row reads its logits once, keeping running maxima and running sums of exponentials; the maximum and the sum
+are all that the gradient needs besides the logits. Both are kept, not the logarithm of the sum of exponentials: near 1e4
+its rounding is an error of 5e-4 in every probability.
+"""
+
+import math
+from typing import NamedTuple
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core.opaque import opaque
+from liger_cutile.ops._device import sm_count
+from liger_cutile.ops._exp import exp_like
+from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._rows import as_rows, blocks, power_of_2
+from liger_cutile.ops._tiles import ZERO, load, load_vector
+
+# Columns of a tile, and blocks on a multiprocessor: 4096 columns fill half of the 64 registers that 4 blocks leave a thread
+# (sm_90, tileiras 13.4).
+BLOCK = 4096
+OCCUPANCY = 4
+# Rows of a tile of labels.
+LABELS = 2048
+MOST_BLOCKS = (1 << 24) - 1
+
+# Stands for -inf where differences are taken: that of two is 0.
+LEAST = -3.4028234663852886e38
+
+
+@ct.function
+def _on(option):
+    """Whether an option is a number, and not None; known when the kernel is compiled."""
+    return ct.static_eval(not isinstance(option, tuple))
+
+
+@ct.function
+def _cap(x, softcap):
+    """softcap · tanh(x / softcap), and its derivative; x and 1 without a softcap."""
+    if _on(softcap):
+        tanh = ct.tanh(x / softcap)
+        return softcap * tanh, 1.0 - tanh * tanh
+    else:
+        return x, 1.0
+
+
+@ct.function
+def _label_of(target, row, ignore_index, columns):
+    """A row's label, or 0; whether the row counts, and whether its label is in range."""
+    label = ct.load(target, (row,), ())
+    counts = label != ignore_index
+    known = counts & (label >= 0) & (label < columns)
+    return ct.astype(ct.where(known, label, 0), ct.int32), counts, known
+
+
+@ct.function
+def _label_weight(weight, label, known):
+    if given(weight):
+        return ct.astype(ct.gather(weight, label, mask=known), ct.float32)
+    else:
+        return 1.0
+
+
+@ct.kernel(occupancy=OCCUPANCY)
+def _rows(
+    losses, z_losses, hits, predicted, statistics, logits, bias, target, weight, weight_sum,
+    columns, first, ignore_index: ct.ScalarInt64, label_smoothing, lse_square_scale, softcap,
+    ADD_Z_LOSS: ConstBool, TOKEN_SCALING: ConstBool, BLOCK: ConstInt, GROUP: ConstInt,
+):  # fmt: skip
+    GROUPS = BLOCK // GROUP
+    lanes = ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (GROUPS, GROUP))
+    local = ct.bid(0)
+    row = first + local
+    label, counts, known = _label_of(target, row, ignore_index, columns)
+    label_logit = ct.astype(ct.gather(logits, (local, label), mask=known), ct.float32)
+    if given(bias):
+        label_logit += ct.astype(ct.gather(bias, label, mask=known), ct.float32)
+    label_logit = _cap(label_logit, softcap)[0]
+    # Sums of logits are taken relative to the label's, so that a large offset common to all doesn't cancel in them.
+    pivot = ct.where(ct.abs(label_logit) < math.inf, label_logit, 0.0)
+
+    # A group's columns are those that a thread loads at once. Each has a maximum of its own, and the loop exchanges
+    # nothing between threads.
+    maximum = ct.full((GROUPS, 1), LEAST, ct.float32)
+    total = ct.zeros((GROUPS, 1), ct.float32)
+    weighted = ct.zeros((GROUPS, 1), ct.float32)
+    best = ct.full((GROUPS, 1), LEAST, ct.float32)
+    best_column = ct.zeros((GROUPS, 1), ct.int32)
+    tiles = ct.where(counts, ct.num_tiles(logits, axis=1, shape=(1, BLOCK)), 0).item()
+    for tile in range(tiles):
+        inside = lanes < columns - tile * BLOCK
+        x = load(logits, (local, tile), 1, BLOCK)
+        if given(bias):
+            x += load_vector(bias, tile, BLOCK)
+        x = ct.reshape(x, (GROUPS, GROUP))
+        if given(hits) or given(predicted):
+            real = ct.where(inside, x, -math.inf)
+            tile_best = ct.max(real, axis=1, keepdims=True)
+            place = ct.argmax(real, axis=1, keepdims=True)
+            better = tile_best > best
+            best = ct.where(better, tile_best, best)
+            start = tile * BLOCK + ct.reshape(ct.arange(GROUPS, dtype=ct.int32), (GROUPS, 1)) * GROUP
+            best_column = ct.where(better, start + place, best_column)
+        x = _cap(x, softcap)[0]
+        if _on(label_smoothing):
+            distance = ct.where(inside, x - pivot, 0.0)
+            if given(weight):
+                distance *= ct.reshape(load_vector(weight, tile, BLOCK), (GROUPS, GROUP))
+            weighted += ct.sum(distance, axis=1, keepdims=True)
+        x = ct.where(inside, x, -math.inf)
+        higher = ct.maximum(maximum, ct.max(x, axis=1, keepdims=True))
+        total = total * exp_like(maximum - higher, logits)
+        total += ct.sum(exp_like(x - higher, logits), axis=1, keepdims=True)
+        maximum = higher
+    top = ct.max(maximum)
+    exp_sum = ct.where(known, ct.sum(total * exp_like(maximum - top, logits)), math.nan)
+    log_sum = ct.log(exp_sum)
+
+    lse = top + log_sum
+    nll = (top - label_logit) + log_sum
+    loss = _label_weight(weight, label, known) * nll
+    if _on(label_smoothing):
+        mass = ct.astype(columns, ct.float32)
+        if given(weight):
+            mass = ct.load(weight_sum, (0,), ())
+        smooth = ((top - pivot) + log_sum) * mass - ct.sum(weighted)
+        loss = loss * (1.0 - label_smoothing) + smooth * (label_smoothing / columns)
+    z_loss = lse * 0.0
+    if _on(lse_square_scale):
+        z_loss = lse * lse * lse_square_scale
+    probability = exp_like(-nll, logits)
+    if TOKEN_SCALING:
+        loss *= probability
+        z_loss *= probability
+    if ADD_Z_LOSS:
+        loss += z_loss
+    ct.store(losses, (row,), ct.where(counts, loss, 0.0))
+    if given(z_losses):
+        ct.store(z_losses, (row,), ct.where(counts, z_loss, 0.0))
+    winner = ct.min(ct.where(best == ct.max(best), best_column, columns))
+    if given(hits):
+        ct.store(hits, (row,), ct.where(counts & known & (winner == label), 1.0, 0.0))
+    if given(predicted):
+        ct.store(predicted, (row,), ct.astype(ct.where(counts, winner, -1), ct.int64))
+    if given(statistics):
+        ct.store(statistics, (0, row), top)
+        ct.store(statistics, (1, row), exp_sum)
+        if TOKEN_SCALING:
+            ct.store(statistics, (2, row), probability)
+
+
+@ct.kernel(occupancy=OCCUPANCY)
+def _gradient(
+    dlogits, logits, bias, target, weight, column_weight, weight_sum, statistics, dloss, totals,
+    vocabulary, first, first_column, parts, ignore_index: ct.ScalarInt64, label_smoothing, lse_square_scale, softcap,
+    TOKEN_SCALING: ConstBool, BLOCK: ConstInt,
+):  # fmt: skip
+    lanes = first_column + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
+    tiles = ct.num_tiles(dlogits, axis=1, shape=(1, BLOCK))
+    local = ct.bid(0) // parts
+    row = first + local
+    label, counts, known = _label_of(target, row, ignore_index, vocabulary)
+    if counts:
+        top = ct.load(statistics, (0, row), ())
+        exp_sum = ct.load(statistics, (1, row), ())
+        scale = ct.full((), 1.0, ct.float32)
+        if given(dloss):
+            scale = ct.load(dloss, (row,), ())
+        if TOKEN_SCALING:
+            scale *= ct.load(statistics, (2, row), ())
+        z_scale = scale
+        if given(totals):
+            z_scale = scale / ct.load(totals, (0,), ())
+            scale = scale / ct.load(totals, (1,), ())
+        label_scale = scale * _label_weight(weight, label, known)
+        # What the probabilities are multiplied by beside that, and the class weights.
+        slope = scale * 0.0
+        uniform = scale * 0.0
+        if _on(label_smoothing):
+            label_scale *= 1.0 - label_smoothing
+            uniform = scale * (label_smoothing / vocabulary)
+            slope = uniform * (ct.load(weight_sum, (0,), ()) if given(weight) else vocabulary)
+        if _on(lse_square_scale):
+            slope += z_scale * (2.0 * lse_square_scale) * (top + ct.log(exp_sum))
+        inverse = 1.0 / exp_sum
+        for tile in range(ct.bid(0) % parts, tiles, parts):
+            x = load(logits if given(logits) else dlogits, (local, tile), 1, BLOCK)
+            if given(bias):
+                x += load_vector(bias, tile, BLOCK)
+            capped, derivative = _cap(x, softcap)
+            probability = exp_like(capped - top, dlogits) * inverse
+            dx = label_scale * (probability - ct.where(lanes == label - tile * BLOCK, 1.0, 0.0))
+            if _on(label_smoothing) or _on(lse_square_scale):
+                dx += slope * probability
+            if _on(label_smoothing):
+                if given(weight):
+                    dx -= uniform * load_vector(column_weight, tile, BLOCK)
+                else:
+                    dx -= uniform
+            ct.store(dlogits, (local, tile), ct.astype(dx * derivative, dlogits.dtype))
+    else:
+        for tile in range(ct.bid(0) % parts, tiles, parts):
+            ct.store(dlogits, (local, tile), ct.zeros((1, BLOCK), dlogits.dtype))
+
+
+@ct.kernel
+def _reduce(
+    loss, z_loss, accuracy, totals, losses, z_losses, hits, target, weight, columns, ignore_index: ct.ScalarInt64,
+    MEAN: ConstBool, BLOCK: ConstInt,
+):  # fmt: skip
+    # One block, so that the order of the sums is always the same.
+    counted = ct.zeros((BLOCK,), ct.float32)
+    weights = ct.zeros((BLOCK,), ct.float32)
+    loss_sum = ct.zeros((BLOCK,), ct.float32)
+    z_loss_sum = ct.zeros((BLOCK,), ct.float32)
+    hit_sum = ct.zeros((BLOCK,), ct.float32)
+    rows = target.shape[0]
+    for tile in range(ct.num_tiles(target, axis=0, shape=(BLOCK,))):
+        inside = tile * BLOCK + ct.arange(BLOCK, dtype=ct.int32) < rows
+        label = ct.load(target, (tile,), (BLOCK,), padding_mode=ZERO)
+        counts = inside & (label != ignore_index)
+        counted += ct.where(counts, 1.0, 0.0)
+        if given(weight):
+            known = counts & (label >= 0) & (label < columns)
+            at = ct.astype(ct.where(known, label, 0), ct.int32)
+            weights += ct.astype(ct.gather(weight, at, mask=known), ct.float32)
+        if given(losses):
+            loss_sum += ct.load(losses, (tile,), (BLOCK,), padding_mode=ZERO)
+        if given(z_losses):
+            z_loss_sum += ct.load(z_losses, (tile,), (BLOCK,), padding_mode=ZERO)
+        if given(hits):
+            hit_sum += ct.load(hits, (tile,), (BLOCK,), padding_mode=ZERO)
+    any_counted = ct.sum(counted) > 0.0
+    count = ct.where(any_counted, ct.sum(counted), 1.0)
+    weight_total = count
+    if given(weight):
+        weight_total = ct.where(any_counted, ct.sum(weights), 1.0)
+    if given(totals):
+        ct.store(totals, (0,), count)
+        ct.store(totals, (1,), weight_total)
+    if given(losses):
+        loss_value = ct.sum(loss_sum)
+        z_loss_value = ct.sum(z_loss_sum)
+        if MEAN:
+            loss_value = loss_value / weight_total
+            z_loss_value = z_loss_value / count
+        ct.store(loss, (0,), loss_value + z_loss_value)
+        if given(z_loss):
+            ct.store(z_loss, (0,), z_loss_value)
+        if given(accuracy):
+            ct.store(accuracy, (0,), ct.sum(hit_sum) / count)
+
+
+class Options(NamedTuple):
+    """What a row's loss depends on besides its logits. What is off is None: a kernel is then compiled without it."""
+
+    ignore_index: int
+    label_smoothing: float | None
+    lse_square_scale: float | None
+    softcap: float | None
+    token_scaling: bool
+
+
+class Rows(NamedTuple):
+    """What `run_rows` writes per row; None for what isn't wanted.
+
+    Attributes:
+        losses: float32 ``[N]``; with the z-loss in it when the reduction is ``"none"``.
+        z_losses: float32 ``[N]``.
+        hits: float32 ``[N]``; 1 where the largest logit is the label's.
+        predicted: int64 ``[N]``.
+        statistics: float32 ``[2, N]``, a row's maximum and the sum of its exponentials relative to that;
+            with token scaling ``[3, N]``, and the label's probability. What `run_gradient` needs.
+    """
+
+    losses: Tensor
+    z_losses: Tensor | None
+    hits: Tensor | None
+    predicted: Tensor | None
+    statistics: Tensor | None
+
+
+def options_of(
+    ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None, token_scaling: bool
+) -> Options:
+    """The options, normalised."""
+    return Options(
+        ignore_index,
+        float(label_smoothing) or None,
+        float(lse_square_scale) or None,
+        None if softcap is None else float(softcap),
+        token_scaling,
+    )
+
+
+def new_rows(
+    target: Tensor,
+    options: Options,
+    *,
+    reduction: str,
+    return_z_loss: bool,
+    return_token_accuracy: bool,
+    return_predicted_tokens: bool,
+    differentiable: bool,
+) -> Rows:
+    """Memory for the results of all rows."""
+    n = target.shape[0]
+    z_loss = return_z_loss or (options.lse_square_scale is not None and reduction != "none")
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=target.device)
+
+    return Rows(
+        empty(n),
+        empty(n) if z_loss else None,
+        empty(n) if return_token_accuracy else None,
+        torch.empty_like(target) if return_predicted_tokens else None,
+        empty(3 if options.token_scaling else 2, n) if differentiable else None,
+    )
+
+
+def weight_sum_of(weight: Tensor | None, options: Options) -> Tensor | None:
+    """The sum of all class weights, which label smoothing needs; float32, a scalar."""
+    return weight.sum(dtype=torch.float32) if weight is not None and options.label_smoothing is not None else None
+
+
+def _vector(scalar: Tensor | None) -> Tensor | None:
+    """A tensor without dimensions, which tileiras 13.4 doesn't take for an argument, as one of an element."""
+    return None if scalar is None else scalar.view(1)
+
+
+def run_rows(
+    rows: Rows,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    options: Options,
+    reduction: str,
+    first: int = 0,
+    bias: Tensor | None = None,
+) -> None:
+    """Write the results of the rows from `first` on, as many as `logits` has.
+
+    `target`, `weight` and `bias`, which is added to the logits, are contiguous.
+    """
+    _launch_rows(*rows, logits, bias, target, weight, weight_sum, first, *options, reduction == "none")
+
+
+@opaque(writes=("losses", "z_losses", "hits", "predicted", "statistics"))
+def _launch_rows(
+    losses: Tensor,
+    z_losses: Tensor | None,
+    hits: Tensor | None,
+    predicted: Tensor | None,
+    statistics: Tensor | None,
+    logits: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    first: int,
+    ignore_index: int,
+    label_smoothing: float | None,
+    lse_square_scale: float | None,
+    softcap: float | None,
+    token_scaling: bool,
+    each: bool,
+) -> None:
+    logits = as_rows(logits)
+    n, columns = logits.shape
+    for begin in range(0, n, MOST_BLOCKS):
+        some = logits[begin : begin + MOST_BLOCKS]
+        launch(
+            _rows, (some.shape[0],), losses, z_losses, hits, predicted, statistics, some, bias, target, weight,
+            _vector(weight_sum), columns, first + begin, ignore_index, label_smoothing, lse_square_scale, softcap,
+            each and lse_square_scale is not None, token_scaling, min(power_of_2(columns), BLOCK),
+            16 // logits.element_size(),
+        )  # fmt: skip
+
+
+def run_gradient(
+    dlogits: Tensor,
+    logits: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    statistics: Tensor,
+    dloss: Tensor | None,
+    totals: Tensor | None,
+    options: Options,
+    first: int = 0,
+    first_column: int = 0,
+    vocabulary: int | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
+
+    Args:
+        dlogits: contiguous.
+        logits: None where `dlogits` holds them.
+        statistics: of `run_rows`.
+        dloss: gradient of the loss; a scalar, one per row, or None for 1.
+        totals: of `reduce`, to divide by, or None.
+        vocabulary: how many columns there are, where `logits` has not all of them.
+        bias: of all columns, added to the logits; contiguous.
+    """
+    vocabulary = dlogits.shape[1] if vocabulary is None else vocabulary
+    _launch_gradient(
+        dlogits, logits, bias, target, weight, weight_sum, statistics, dloss, totals, vocabulary, first, first_column,
+        *options,
+    )  # fmt: skip
+
+
+@opaque(writes=("dlogits",))
+def _launch_gradient(
+    dlogits: Tensor,
+    logits: Tensor | None,
+    bias: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    statistics: Tensor,
+    dloss: Tensor | None,
+    totals: Tensor | None,
+    vocabulary: int,
+    first: int,
+    first_column: int,
+    ignore_index: int,
+    label_smoothing: float | None,
+    lse_square_scale: float | None,
+    softcap: float | None,
+    token_scaling: bool,
+) -> None:
+    n, columns = dlogits.shape
+    block = min(power_of_2(columns), BLOCK)
+    # Rows alone make too few blocks where they are few.
+    wanted = 2 * OCCUPANCY * sm_count(dlogits.device)
+    parts = min(blocks(columns, block), blocks(wanted, n))
+    of_columns = slice(first_column, first_column + columns)
+    bias, column_weight = (None if x is None else x[of_columns] for x in (bias, weight))
+    dloss = None if dloss is None else dloss.expand(target.shape)
+    logits = None if logits is None else as_rows(logits)
+    most = MOST_BLOCKS // parts
+    for begin in range(0, n, most):
+        some = slice(begin, min(begin + most, n))
+        launch(
+            _gradient, ((some.stop - begin) * parts,), dlogits[some], None if logits is None else logits[some], bias,
+            target, weight, column_weight, _vector(weight_sum), statistics, dloss, totals, vocabulary, first + begin,
+            first_column, parts, ignore_index, label_smoothing, lse_square_scale, softcap, token_scaling, block,
+        )  # fmt: skip
+
+
+def new_totals(target: Tensor) -> Tensor:
+    """Memory for what ``"mean"`` divides by: the number of rows that count, and the sum of their labels' weights."""
+    return torch.empty(2, dtype=torch.float32, device=target.device)
+
+
+def run_totals(totals: Tensor, target: Tensor, weight: Tensor | None, columns: int, options: Options) -> None:
+    """Write what ``"mean"`` divides by."""
+    _launch_reduce(None, None, None, totals, None, None, None, target, weight, columns, options.ignore_index, True)
+
+
+def reduce(
+    rows: Rows,
+    target: Tensor,
+    weight: Tensor | None,
+    totals: Tensor | None,
+    columns: int,
+    options: Options,
+    *,
+    reduction: str,
+    return_z_loss: bool,
+    return_token_accuracy: bool,
+    return_predicted_tokens: bool,
+) -> Tensor | tuple[Tensor | None, ...]:
+    """The op's result, from the rows'. `totals`, when given, are written as by `run_totals`."""
+    loss, z_loss, accuracy = rows.losses, rows.z_losses, rows.hits
+    if reduction != "none":
+
+        def scalar() -> Tensor:
+            return torch.empty((), dtype=torch.float32, device=target.device)
+
+        loss = scalar()
+        z_loss = scalar() if return_z_loss else None
+        accuracy = scalar() if return_token_accuracy else None
+        mean = reduction == "mean"
+        _launch_reduce(
+            loss, z_loss, accuracy, totals, rows.losses, rows.z_losses, rows.hits, target, weight if mean else None,
+            columns, options.ignore_index, mean,
+        )  # fmt: skip
+    if return_z_loss or return_token_accuracy or return_predicted_tokens:
+        return loss, z_loss, accuracy, rows.predicted
+    return loss
+
+
+@opaque(writes=("loss", "z_loss", "accuracy", "totals"))
+def _launch_reduce(
+    loss: Tensor | None,
+    z_loss: Tensor | None,
+    accuracy: Tensor | None,
+    totals: Tensor | None,
+    losses: Tensor | None,
+    z_losses: Tensor | None,
+    hits: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    columns: int,
+    ignore_index: int,
+    mean: bool,
+) -> None:
+    launch(
+        _reduce, (1,), _vector(loss), _vector(z_loss), _vector(accuracy), totals, losses, z_losses, hits, target,
+        weight, columns, ignore_index, mean, min(power_of_2(target.shape[0]), LABELS),
+    )  # fmt: skip

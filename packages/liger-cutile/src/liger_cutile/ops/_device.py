@@ -1,0 +1,14 @@
+"""What host code has to know of a device."""
+
+import functools
+
+import torch
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a device, for grids of as many blocks as run at once.
+
+    On the CPU, where an interpreter runs one block after another, it is 2: few, but more than one partial sum.
+    """
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,0 +1,163 @@
+"""What `kl_div`, `tvd` and `jsd` share: two tensors of one shape are read tile by tile, and their terms added up.
+
+Each block adds up the terms of its own tiles in float32, then one block adds up those sums. So the total is the same from
+run to run, without atomics.
+"""
+
+import cuda.tile as ct
+from torch import Tensor
+
+from liger_cutile.ops._device import sm_count
+from liger_cutile.ops._launch import ConstInt, given, launch
+from liger_cutile.ops._rows import blocks, power_of_2
+
+# Of a tile: two 16-byte loads from each tensor, for each thread of 4 warps; and four, where that is faster: on an H200
+# (tileiras 13.4), jsd of 4096 x 128256 in bfloat16 takes 1.058 ms with them and 1.108 without, kl_div 0.611 and 0.634.
+TILE_BYTES, LARGE_TILE_BYTES = 4096, 8192
+# Blocks per multiprocessor where each adds up several tiles. They hide the latency of memory from each other, with loads
+# into registers: with TMA, the compiler gives each block more warps and fewer registers, and spills.
+OCCUPANCY = 8
+MOST_BLOCKS = (1 << 24) - 1
+
+ZERO = ct.PaddingMode.ZERO
+
+
+@ct.function
+def place(array, tile, ROWS, BLOCK):
+    """A tile's row and column, in tiles."""
+    across = ct.num_tiles(array, axis=1, shape=(ROWS, BLOCK))
+    return tile // across, tile % across
+
+
+@ct.function
+def tile_count(array, ROWS, BLOCK):
+    return ct.num_tiles(array, axis=0, shape=(ROWS, BLOCK)) * ct.num_tiles(array, axis=1, shape=(ROWS, BLOCK))
+
+
+@ct.function
+def load(array, at, ROWS, BLOCK):
+    """A tile in float32; 0 outside of the array."""
+    return ct.astype(ct.load(array, at, (ROWS, BLOCK), padding_mode=ZERO, allow_tma=False), ct.float32)
+
+
+@ct.function
+def store(array, at, value):
+    ct.store(array, at, ct.astype(value, array.dtype), allow_tma=False)
+
+
+@ct.function
+def load_counted(labels, row, ignore_index, ROWS):
+    """Which rows of a tile count, ``[ROWS, 1]``."""
+    return ct.reshape(ct.load(labels, (row,), (ROWS,), padding_mode=ZERO, allow_tma=False) != ignore_index, (ROWS, 1))
+
+
+@ct.function
+def any_of(conditions):
+    return ct.max(ct.where(conditions, 1, 0)) > 0
+
+
+@ct.function
+def exp(x, EXACT):
+    """The exponential; right to a unit of rounding with EXACT, else without an error that adds up in a sum of many."""
+    if EXACT:
+        return ct.exp(x)
+    else:
+        # log2(e) in two parts: rounded to one, it is too small by 1.3e-8 · |x| in every result. Results below 2^-126
+        # become 0.
+        return ct.exp2(x * 1.4426950216293335 + x * 1.925963033500987e-8, flush_to_zero=True)
+
+
+@ct.function
+def finite(logprob):
+    """-1e30 for -inf: its exponential is 0 just so, and differences and products with it are no NaN."""
+    return ct.maximum(logprob, -1e30, propagate_nan=True)
+
+
+@ct.function
+def _log_mean(e):
+    """log((1 + e) / 2) for e of 0 to 1; right to 6e-9, and to the rounding of float32."""
+    t = 1.0 - e
+    r = t * 0.003556931158527732 - 0.009804983623325825
+    r = t * r + 0.015441100113093853
+    r = t * r - 0.008441363461315632
+    r = t * r + 0.01122882217168808
+    r = t * r + 0.014332414604723454
+    r = t * r + 0.04184461012482643
+    r = t * r + 0.12498952448368073
+    return -t * (t * r + 0.5000001192092896)
+
+
+@ct.function
+def above_mixture(q, p, beta, rest, HALF, UNIT):
+    """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
+
+    q and p are finite logarithms; UNIT is 1 for natural ones, log2(e) for those of base 2. Where the two are equal, both
+    results are 0.
+    """
+    difference = q - p
+    distance = ct.abs(difference)
+    e = ct.exp2(distance * (-1.4426950408889634 / UNIT), flush_to_zero=True)
+    if HALF:
+        # Without e near 1: there a GPU's exponential is off by 1e-7, for all elements the same way.
+        half = distance * (0.5 / UNIT)
+        square = half * half
+        log_cosh = square * (0.5 - square * (0.08333333 - square * (0.022222223 - square * 0.006746032)))
+        above = ct.where(half < 0.25, half - log_cosh, -_log_mean(e))
+    else:
+        # The mixture over the larger of its two parts, by the smaller weight alone: rounded, the two don't add up to 1.
+        weight = ct.minimum(beta, rest)
+        of_smaller = ct.where(beta <= rest, difference, -difference) >= 0.0
+        mixture = ct.where(of_smaller, 1.0 - weight * (1.0 - e), e + weight * (1.0 - e))
+        above = -ct.log(ct.maximum(mixture, 1e-37))
+    above = above * UNIT
+    return ct.minimum(difference, 0.0) + above, ct.minimum(-difference, 0.0) + above
+
+
+@ct.kernel
+def _count(count, labels, ignore_index: ct.ScalarInt64, BLOCK: ConstInt):
+    counted = ct.zeros((BLOCK,), ct.float32)
+    index = ct.arange(BLOCK, dtype=ct.int32)
+    for tile in range(ct.num_tiles(labels, axis=0, shape=(BLOCK,))):
+        label = ct.load(labels, (tile,), (BLOCK,), padding_mode=ZERO, allow_tma=False)
+        inside = tile * BLOCK + index < labels.shape[0]
+        counted += ct.where(inside & (label != ignore_index), 1.0, 0.0)
+    ct.store(count, (0,), ct.maximum(ct.sum(counted), 1.0))
+
+
+@ct.kernel
+def _total(total, sums, count, divisor, BLOCK: ConstInt):
+    lanes = ct.zeros((BLOCK,), ct.float32)
+    for tile in range(ct.num_tiles(sums, axis=0, shape=(BLOCK,))):
+        lanes += ct.load(sums, (tile,), (BLOCK,), padding_mode=ZERO, allow_tma=False)
+    if given(count):
+        divisor = divisor * ct.load(count, (0,), ())
+    ct.store(total, (0,), ct.sum(lanes) / divisor)
+
+
+def tile_of(x: Tensor, tile_bytes: int = TILE_BYTES) -> tuple[int, int]:
+    """Rows and columns of the tiles of a tensor of two dimensions."""
+    size = tile_bytes // x.element_size()
+    if x.shape[1] % 16:
+        size //= 4  # where elements are loaded one by one, registers are short
+    block = min(power_of_2(x.shape[1]), size)
+    return min(size // block, power_of_2(x.shape[0], 1)), block
+
+
+def one_each(x: Tensor, rows: int, block: int) -> int:
+    """Blocks of a grid with one for each tile of a tensor, as far as a grid goes."""
+    return min(blocks(x.shape[0], rows) * blocks(x.shape[1], block), MOST_BLOCKS)
+
+
+def persistent(x: Tensor, rows: int, block: int) -> int:
+    """Blocks of a grid that takes all tiles of a tensor, several per block."""
+    return min(one_each(x, rows, block), OCCUPANCY * sm_count(x.device))
+
+
+def launch_count(count: Tensor, labels: Tensor, ignore_index: int) -> None:
+    """Write the number of rows that count, or 1 when none does, to ``float32[1]``."""
+    launch(_count, (1,), count, labels, ignore_index, 1024)
+
+
+def launch_total(total: Tensor, sums: Tensor, count: Tensor | None, divisor: float) -> None:
+    """Write Σ sums / divisor, and divided by `count` when there is one, to ``float32[1]``."""
+    launch(_total, (1,), total, sums, count, float(divisor), 1024)

@@ -1,0 +1,42 @@
+"""A tensor as rows, for kernels that work along the last dimension."""
+
+from torch import Tensor
+
+LARGEST = (1 << 31) - 1
+"""The longest dimension and the longest stride that a kernel takes."""
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """A tensor as ``[rows, columns]``, each row's elements adjacent.
+
+    It is a view of `x` wherever x's strides allow: contiguous, or sliced or expanded in any dimension but the last.
+    Otherwise it is a copy.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 and rows.stride(0) <= LARGEST else rows.contiguous()
+
+
+def as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of one shape as ``[1, elements]`` where all are contiguous and not too long for it, else as `as_rows`.
+
+    For kernels that work on each element by itself.
+    """
+    if all(x.is_contiguous() for x in tensors) and tensors[0].numel() <= LARGEST:
+        return tuple(x.view(1, -1) for x in tensors)
+    return tuple(as_rows(x) for x in tensors)
+
+
+def power_of_2(size: int, least: int = 16) -> int:
+    """The least power of two that is no less than `size` and `least`, itself one."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def whole_rows(columns: int) -> tuple[int, int]:
+    """Rows and columns of a tile that holds whole rows: 2048 elements, or one row."""
+    block = power_of_2(columns)
+    return max(1, 2048 // block), block
+
+
+def blocks(size: int, block: int) -> int:
+    """How many blocks cover `size` elements."""
+    return (size + block - 1) // block

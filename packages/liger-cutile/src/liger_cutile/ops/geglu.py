@@ -1,0 +1,78 @@
+"""GEGLU: one element after another, in float32; backward computes the GELU again."""
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core import geglu
+from liger_core.contract import Needs, Saved, implements
+from liger_core.opaque import opaque
+from liger_cutile.ops._launch import ConstInt, given, launch
+from liger_cutile.ops._rows import as_one_row
+from liger_cutile.ops._tiles import load
+from liger_cutile.ops.swiglu import _place, _tiles
+
+
+@ct.function
+def _gelu(xs):
+    """gelu(x) = x·σ(z), where z = √(8/π)·(x + 0.044715·x³), for tanh(z/2) = 2σ(z) − 1; and its derivative."""
+    square = xs * xs
+    # e^−|z|: never infinite
+    q = ct.exp2(-ct.abs(xs * (2.302208198144325 + 0.1029432395800235 * square)), flush_to_zero=True)
+    r = ct.truediv(1.0, 1.0 + q, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+    p = q * r
+    sigmoid = ct.where(xs > 0.0, r, p)
+    slope = 1.5957691216057308 + 0.21406444881780073 * square
+    return xs * sigmoid, sigmoid + xs * (p * r) * slope
+
+
+@ct.kernel
+def _forward(y, gate, up, ROWS: ConstInt, BLOCK: ConstInt):
+    place = _place(y, ROWS, BLOCK)
+    xs = load(gate, place, ROWS, BLOCK)
+    us = load(up, place, ROWS, BLOCK)
+    gelu, _ = _gelu(xs)
+    ct.store(y, place, ct.astype(gelu * us, y.dtype))
+
+
+@ct.kernel
+def _backward(dgate, dup, dy, gate, up, ROWS: ConstInt, BLOCK: ConstInt):
+    place = _place(dy, ROWS, BLOCK)
+    dys = load(dy, place, ROWS, BLOCK)
+    gelu, derivative = _gelu(load(gate, place, ROWS, BLOCK))
+    if given(dgate):
+        us = load(up, place, ROWS, BLOCK)
+        ct.store(dgate, place, ct.astype(dys * us * derivative, dgate.dtype))
+    if given(dup):
+        ct.store(dup, place, ct.astype(dys * gelu, dup.dtype))
+
+
+@opaque(writes=("y",))
+def _launch_forward(y: Tensor, gate: Tensor, up: Tensor) -> None:
+    y, gate, up = as_one_row(y, gate, up)
+    rows, block, grid = _tiles(*y.shape)
+    launch(_forward, grid, y, gate, up, rows, block)
+
+
+@opaque(writes=("dgate", "dup"))
+def _launch_backward(dgate: Tensor | None, dup: Tensor | None, dy: Tensor, gate: Tensor, up: Tensor) -> None:
+    dy, gate, up = as_one_row(dy, gate, up)
+    dgate, dup = (None if x is None else x.view(dy.shape) for x in (dgate, dup))
+    rows, block, grid = _tiles(*dy.shape)
+    launch(_backward, grid, dgate, dup, dy, gate, up, rows, block)
+
+
+@implements(geglu)
+def forward(needs: Needs, gate: Tensor, up: Tensor) -> tuple[Tensor, Saved]:
+    y = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    _launch_forward(y, gate, up)
+    return y, (gate, up) if True in needs else ()
+
+
+def backward(needs: Needs, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+    gate, up = saved
+    needs_gate, needs_up = needs
+    dgate = torch.empty_like(gate, memory_format=torch.contiguous_format) if needs_gate else None
+    dup = torch.empty_like(up, memory_format=torch.contiguous_format) if needs_up else None
+    _launch_backward(dgate, dup, dy, gate, up)
+    return dgate, dup

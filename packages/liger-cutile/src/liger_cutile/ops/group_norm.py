@@ -1,0 +1,410 @@
+"""Group norm: a group stays in registers if it fits; else it is read again, backwards, so that the caches have some of it.
+
+Tensors are ``[samples, groups, channels of a group, positions]``.
+"""
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core import group_norm
+from liger_core.contract import Needs, Saved, implements
+from liger_core.opaque import opaque
+from liger_cutile.ops._device import sm_count
+from liger_cutile.ops._hints import sized
+from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._persistent import persistent
+from liger_cutile.ops._rows import LARGEST, blocks, power_of_2
+from liger_cutile.ops._totals import launch_totals
+
+# Elements of a group, its sizes rounded up to powers of two, that a block keeps in registers.
+LONGEST = 8192
+# Elements of a tile: of several short groups, or of a part of a long one.
+SHORT_TILE = 2048
+LONG_TILE = 4096
+# Most positions of a tile of a long group.
+MOST_POSITIONS = 1024
+# Blocks on a multiprocessor, of the kernels for long groups.
+LONG_BLOCKS = 2
+
+
+@ct.function
+def _load(array, place, shape):
+    return ct.astype(ct.load(array, place, shape, padding_mode=ct.PaddingMode.ZERO), ct.float32)
+
+
+@ct.function
+def _load_channels(values, group, channel, GROUPS, CHANNELS):
+    """A weight or bias of the channels of some groups."""
+    return ct.reshape(_load(values, (group, channel), (GROUPS, CHANNELS)), (1, GROUPS, CHANNELS, 1))
+
+
+@ct.function
+def _load_statistic(statistics, which, sample, group, GROUPS):
+    return ct.reshape(_load(statistics, (which, sample, group), (1, 1, GROUPS)), (1, GROUPS, 1, 1))
+
+
+@ct.function
+def _store_statistics(statistics, sample, group, mean, rstd, GROUPS):
+    if given(statistics):
+        ct.store(statistics, (0, sample, group), ct.reshape(mean, (1, 1, GROUPS)))
+        ct.store(statistics, (1, sample, group), ct.reshape(rstd, (1, 1, GROUPS)))
+
+
+@ct.function
+def _inside(array, channel, position, CHANNELS, BLOCK):
+    """Which elements of a tile are a group's."""
+    channels = ct.reshape(channel * CHANNELS + ct.arange(CHANNELS, dtype=ct.int32), (1, 1, CHANNELS, 1))
+    positions = ct.reshape(position * BLOCK + ct.arange(BLOCK, dtype=ct.int32), (1, 1, 1, BLOCK))
+    return (channels < array.shape[2]) & (positions < array.shape[3])
+
+
+@ct.function
+def _sum(tile):
+    """Over the channels and positions of each group."""
+    return ct.sum(ct.sum(tile, axis=3, keepdims=True), axis=2, keepdims=True)
+
+
+@ct.function
+def _store_scaled(y, place, normed, weight, bias, GROUPS, CHANNELS):
+    ys = normed
+    if given(weight):
+        ys = ys * _load_channels(weight, place[1], place[2], GROUPS, CHANNELS)
+    if given(bias):
+        ys = ys + _load_channels(bias, place[1], place[2], GROUPS, CHANNELS)
+    ct.store(y, place, ct.astype(ys, y.dtype))
+
+
+@ct.kernel
+def _forward(y, statistics, x, weight, bias, size, eps, GROUPS: ConstInt, CHANNELS: ConstInt, BLOCK: ConstInt):
+    group, sample = ct.bid(0), ct.bid(1)
+    xs = _load(x, (sample, group, 0, 0), (1, GROUPS, CHANNELS, BLOCK))
+    mean = _sum(xs) / size
+    centred = ct.where(_inside(x, 0, 0, CHANNELS, BLOCK), xs - mean, 0.0)
+    rstd = ct.rsqrt(_sum(centred * centred) / size + eps)
+    _store_statistics(statistics, sample, group, mean, rstd, GROUPS)
+    _store_scaled(y, (sample, group, 0, 0), centred * rstd, weight, bias, GROUPS, CHANNELS)
+
+
+@ct.function
+def _positions(array, CHANNELS, BLOCK):
+    """The first and the last tile of positions that this block takes: its part of all."""
+    tiles = ct.num_tiles(array, axis=3, shape=(1, 1, CHANNELS, BLOCK))
+    return ct.bid(2) * tiles // ct.num_blocks(2), (ct.bid(2) + 1) * tiles // ct.num_blocks(2)
+
+
+@ct.function
+def _merge(counts, means, squares):
+    """How many elements there are in all, their mean, and the sum of their squared distances from it.
+
+    Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+    """
+    count = _sum(counts)
+    mean = _sum(counts * means) / count
+    mean += _sum(counts * (means - mean)) / count  # what rounding such large sums has lost
+    return count, mean, _sum(squares + counts * (means - mean) * (means - mean))
+
+
+@ct.function
+def _moments(x, WHOLE, CHANNELS, BLOCK):
+    """Of this block's part of a group, what `_merge` returns. Each place of a tile has a mean of its own before."""
+    group, sample = ct.bid(0), ct.bid(1)
+    shape = (1, 1, CHANNELS, BLOCK)
+    first, last = _positions(x, CHANNELS, BLOCK)
+    counts = ct.zeros((1, 1, 1, 1) if WHOLE else shape, ct.float32)
+    means = ct.zeros(shape, ct.float32)
+    squares = ct.zeros(shape, ct.float32)
+    for channel in range(ct.num_tiles(x, axis=2, shape=shape)):
+        for position in range(first, last):
+            distance = _load(x, (sample, group, channel, position), shape) - means
+            if WHOLE:
+                counts += 1.0
+                step = distance * (1.0 / counts)
+            else:
+                inside = _inside(x, channel, position, CHANNELS, BLOCK)
+                counts += ct.where(inside, 1.0, 0.0)
+                distance = ct.where(inside, distance, 0.0)
+                step = ct.truediv(distance, ct.maximum(counts, 1.0), rounding_mode=ct.RoundingMode.APPROX)
+            means += step
+            squares += distance * (distance - step)
+    return _merge(counts + ct.zeros(shape, ct.float32), means, squares)
+
+
+@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=8)
+def _measure(moments, x, WHOLE: ConstBool, CHANNELS: ConstInt, BLOCK: ConstInt):
+    count, mean, squares = _moments(x, WHOLE, CHANNELS, BLOCK)
+    ct.store(moments, (0, ct.bid(1), ct.bid(0), ct.bid(2)), count)
+    ct.store(moments, (1, ct.bid(1), ct.bid(0), ct.bid(2)), mean)
+    ct.store(moments, (2, ct.bid(1), ct.bid(0), ct.bid(2)), squares)
+
+
+@ct.function
+def _load_parts(array, which, PARTS):
+    """What the blocks that share a group have found."""
+    return _load(array, (which, ct.bid(1), ct.bid(0), 0), (1, 1, 1, PARTS))
+
+
+@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=8)
+def _forward_long(
+    y, statistics, moments, x, weight, bias, size, eps,
+    WHOLE: ConstBool, PARTS: ConstInt, CHANNELS: ConstInt, BLOCK: ConstInt,
+):  # fmt: skip
+    group, sample = ct.bid(0), ct.bid(1)
+    shape = (1, 1, CHANNELS, BLOCK)
+    if given(moments):
+        _, mean, squares = _merge(
+            _load_parts(moments, 0, PARTS), _load_parts(moments, 1, PARTS), _load_parts(moments, 2, PARTS)
+        )
+    else:
+        _, mean, squares = _moments(x, WHOLE, CHANNELS, BLOCK)
+    rstd = ct.rsqrt(squares / size + eps)
+    if ct.bid(2) == 0:
+        _store_statistics(statistics, sample, group, mean, rstd, 1)
+    tiles = ct.num_tiles(x, axis=2, shape=shape)
+    first, last = _positions(x, CHANNELS, BLOCK)
+    for channel in range(tiles):
+        for position in range(first, last):
+            place = sample, group, tiles - 1 - channel, first + last - 1 - position
+            _store_scaled(y, place, (_load(x, place, shape) - mean) * rstd, weight, bias, 1, CHANNELS)
+
+
+@ct.function
+def _store_partial(partial, which, row, group, channel, sums, GROUPS, CHANNELS):
+    ct.store(partial, (which, row, group, channel), ct.reshape(sums, (1, 1, GROUPS, CHANNELS)))
+
+
+@ct.kernel
+def _backward(
+    dx, partial, dy, x, weight, statistics, size,
+    WEIGHT: ConstBool, BIAS: ConstBool, SINGLE: ConstBool, GROUPS: ConstInt, CHANNELS: ConstInt, BLOCK: ConstInt,
+):  # fmt: skip
+    group, sample = ct.bid(0), ct.bid(1)
+    place, shape = (sample, group, 0, 0), (1, GROUPS, CHANNELS, BLOCK)
+    rstd = _load_statistic(statistics, 1, sample, group, GROUPS)
+    normed = (_load(x, place, shape) - _load_statistic(statistics, 0, sample, group, GROUPS)) * rstd
+    g = _load(dy, place, shape)
+    dbias = ct.sum(g, axis=3, keepdims=True)
+    dweight = ct.sum(g * normed, axis=3, keepdims=True)
+    if WEIGHT:
+        _store_partial(partial, 0, sample, group, 0, dweight, GROUPS, CHANNELS)
+    if BIAS:
+        _store_partial(partial, int(WEIGHT), sample, group, 0, dbias, GROUPS, CHANNELS)
+    if given(dx):
+        if given(weight):
+            scale = _load_channels(weight, group, 0, GROUPS, CHANNELS)
+            g, dbias, dweight = g * scale, dbias * scale, dweight * scale
+        shift = ct.sum(dbias, axis=2, keepdims=True) / size
+        slope = ct.sum(dweight, axis=2, keepdims=True) / size
+        dxs = (g - shift - normed * slope) * rstd
+        if SINGLE:  # a rounding is left where the product in g is fused with the subtraction
+            dxs = dxs * 0.0
+        ct.store(dx, place, ct.astype(dxs, dx.dtype))
+
+
+@ct.function
+def _sum_positions(partial, dy, x, weight, mean, rstd, WEIGHT, BIAS, CHANNELS, BLOCK):
+    """Write dweight and dbias of a group's channels, from this block's part of the positions, where they are wanted.
+
+    Return the sums of dbias and dweight over the channels, scaled by the weight.
+    """
+    group, sample = ct.bid(0), ct.bid(1)
+    shape = (1, 1, CHANNELS, BLOCK)
+    first, last = _positions(x, CHANNELS, BLOCK)
+    shift = ct.zeros((1, 1, CHANNELS, 1), ct.float32)
+    slope = ct.zeros((1, 1, CHANNELS, 1), ct.float32)
+    for channel in range(ct.num_tiles(x, axis=2, shape=shape)):
+        sums = ct.zeros(shape, ct.float32)
+        products = ct.zeros(shape, ct.float32)
+        for position in range(first, last):
+            place = sample, group, channel, position
+            dys = _load(dy, place, shape)
+            sums += dys
+            products += dys * (_load(x, place, shape) - mean)
+        dbias = ct.sum(sums, axis=3, keepdims=True)
+        dweight = ct.sum(products, axis=3, keepdims=True) * rstd
+        row = sample * ct.num_blocks(2) + ct.bid(2)
+        if WEIGHT:
+            _store_partial(partial, 0, row, group, channel, dweight, 1, CHANNELS)
+        if BIAS:
+            _store_partial(partial, int(WEIGHT), row, group, channel, dbias, 1, CHANNELS)
+        if given(weight):
+            scale = _load_channels(weight, group, channel, 1, CHANNELS)
+            dbias, dweight = dbias * scale, dweight * scale
+        shift += dbias
+        slope += dweight
+    return _sum(shift), _sum(slope)
+
+
+@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=8)
+def _sum_parts(
+    sums, partial, dy, x, weight, statistics,
+    WEIGHT: ConstBool, BIAS: ConstBool, CHANNELS: ConstInt, BLOCK: ConstInt,
+):  # fmt: skip
+    mean = _load_statistic(statistics, 0, ct.bid(1), ct.bid(0), 1)
+    rstd = _load_statistic(statistics, 1, ct.bid(1), ct.bid(0), 1)
+    shift, slope = _sum_positions(partial, dy, x, weight, mean, rstd, WEIGHT, BIAS, CHANNELS, BLOCK)
+    ct.store(sums, (0, ct.bid(1), ct.bid(0), ct.bid(2)), shift)
+    ct.store(sums, (1, ct.bid(1), ct.bid(0), ct.bid(2)), slope)
+
+
+@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=8)
+def _backward_long(
+    dx, sums, partial, dy, x, weight, statistics, size,
+    WEIGHT: ConstBool, BIAS: ConstBool, PARTS: ConstInt, CHANNELS: ConstInt, BLOCK: ConstInt,
+):  # fmt: skip
+    group, sample = ct.bid(0), ct.bid(1)
+    shape = (1, 1, CHANNELS, BLOCK)
+    mean = _load_statistic(statistics, 0, sample, group, 1)
+    rstd = _load_statistic(statistics, 1, sample, group, 1)
+    if given(sums):
+        shift, slope = _sum(_load_parts(sums, 0, PARTS)), _sum(_load_parts(sums, 1, PARTS))
+    else:
+        shift, slope = _sum_positions(partial, dy, x, weight, mean, rstd, WEIGHT, BIAS, CHANNELS, BLOCK)
+    if given(dx):
+        shift, slope = shift / size, slope / size * rstd
+        tiles = ct.num_tiles(x, axis=2, shape=shape)
+        first, last = _positions(x, CHANNELS, BLOCK)
+        for channel in range(tiles):
+            for position in range(first, last):
+                place = sample, group, tiles - 1 - channel, first + last - 1 - position
+                g = _load(dy, place, shape)
+                if given(weight):
+                    g = g * _load_channels(weight, group, tiles - 1 - channel, 1, CHANNELS)
+                dxs = (g - shift - (_load(x, place, shape) - mean) * slope) * rstd
+                ct.store(dx, place, ct.astype(dxs, dx.dtype))
+
+
+@opaque(writes=("y", "statistics"))
+def _launch_forward(
+    y: Tensor,
+    statistics: Tensor | None,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> None:
+    y, x = _as_groups(y, num_groups), _as_groups(x, num_groups)
+    weight, bias = (None if values is None else values.reshape(num_groups, -1) for values in (weight, bias))
+    samples, groups, channels, length = x.shape
+    size = float(channels * length)
+    tile = _short_tile(x)
+    if tile is not None:
+        grid = (blocks(groups, tile[0]), samples)
+        kernel = sized(_forward, tile[0] * tile[1] * tile[2])
+        launch(kernel, grid, y, statistics, x, weight, bias, size, float(eps), *tile)
+        return
+    tile, parts = _long_tile(x)
+    grid = (groups, samples, parts)
+    whole = channels % tile[0] == 0 and length % tile[1] == 0
+    moments = None
+    if parts > 1:
+        moments = torch.empty((3, samples, groups, parts), dtype=torch.float32, device=x.device)
+        launch(_measure, grid, moments, x, whole, *tile)
+    launch(
+        _forward_long, grid, y, statistics, moments, x, weight, bias, size, float(eps),
+        whole, power_of_2(parts, 1), *tile,
+    )  # fmt: skip
+
+
+@opaque(writes=("dx", "dweight", "dbias"))
+def _launch_backward(
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    statistics: Tensor,
+) -> None:
+    dy, x = _as_groups(dy, num_groups), _as_groups(x, num_groups)
+    if dx is not None:
+        dx = _as_groups(dx, num_groups)
+    if weight is not None:
+        weight = weight.reshape(num_groups, -1)
+    samples, groups, channels, length = x.shape
+    size = float(channels * length)
+    needs_weight, needs_bias = dweight is not None, dbias is not None
+    short = _short_tile(x)
+    tile, parts = _long_tile(x) if short is None else (short, 1)
+    partial = sums = None
+    if needs_weight or needs_bias:
+        shape = (needs_weight + needs_bias, samples * parts, groups, channels)
+        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if short is not None:
+        kernel, _ = persistent(_backward, short[0] * short[1] * short[2])
+        launch(
+            kernel, (blocks(groups, short[0]), samples), dx, partial, dy, x, weight, statistics, size,
+            needs_weight, needs_bias, channels * length == 1, *short,
+        )  # fmt: skip
+    else:
+        grid = (groups, samples, parts)
+        if parts > 1:
+            sums = torch.empty((2, samples, groups, parts), dtype=torch.float32, device=x.device)
+            launch(_sum_parts, grid, sums, partial, dy, x, weight, statistics, needs_weight, needs_bias, *tile)
+        if sums is None or dx is not None:
+            launch(
+                _backward_long, grid, dx, sums, partial, dy, x, weight, statistics, size,
+                needs_weight, needs_bias, power_of_2(parts, 1), *tile,
+            )  # fmt: skip
+    if partial is not None:
+        launch_totals(dweight, dbias, partial.flatten(2))
+
+
+def _as_groups(x: Tensor, groups: int) -> Tensor:
+    """A tensor as samples, groups, channels and positions, which lie next to each other."""
+    x = x.reshape(x.shape[0], groups, x.shape[1] // groups, -1)
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _short_tile(x: Tensor) -> tuple[int, int, int] | None:
+    """Groups, channels and positions of a tile that holds whole groups, or None where they are too long for it."""
+    _, groups, channels, length = x.shape
+    tile_channels, block = power_of_2(channels, 1), power_of_2(length, 1)
+    size = tile_channels * block
+    return (min(power_of_2(groups, 1), max(1, SHORT_TILE // size)), tile_channels, block) if size <= LONGEST else None
+
+
+def _long_tile(x: Tensor) -> tuple[tuple[int, int], int]:
+    """Channels and positions of a tile of a long group, and how many blocks share the group.
+
+    One block takes all, unless there are fewer groups than multiprocessors, which would be idle. Then a launch before
+    sums up the parts.
+    """
+    samples, groups, channels, length = x.shape
+    block = min(power_of_2(length, 1), MOST_POSITIONS)
+    tile_channels = min(power_of_2(channels, 1), LONG_TILE // block)
+    if samples * groups >= sm_count(x.device):
+        return (tile_channels, block), 1
+    wanted = LONG_BLOCKS * sm_count(x.device) // (samples * groups)
+    return (tile_channels, block), max(1, min(wanted, blocks(length, block)))
+
+
+@implements(group_norm)
+def forward(
+    needs: Needs, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Saved]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if True not in needs:
+        _launch_forward(y, None, x, num_groups, weight, bias, eps)
+        return y, ()
+    # The mean and 1 / √(variance + eps) of each group.
+    statistics = torch.empty((2, x.shape[0], num_groups), dtype=torch.float32, device=x.device)
+    _launch_forward(y, statistics, x, num_groups, weight, bias, eps)
+    return y, (x, weight, bias, statistics)
+
+
+def backward(needs: Needs, saved: Saved, dy: Tensor, *, num_groups: int, eps: float) -> tuple[Tensor | None, ...]:
+    needs_x, needs_weight, needs_bias = needs
+    x, weight, bias, statistics = saved
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_bias else None
+    _launch_backward(dx, dweight, dbias, dy, x, num_groups, weight, statistics)
+    return dx, dweight, dbias
+
+
+def refuses(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> str | None:
+    size = x.numel() // x.shape[0]
+    return f"x has samples of {size} elements; this kernel takes up to {LARGEST}" if size > LARGEST else None

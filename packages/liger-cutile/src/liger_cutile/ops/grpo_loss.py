@@ -1,0 +1,592 @@
+"""GRPO's losses: the logits are read once forward and once backward; what lies between is a number or two per token.
+
+One block per token finds its log-probability. Then blocks of tokens turn those into losses and into the gradients of the
+log-probabilities, and one block takes the means, always in the same order. A token whose gradient is 0, because it
+is masked or clipped, is not read again.
+"""
+
+import math
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core import grpo_loss
+from liger_core.contract import Needs, Saved, implements
+from liger_core.opaque import opaque
+from liger_cutile.ops._exp import exp_like
+from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._rows import as_rows, blocks, power_of_2
+
+# Blocks on a multiprocessor, which hide the latency of memory from each other, with loads into 64 registers a thread.
+OCCUPANCY = 8
+# Of a tile of logits: as many 16-byte loads for each thread of 4 warps as fit those registers.
+TILE_BYTES = 8192
+# What a thread loads at once: it has a maximum of its own.
+GROUP_BYTES = 16
+# Tokens that are taken at once between the logits' two readings, and rows of which the means are.
+TOKENS, ROWS_OF_MEANS = 512, 256
+MOST_BLOCKS = (1 << 24) - 1
+
+# Stands for -inf where differences are taken: that of two is 0.
+LEAST = -3.4028234663852886e38
+ZERO, NEG_INF = ct.PaddingMode.ZERO, ct.PaddingMode.NEG_INF
+
+
+@ct.function
+def _on(option):
+    """Whether an option is a number, and not None; known when the kernel is compiled."""
+    return ct.static_eval(not isinstance(option, tuple))
+
+
+@ct.function
+def _load(array, at, ROWS, BLOCK):
+    return ct.astype(ct.load(array, at, (ROWS, BLOCK), padding_mode=ZERO, allow_tma=False), ct.float32)
+
+
+@ct.function
+def _load_number(vector, row):
+    return ct.astype(ct.load(vector, (row,), ()), ct.float32)
+
+
+@ct.function
+def _load_state(state, which, at, BLOCK):
+    values = ct.load(state, (which, at[0], at[1]), (1, 1, BLOCK), padding_mode=ZERO, allow_tma=False)
+    return ct.reshape(values, (1, BLOCK))
+
+
+@ct.function
+def _store_state(state, which, at, value, BLOCK):
+    ct.store(state, (which, at[0], at[1]), ct.reshape(value, (1, 1, BLOCK)), allow_tma=False)
+
+
+@ct.function
+def _tempered(x, inverse):
+    """For a difference of logits, whose rounding is then relative to itself, not to the logits."""
+    if _on(inverse):
+        return x * inverse
+    else:
+        return x
+
+
+@ct.kernel(occupancy=OCCUPANCY)
+def _log_probabilities(
+    state, logits: ct.IndexedWithInt64, ids, mask, temperature, inverse,
+    KEEP: ConstBool, BLOCK: ConstInt, GROUP: ConstInt,
+):  # fmt: skip
+    rows, length = ids.shape
+    for token in range(ct.bid(0), rows * length, ct.num_blocks(0)):
+        row, place = token // length, token % length
+        counts = True
+        if given(mask):
+            counts = ct.load(mask, (row, place), ()) != 0
+        if counts:
+            label = ct.load(ids, (row, place), ())
+            known = (label >= 0) & (label < logits.shape[2])
+            label_logit = ct.astype(ct.gather(logits, (row, place, label), mask=known), ct.float32)
+            # A thread's group of columns has a maximum of its own, and the loop exchanges nothing between threads.
+            maximum = ct.full((BLOCK // GROUP, 1), LEAST, ct.float32)
+            total = ct.zeros((BLOCK // GROUP, 1), ct.float32)
+            for tile in range(ct.num_tiles(logits, axis=2, shape=(1, 1, BLOCK))):
+                x = ct.load(logits, (row, place, tile), (1, 1, BLOCK), padding_mode=NEG_INF, allow_tma=False)
+                x = ct.astype(ct.reshape(x, (BLOCK // GROUP, GROUP)), ct.float32)
+                higher = ct.maximum(maximum, ct.max(x, axis=1, keepdims=True))
+                total = total * exp_like(_tempered(maximum - higher, inverse), logits)
+                total += ct.sum(exp_like(_tempered(x - higher, inverse), logits), axis=1, keepdims=True)
+                maximum = higher
+            top = ct.max(maximum)
+            depth = top - label_logit
+            if _on(temperature):
+                depth = depth / temperature
+            ct.store(state, (0, row, place), ct.where(known, depth, math.nan))
+            ct.store(state, (1, row, place), ct.sum(total * exp_like(_tempered(maximum - top, inverse), logits)))
+            if KEEP:
+                ct.store(state, (2, row, place), top)
+        else:
+            ct.store(state, (0, row, place), 0.0)
+            ct.store(state, (1, row, place), 1.0)
+
+
+@ct.function
+def _load_log_probability(state, at, used, BLOCK):
+    """It is -depth - log_sum."""
+    depth = ct.where(used, _load_state(state, 0, at, BLOCK), 0.0)
+    return depth, ct.log(ct.where(used, _load_state(state, 1, at, BLOCK), 1.0))
+
+
+@ct.function
+def _distance(depth, log_sum, others, at, used, BLOCK):
+    """Of a log-probability from another one; from itself where there is no other."""
+    if given(others):
+        # In this order a sum as large as the log-probability, whose rounding would be in the ratio, is never made.
+        return (-depth - ct.where(used, _load(others, at, 1, BLOCK), 0.0)) - log_sum
+    else:
+        return (depth - depth) + (log_sum - log_sum)
+
+
+@ct.function
+def _growth(x):
+    """e^x − 1, and e^x − 1 − x, which is not to cancel near 0."""
+    far = ct.exp(x) - 1.0
+    series = x * 2.08767570e-9 + 2.50521084e-8
+    series = x * series + 2.75573192e-7
+    series = x * series + 2.75573192e-6
+    series = x * series + 2.48015873e-5
+    series = x * series + 1.98412698e-4
+    series = x * series + 1.38888889e-3
+    series = x * series + 8.33333333e-3
+    series = x * series + 4.16666667e-2
+    series = x * series + 1.66666667e-1
+    series = (x * series + 0.5) * x * x
+    near = ct.abs(x) < 1.0
+    return ct.where(near, x + series, far), ct.where(near, series, far - x)
+
+
+@ct.function
+def _token_losses(
+    lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, tau_positive, tau_negative,
+    CISPO, SAPO, CORRECT_KL,
+):  # fmt: skip
+    """Loss, divergence, whether it is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
+    ratio = ct.exp(log_ratio)
+    nothing = ratio * 0.0
+    if CISPO:
+        by_lp = -ct.minimum(ratio, high, propagate_nan=True) * advantage
+        by_ratio = nothing
+        loss = by_lp * lp
+        clipped = (ratio > high) & (advantage > 0.0)
+    elif SAPO:
+        tau = ct.where(advantage > 0.0, tau_positive, tau_negative)
+        u = tau * (ratio - 1.0)
+        q = ct.exp(-ct.abs(u))
+        r = 1.0 / (1.0 + q)
+        loss = -4.0 * advantage * ct.where(u < 0.0, q * r, r) / tau
+        by_ratio = -4.0 * advantage * (q * r * r) * ratio
+        by_lp = nothing
+        clipped = ratio < 0.0
+    else:
+        limited = ratio
+        passes = ct.ones(ratio.shape, ct.float32)
+        if _on(delta):
+            limited = ct.minimum(ratio, delta, propagate_nan=True)
+            passes = ct.where(ratio <= delta, 1.0, 0.0)
+        within = (ratio >= low) & (ratio <= high)
+        gain = limited * advantage
+        clipped_gain = ct.where(within, ratio, ct.where(ratio < low, low, high)) * advantage
+        unclipped_passes = ct.where(within, 1.0, 0.0)
+        loss = -ct.minimum(gain, clipped_gain, propagate_nan=True)
+        tie = 0.5 * (passes + unclipped_passes)
+        slope = ct.where(gain < clipped_gain, passes, ct.where(gain > clipped_gain, unclipped_passes, tie))
+        by_ratio = -advantage * slope * ratio
+        by_lp = nothing
+        clipped = ((ratio < low) & (advantage < 0.0)) | ((ratio > high) & (advantage > 0.0))
+    loss *= importance
+    by_lp *= importance
+    by_ratio *= importance
+    kl = nothing
+    if _on(beta):
+        growth, kl = _growth(ref_distance)
+        kl_by_lp = -growth
+        if CORRECT_KL:
+            kl *= ratio
+            kl_by_lp *= ratio
+            by_ratio += beta * kl
+        loss += beta * kl
+        by_lp += beta * kl_by_lp
+    return loss, kl, clipped, by_lp, by_ratio
+
+
+@ct.function
+def _inside(array, column, BLOCK):
+    """Which columns of a tile exist, ``[1, BLOCK]``."""
+    columns = column * BLOCK + ct.arange(BLOCK, dtype=ct.int32)
+    return ct.reshape(columns < array.shape[1], (1, BLOCK))
+
+
+@ct.function
+def _counts(mask, inside, at, BLOCK):
+    """Which tokens of a tile are there and not masked."""
+    if given(mask):
+        return inside & (ct.load(mask, at, (1, BLOCK), padding_mode=ZERO, allow_tma=False) != 0)
+    else:
+        return ct.broadcast_to(inside, (1, BLOCK))
+
+
+@ct.function
+def _store_sum(sums, row, column, values):
+    ct.store(sums, (row, column), ct.sum(values, axis=1, keepdims=True), allow_tma=False)
+
+
+@ct.kernel(occupancy=OCCUPANCY)
+def _sequence_ratios(ratios, state, old_logps, mask, ids, BLOCK: ConstInt):
+    """Of each row, the mean over its tokens of the ratio's logarithm, and what one token is of that mean."""
+    row = ct.bid(0)
+    count = ct.zeros((1, 1), ct.float32)
+    total = ct.zeros((1, 1), ct.float32)
+    for column in range(ct.num_tiles(ids, axis=1, shape=(1, BLOCK))):
+        at = row, column
+        counts = _counts(mask, _inside(ids, column, BLOCK), at, BLOCK)
+        depth, log_sum = _load_log_probability(state, at, counts, BLOCK)
+        log_ratio = _distance(depth, log_sum, old_logps, at, counts, BLOCK)
+        count += ct.sum(ct.where(counts, 1.0, 0.0), axis=1, keepdims=True)
+        total += ct.sum(ct.where(counts, log_ratio, 0.0), axis=1, keepdims=True)
+    count = ct.maximum(count, 1.0)
+    ct.store(ratios, (row, 0), total / count, allow_tma=False)
+    ct.store(ratios, (row, 1), 1.0 / count, allow_tma=False)
+
+
+# Without a loop: tileiras 13.4 unrolls one for sm_90 until registers spill.
+@ct.kernel
+def _losses(
+    loss, kl, clip, sums, state, ids, old_logps, ref_logps, ratios, advantages, mask, importances,
+    beta, low, high, delta, tau_positive, tau_negative,
+    CISPO: ConstBool, SAPO: ConstBool, CORRECT_KL: ConstBool, WITH_MASKED: ConstBool, KEEP: ConstBool,
+    BLOCK: ConstInt,
+):  # fmt: skip
+    across = ct.num_tiles(ids, axis=1, shape=(1, BLOCK))
+    row, column = ct.bid(0) // across, ct.bid(0) % across
+    at = row, column
+    inside = _inside(ids, column, BLOCK)
+    counts = _counts(mask, inside, at, BLOCK)
+    used = counts
+    if WITH_MASKED:
+        used = ct.broadcast_to(inside, (1, BLOCK))
+    depth, log_sum = _load_log_probability(state, at, used, BLOCK)
+    if given(ratios):
+        log_ratio = ct.where(inside, _load(ratios, (row, 0), 1, 1), 0.0)
+    else:
+        log_ratio = _distance(depth, log_sum, old_logps, at, used, BLOCK)
+    ref_distance = -_distance(depth, log_sum, ref_logps, at, used, BLOCK)
+    importance = 1.0
+    if given(importances):
+        if ct.static_eval(importances.ndim == 2):
+            importance = ct.where(used, _load(importances, at, 1, BLOCK), 0.0)
+        else:
+            importance = _load_number(importances, row)
+    token_loss, token_kl, clipped, by_lp, by_ratio = _token_losses(
+        -depth - log_sum, log_ratio, ref_distance, _load_number(advantages, row), importance,
+        beta, low, high, delta, tau_positive, tau_negative, CISPO, SAPO, CORRECT_KL,
+    )  # fmt: skip
+    token_loss = ct.where(used, token_loss, 0.0)
+    token_kl = ct.where(counts, token_kl, 0.0)
+    token_clip = ct.where(counts & clipped, 1.0, 0.0)
+    if KEEP:
+        if given(ratios):
+            by_ratio = by_ratio * _load(ratios, (row, 1), 1, 1)
+            _store_state(state, 4, at, ct.where(used, by_ratio, 0.0), BLOCK)
+        else:
+            by_lp += by_ratio
+        _store_state(state, 3, at, ct.where(used, by_lp, 0.0), BLOCK)
+    if given(sums):
+        _store_sum(sums, row, 4 * column, ct.where(counts, 1.0, 0.0))
+        _store_sum(sums, row, 4 * column + 1, token_loss)
+        _store_sum(sums, row, 4 * column + 2, token_kl)
+        _store_sum(sums, row, 4 * column + 3, token_clip)
+    else:
+        ct.store(loss, at, token_loss, allow_tma=False)
+        ct.store(clip, at, token_clip, allow_tma=False)
+        if given(kl):
+            ct.store(kl, at, token_kl, allow_tma=False)
+
+
+@ct.kernel
+def _means(
+    loss, kl, clip, weights, sums, items, divisor,
+    BY_SEQUENCE: ConstBool, ROW_MEAN: ConstBool, ROW_COUNT: ConstBool, BLOCK: ConstInt,
+):  # fmt: skip
+    rows = sums.shape[0]
+    counted = ct.zeros((BLOCK, 1), ct.float32)
+    loss_total = counted
+    kl_total = counted
+    clip_total = counted
+    tiles = ct.num_tiles(sums, axis=0, shape=(BLOCK, 1))
+    for row in range(tiles):
+        count = ct.zeros((BLOCK, 1), ct.float32)
+        row_loss = count
+        row_clip = count
+        for column in range(0, sums.shape[1], 4):
+            count += _load(sums, (row, column), BLOCK, 1)
+            row_loss += _load(sums, (row, column + 1), BLOCK, 1)
+            kl_total += _load(sums, (row, column + 2), BLOCK, 1)
+            row_clip += _load(sums, (row, column + 3), BLOCK, 1)
+        if ROW_MEAN:
+            row_loss = row_loss / ct.maximum(count, 1.0)
+            if given(weights):
+                weight = 1.0 / (ct.maximum(count, 1.0) * rows)
+                ct.store(weights, (row,), ct.reshape(weight, (BLOCK,)), allow_tma=False)
+        if ROW_COUNT:
+            row_loss *= count
+            if given(weights):
+                ct.store(weights, (row,), ct.reshape(count / divisor, (BLOCK,)), allow_tma=False)
+        if BY_SEQUENCE:
+            row_clip = ct.minimum(row_clip, 1.0)
+        counted += count
+        loss_total += row_loss
+        clip_total += row_clip
+    token_count = ct.maximum(ct.sum(counted), 1.0)
+    losses_divisor = token_count
+    if given(items):
+        losses_divisor = ct.astype(ct.load(items, (0,), ()), ct.float32)
+    elif _on(divisor):
+        losses_divisor = divisor
+    losses_divisor = ct.maximum(losses_divisor, 1.0)
+    ct.store(loss, (0,), ct.sum(loss_total) / losses_divisor)
+    clip_divisor = token_count
+    if BY_SEQUENCE:
+        clip_divisor = ct.astype(rows, ct.float32)
+    ct.store(clip, (0,), ct.sum(clip_total) / clip_divisor)
+    if given(kl):
+        ct.store(kl, (0,), ct.sum(kl_total) / token_count)
+    if given(weights) and not (ROW_MEAN or ROW_COUNT):
+        for row in range(tiles):
+            ct.store(weights, (row,), ct.full((BLOCK,), 1.0, ct.float32) / losses_divisor, allow_tma=False)
+
+
+@ct.function
+def _load_scales(dloss, weights, at, BLOCK):
+    """What the gradients of tokens' losses are, their weights in the mean included: one per token, or per row."""
+    if given(weights):
+        return ct.load(dloss, (0,), ()) * _load_number(weights, at[0])
+    else:
+        return _load(dloss, at, 1, BLOCK)
+
+
+@ct.kernel(occupancy=OCCUPANCY)
+def _sequence_coefficients(
+    coefficients, dloss, state, mask, weights, BLOCK: ConstInt
+):  # fmt: skip
+    """Gradients of the log-probabilities, where each is in the ratio of all tokens of its row."""
+    tiles = ct.num_tiles(coefficients, axis=1, shape=(1, BLOCK))
+    row = ct.bid(0)
+    through_ratio = ct.zeros((1, 1), ct.float32)
+    for column in range(tiles):
+        at = row, column
+        scale = _load_scales(dloss, weights, at, BLOCK)
+        by_ratio = _load_state(state, 4, at, BLOCK)
+        through_ratio += ct.sum(ct.where(by_ratio == 0.0, 0.0, scale * by_ratio), axis=1, keepdims=True)
+    for column in range(tiles):
+        at = row, column
+        counts = _counts(mask, _inside(coefficients, column, BLOCK), at, BLOCK)
+        scale = _load_scales(dloss, weights, at, BLOCK)
+        by_lp = _load_state(state, 3, at, BLOCK)
+        coefficient = ct.where(by_lp == 0.0, 0.0, scale * by_lp) + ct.where(counts, through_ratio, 0.0)
+        ct.store(coefficients, at, coefficient, allow_tma=False)
+
+
+@ct.kernel(occupancy=OCCUPANCY)
+def _gradient(
+    dlogits: ct.IndexedWithInt64, dloss, logits: ct.IndexedWithInt64, ids, state, coefficients, weights, inverse,
+    BLOCK: ConstInt,
+):  # fmt: skip
+    rows, length = ids.shape
+    across = ct.num_tiles(logits, axis=2, shape=(1, 1, BLOCK))
+    for tile in range(ct.bid(0), rows * (length + 1) * across, ct.num_blocks(0)):
+        position, column = tile // across, tile % across
+        row, place = position // (length + 1), position % (length + 1)
+        at = row, place, column
+        coefficient = ct.zeros((), ct.float32)
+        if place < length:
+            coefficient = ct.load(coefficients, (row, place), ())
+        if coefficient == 0.0:
+            ct.store(dlogits, at, ct.zeros((1, 1, BLOCK), dlogits.dtype), allow_tma=False)
+        else:
+            x = ct.load(logits, at, (1, 1, BLOCK), padding_mode=ZERO, allow_tma=False)
+            exp_sum = ct.load(state, (1, row, place), ())
+            top = ct.load(state, (2, row, place), ())
+            if given(weights):
+                coefficient = coefficient * (ct.load(dloss, (0,), ()) * ct.load(weights, (row,), ()))
+            elif given(dloss):
+                coefficient = coefficient * ct.load(dloss, (row, place), ())
+            coefficient = _tempered(coefficient, inverse)
+            exponential = exp_like(_tempered(ct.astype(x, ct.float32) - top, inverse), logits)
+            label = ct.astype(ct.load(ids, (row, place), ()), ct.int32)
+            columns = column * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, 1, BLOCK))
+            gradient = coefficient * (ct.where(columns == label, 1.0, 0.0) - exponential * (1.0 / exp_sum))
+            ct.store(dlogits, at, ct.astype(gradient, dlogits.dtype), allow_tma=False)
+
+
+@opaque(writes=("loss", "kl", "clip", "state", "weights"))
+def _launch_forward(
+    loss: Tensor,
+    kl: Tensor | None,
+    clip: Tensor,
+    state: Tensor,
+    weights: Tensor | None,
+    logits: Tensor,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    ids: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    importances: Tensor | None,
+    items: Tensor | None,
+    item_count: float | None,
+    max_length: int | None,
+    temperature: float,
+    beta: float,
+    eps_low: float,
+    eps_high: float,
+    delta: float | None,
+    loss_type: str,
+    correct_kl: bool,
+    by_sequence: bool,
+    mean: bool,
+    tau_positive: float,
+    tau_negative: float,
+    differentiable: bool,
+) -> None:
+    rows, length = ids.shape
+    if length == 0:
+        for result in (loss, kl, clip):
+            if result is not None:
+                result.zero_()
+        return
+    cispo, row_mean, with_masked = loss_type == "cispo", loss_type in ("grpo", "sapo"), mean and loss_type == "luspo"
+    logits, ids = _with_adjacent_columns(logits), as_rows(ids)
+    mask, old_logps, ref_logps = (None if x is None else as_rows(x) for x in (mask, old_logps, ref_logps))
+    size = logits.element_size()
+    block = min(power_of_2(logits.shape[2]), TILE_BYTES // size)
+    launch(
+        _log_probabilities, (min(rows * length, MOST_BLOCKS),), state, logits, ids, None if with_masked else mask,
+        *_temperatures(temperature), differentiable, block, GROUP_BYTES // size,
+    )  # fmt: skip
+
+    if importances is not None:
+        importances = importances.reshape(rows) if importances.numel() == rows else as_rows(importances)
+    across = blocks(length, TOKENS)
+    ratios = None
+    if by_sequence:
+        ratios = torch.empty((rows, 2), dtype=torch.float32, device=loss.device)
+        launch(_sequence_ratios, (rows,), ratios, state, old_logps, mask, ids, TOKENS)
+    sums = torch.empty((rows, 4 * across), dtype=torch.float32, device=loss.device) if mean else None
+    launch(
+        _losses, (rows * across,), *((None, None, None) if mean else (loss, kl, clip)), sums, state, ids, old_logps,
+        ref_logps if beta != 0 else None, ratios, advantages.contiguous(), mask, importances,
+        float(beta) if beta != 0 else None, 1.0 - eps_low, float(eps_high) if cispo else 1.0 + eps_high,
+        None if delta is None else float(delta), float(tau_positive), float(tau_negative),
+        cispo, loss_type == "sapo", correct_kl, with_masked, differentiable, TOKENS,
+    )  # fmt: skip
+    if mean:
+        divisors = {"dr_grpo": rows * (max_length or length), "luspo": rows * length}
+        divisor = rows if row_mean else divisors.get(loss_type, item_count)
+        launch(
+            _means, (1,), loss.view(1), None if kl is None else kl.view(1), clip.view(1), weights, sums,
+            None if items is None else items.to(loss.device).view(1), None if divisor is None else float(divisor),
+            by_sequence, row_mean, with_masked, ROWS_OF_MEANS,
+        )  # fmt: skip
+
+
+@opaque(writes=("dlogits",))
+def _launch_backward(
+    dlogits: Tensor,
+    dloss: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    mask: Tensor | None,
+    state: Tensor,
+    weights: Tensor | None,
+    temperature: float,
+    by_sequence: bool,
+) -> None:
+    rows, length = ids.shape
+    if length == 0:
+        dlogits.zero_()
+        return
+    dloss = as_rows(dloss) if weights is None else dloss.view(1)
+    logits, ids = _with_adjacent_columns(logits), as_rows(ids)
+    coefficients = state[3]
+    if by_sequence:
+        coefficients = torch.empty((rows, length), dtype=torch.float32, device=dlogits.device)
+        launch(
+            _sequence_coefficients, (rows,), coefficients, dloss, state, None if mask is None else as_rows(mask),
+            weights, TOKENS,
+        )  # fmt: skip
+        dloss = weights = None
+    block = min(power_of_2(logits.shape[2]), TILE_BYTES // logits.element_size())
+    tiles = rows * (length + 1) * blocks(logits.shape[2], block)
+    launch(
+        _gradient, (min(tiles, MOST_BLOCKS),), dlogits, dloss, logits, ids, state, coefficients, weights,
+        _temperatures(temperature)[1], block,
+    )  # fmt: skip
+
+
+def _with_adjacent_columns(logits: Tensor) -> Tensor:
+    return logits if logits.stride(2) == 1 else logits.contiguous()
+
+
+def _temperatures(temperature: float) -> tuple[float | None, float | None]:
+    """The temperature and its inverse; None where kernels are compiled without it."""
+    return (None, None) if temperature == 1.0 else (float(temperature), 1.0 / temperature)
+
+
+@implements(grpo_loss)
+def forward(
+    needs: Needs,
+    logits: Tensor,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    beta: float = 0.04,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    delta: float | None = None,
+    loss_type: str = "grpo",
+    importance_sampling_level: str = "token",
+    max_completion_length: int | None = None,
+    num_items_in_batch: int | float | Tensor | None = None,
+    use_bias_correction_kl: bool = False,
+    importance_sampling_ratio: Tensor | None = None,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    reduction: str = "mean",
+) -> tuple[tuple[Tensor, Tensor | None, Tensor], Saved]:
+    (differentiable,) = needs
+    mean, by_sequence = reduction == "mean", importance_sampling_level == "sequence"
+    rows, length = completion_ids.shape
+    device = logits.device
+    # Per token: how far its logit lies under the largest, over the temperature; the sum of exponentials relative to the
+    # largest. For the gradient also the largest, and the loss's derivatives by the log-probability, and by the ratio's
+    # where that is a row's.
+    vectors = (5 if by_sequence else 4) if differentiable else 2
+    state = torch.empty((vectors, rows, length), dtype=torch.float32, device=device)
+
+    def empty() -> Tensor:
+        return torch.empty(() if mean else (rows, length), dtype=torch.float32, device=device)
+
+    loss, kl, clip = empty(), None if beta == 0 else empty(), empty()
+    # What the loss of each of a row's tokens weighs in the mean.
+    weights = torch.empty(rows, dtype=torch.float32, device=device) if mean and differentiable else None
+    items = item_count = None
+    if loss_type in ("dapo", "cispo"):
+        if isinstance(num_items_in_batch, Tensor):
+            items = num_items_in_batch
+        else:
+            item_count = num_items_in_batch
+    _launch_forward(
+        loss, kl, clip, state, weights, logits, old_logps, ref_logps, completion_ids, advantages, completion_mask,
+        importance_sampling_ratio, items, item_count, max_completion_length, temperature, beta, eps_low, eps_high, delta,
+        loss_type, use_bias_correction_kl, by_sequence, mean, sapo_temperature_pos, sapo_temperature_neg, differentiable,
+    )  # fmt: skip
+    saved = logits, completion_ids, completion_mask if by_sequence else None, state, weights
+    return (loss, kl, clip), saved if differentiable else ()
+
+
+def backward(
+    needs: Needs,
+    saved: Saved,
+    dloss: Tensor,
+    *,
+    temperature: float,
+    importance_sampling_level: str,
+    **others: object,
+) -> tuple[Tensor | None, ...]:
+    logits, ids, mask, state, weights = saved
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _launch_backward(
+        dlogits, dloss, logits, ids, mask, state, weights, temperature, importance_sampling_level == "sequence"
+    )
+    return (dlogits,)

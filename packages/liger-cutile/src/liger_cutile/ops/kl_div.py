@@ -1,0 +1,133 @@
+"""KL divergence: both tensors are read once; backward needs the target alone."""
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core import kl_div
+from liger_core.contract import Needs, Saved, implements
+from liger_core.opaque import opaque
+from liger_cutile.ops._divergences import (
+    LARGE_TILE_BYTES,
+    OCCUPANCY,
+    exp,
+    launch_total,
+    load,
+    one_each,
+    persistent,
+    place,
+    store,
+    tile_count,
+    tile_of,
+)
+from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._rows import as_one_row
+
+
+@ct.function
+def _term(x, t, eps, LOG_TARGET, EXACT):
+    if LOG_TARGET:
+        y = exp(t, EXACT)
+        log_y = t
+    else:
+        y = t
+        log_y = ct.log(ct.maximum(t, eps, propagate_nan=True))
+    return ct.where(y == 0.0, 0.0, y * (log_y - x))
+
+
+@ct.kernel(occupancy=OCCUPANCY)
+def _forward(
+    losses, sums, log_pred, target, eps, LOG_TARGET: ConstBool, EXACT: ConstBool, ROWS: ConstInt, BLOCK: ConstInt
+):  # fmt: skip
+    lanes = ct.zeros((ROWS, BLOCK), ct.float32)
+    for tile in range(ct.bid(0), tile_count(target, ROWS, BLOCK), ct.num_blocks(0)):
+        at = place(target, tile, ROWS, BLOCK)
+        term = _term(load(log_pred, at, ROWS, BLOCK), load(target, at, ROWS, BLOCK), eps, LOG_TARGET, EXACT)
+        if given(losses):
+            store(losses, at, term)
+        else:
+            lanes += term
+    if given(sums):
+        ct.store(sums, (ct.bid(0),), ct.sum(lanes))
+
+
+@ct.kernel(occupancy=OCCUPANCY)
+def _backward(
+    dlog_pred, dloss, target, divisor,
+    LOG_TARGET: ConstBool, PER_ELEMENT: ConstBool, EXACT: ConstBool, ROWS: ConstInt, BLOCK: ConstInt,
+):  # fmt: skip
+    tiles = tile_count(target, ROWS, BLOCK)
+    for tile in range(ct.bid(0), tiles, ct.num_blocks(0)):
+        # Backwards: what forward read last may be in the cache still.
+        at = place(target, tiles - 1 - tile, ROWS, BLOCK)
+        y = load(target, at, ROWS, BLOCK)
+        if LOG_TARGET:
+            y = exp(y, EXACT)
+        scale = load(dloss, at, ROWS, BLOCK) if PER_ELEMENT else ct.load(dloss, (0,), ()) / divisor
+        store(dlog_pred, at, -y * scale)
+
+
+@opaque(writes=("loss",))
+def _launch_forward(
+    loss: Tensor, log_pred: Tensor, target: Tensor, reduction: str, log_target: bool, eps: float
+) -> None:
+    divisor, exact = _divisor(log_pred, reduction), log_pred.dtype is torch.float32
+    losses = sums = None
+    if reduction == "none":
+        losses, log_pred, target = as_one_row(loss, log_pred, target)
+    else:
+        log_pred, target = as_one_row(log_pred, target)
+    rows, block = tile_of(log_pred, LARGE_TILE_BYTES)
+    grid = persistent(log_pred, rows, block)
+    if losses is None:
+        sums = torch.empty(grid, dtype=torch.float32, device=loss.device)
+    launch(_forward, (grid,), losses, sums, log_pred, target, float(eps), log_target, exact, rows, block)
+    if sums is not None:
+        launch_total(loss.view(1), sums, None, divisor)
+
+
+@opaque(writes=("dlog_pred",))
+def _launch_backward(dlog_pred: Tensor, dloss: Tensor, target: Tensor, reduction: str, log_target: bool) -> None:
+    divisor, exact = _divisor(dlog_pred, reduction), dlog_pred.dtype is torch.float32
+    if reduction == "none":
+        dlog_pred, dloss, target = as_one_row(dlog_pred, dloss, target)
+    else:
+        dlog_pred, target = as_one_row(dlog_pred, target)
+        dloss = dloss.view(1)
+    rows, block = tile_of(dlog_pred)
+    launch(
+        _backward, (one_each(target, rows, block),), dlog_pred, dloss, target, divisor,
+        log_target, reduction == "none", exact, rows, block,
+    )  # fmt: skip
+
+
+def _divisor(x: Tensor, reduction: str) -> float:
+    return float({"batchmean": x.shape[0], "mean": x.numel()}.get(reduction, 1))
+
+
+@implements(kl_div)
+def forward(
+    needs: Needs,
+    log_pred: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "batchmean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> tuple[Tensor, Saved]:
+    if reduction == "none":
+        loss = torch.empty_like(log_pred, memory_format=torch.contiguous_format)
+    else:
+        loss = torch.empty((), dtype=torch.float32, device=log_pred.device)
+    _launch_forward(loss, log_pred, target, reduction, log_target, eps)
+    # Of log_pred only the dtype is needed.
+    return loss, (log_pred.new_empty(0), target) if needs[0] else ()
+
+
+def backward(
+    needs: Needs, saved: Saved, dloss: Tensor, *, reduction: str, log_target: bool, eps: float
+) -> tuple[Tensor | None, ...]:
+    like, target = saved
+    dlog_pred = torch.empty(target.shape, dtype=like.dtype, device=target.device)
+    _launch_backward(dlog_pred, dloss, target, reduction, log_target)
+    return (dlog_pred,)

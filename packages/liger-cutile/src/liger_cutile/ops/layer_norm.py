@@ -1,0 +1,226 @@
+"""Layer norm: a row stays in registers from its statistics to its output; a row too long for that is read again."""
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core import layer_norm
+from liger_core.contract import Needs, Saved, implements
+from liger_core.opaque import opaque
+from liger_cutile.ops._device import sm_count
+from liger_cutile.ops._hints import sized
+from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._persistent import persistent
+from liger_cutile.ops._rows import as_rows, blocks, whole_rows
+from liger_cutile.ops._tiles import load, load_column, load_vector
+from liger_cutile.ops._totals import launch_totals
+
+# Longer rows are worked on in tiles of LONG_BLOCK columns.
+LONGEST_FORWARD = 16384
+LONGEST_BACKWARD = 8192
+LONG_BLOCK = 4096
+
+
+@ct.function
+def _centre(xs, mean, first, columns, BLOCK):
+    """x − mean, and 0 beyond the last column; the tile starts at the column `first`."""
+    column = first + ct.arange(BLOCK, dtype=ct.int32)
+    return ct.where(ct.reshape(column, (1, BLOCK)) < columns, xs - mean, 0.0)
+
+
+@ct.function
+def _store_statistics(statistics, row, mean, rstd, ROWS):
+    if given(statistics):
+        ct.store(statistics, (0, row), ct.reshape(mean, (1, ROWS)))
+        ct.store(statistics, (1, row), ct.reshape(rstd, (1, ROWS)))
+
+
+@ct.function
+def _store_scaled(y, place, normed, weight, bias, BLOCK):
+    ys = normed * load_vector(weight, place[1], BLOCK)
+    if given(bias):
+        ys += load_vector(bias, place[1], BLOCK)
+    ct.store(y, place, ct.astype(ys, y.dtype))
+
+
+@ct.kernel
+def _forward(y, statistics, x, weight, bias, columns, eps, ROWS: ConstInt, BLOCK: ConstInt):
+    row = ct.bid(0)
+    xs = load(x, (row, 0), ROWS, BLOCK)
+    mean = ct.sum(xs, axis=1, keepdims=True) / columns
+    centred = _centre(xs, mean, 0, columns, BLOCK)
+    rstd = ct.rsqrt(ct.sum(centred * centred, axis=1, keepdims=True) / columns + eps)
+    _store_statistics(statistics, row, mean, rstd, ROWS)
+    _store_scaled(y, (row, 0), centred * rstd, weight, bias, BLOCK)
+
+
+@ct.kernel(occupancy=4)
+def _forward_long(y, statistics, x, weight, bias, columns, eps, BLOCK: ConstInt):
+    row = ct.bid(0)
+    tiles = ct.num_tiles(x, axis=1, shape=(1, BLOCK))
+    sums = ct.zeros((1, BLOCK), ct.float32)
+    for column in range(tiles):
+        sums += load(x, (row, column), 1, BLOCK)
+    mean = ct.sum(sums, axis=1, keepdims=True) / columns
+    squares = ct.zeros((1, BLOCK), ct.float32)
+    for column in range(tiles):
+        centred = _centre(load(x, (row, column), 1, BLOCK), mean, column * BLOCK, columns, BLOCK)
+        squares += centred * centred
+    rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) / columns + eps)
+    _store_statistics(statistics, row, mean, rstd, 1)
+    for column in range(tiles):
+        normed = (load(x, (row, column), 1, BLOCK) - mean) * rstd
+        _store_scaled(y, (row, column), normed, weight, bias, BLOCK)
+
+
+@ct.kernel
+def _backward(
+    dx, partial, dy, x, weight, statistics, columns,
+    WEIGHT: ConstBool, BIAS: ConstBool, SINGLE: ConstBool, ROWS: ConstInt, BLOCK: ConstInt,
+):  # fmt: skip
+    dweight = ct.zeros((ROWS, BLOCK), ct.float32)
+    dbias = ct.zeros((ROWS, BLOCK), ct.float32)
+    for row in range(ct.bid(0), ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(0)):
+        mean = load_column(statistics, 0, row, ROWS)
+        rstd = load_column(statistics, 1, row, ROWS)
+        dys = load(dy, (row, 0), ROWS, BLOCK)
+        normed = (load(x, (row, 0), ROWS, BLOCK) - mean) * rstd
+        if given(dx):
+            g = dys * load_vector(weight, 0, BLOCK)
+            shift = ct.sum(g, axis=1, keepdims=True) / columns
+            slope = ct.sum(g * normed, axis=1, keepdims=True) / columns
+            dxs = (g - shift - normed * slope) * rstd
+            if SINGLE:  # a rounding is left where the product in g is fused with the subtraction
+                dxs = dxs * 0.0
+            ct.store(dx, (row, 0), ct.astype(dxs, dx.dtype))
+        if WEIGHT:
+            dweight += dys * normed
+        if BIAS:
+            dbias += dys
+    if WEIGHT:
+        ct.store(partial, (0, ct.bid(0), 0), ct.reshape(ct.sum(dweight, axis=0), (1, 1, BLOCK)))
+    if BIAS:
+        ct.store(partial, (int(WEIGHT), ct.bid(0), 0), ct.reshape(ct.sum(dbias, axis=0), (1, 1, BLOCK)))
+
+
+@ct.kernel(occupancy=4)
+def _dx_long(dx, dy, x, weight, statistics, columns, BLOCK: ConstInt):
+    row = ct.bid(0)
+    mean, rstd = load_column(statistics, 0, row, 1), load_column(statistics, 1, row, 1)
+    tiles = ct.num_tiles(x, axis=1, shape=(1, BLOCK))
+    shifts = ct.zeros((1, BLOCK), ct.float32)
+    slopes = ct.zeros((1, BLOCK), ct.float32)
+    for column in range(tiles):
+        g = load(dy, (row, column), 1, BLOCK) * load_vector(weight, column, BLOCK)
+        shifts += g
+        slopes += g * ((load(x, (row, column), 1, BLOCK) - mean) * rstd)
+    shift = ct.sum(shifts, axis=1, keepdims=True) / columns
+    slope = ct.sum(slopes, axis=1, keepdims=True) / columns
+    for column in range(tiles):
+        g = load(dy, (row, column), 1, BLOCK) * load_vector(weight, column, BLOCK)
+        normed = (load(x, (row, column), 1, BLOCK) - mean) * rstd
+        ct.store(dx, (row, column), ct.astype((g - shift - normed * slope) * rstd, dx.dtype))
+
+
+@ct.kernel(occupancy=4)
+def _sums_long(dweight, dbias, dy, x, statistics, ROWS: ConstInt, BLOCK: ConstInt):
+    column = ct.bid(0)
+    products = ct.zeros((ROWS, BLOCK), ct.float32)
+    sums = ct.zeros((ROWS, BLOCK), ct.float32)
+    for row in range(ct.num_tiles(dy, axis=0, shape=(ROWS, BLOCK))):
+        dys = load(dy, (row, column), ROWS, BLOCK)
+        if given(dweight):
+            centred = load(x, (row, column), ROWS, BLOCK) - load_column(statistics, 0, row, ROWS)
+            products += dys * (centred * load_column(statistics, 1, row, ROWS))
+        if given(dbias):
+            sums += dys
+    if given(dweight):
+        ct.store(dweight, (column,), ct.astype(ct.sum(products, axis=0), dweight.dtype))
+    if given(dbias):
+        ct.store(dbias, (column,), ct.astype(ct.sum(sums, axis=0), dbias.dtype))
+
+
+@opaque(writes=("y", "statistics"))
+def _launch_forward(
+    y: Tensor, statistics: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> None:
+    y, x, weight = as_rows(y), as_rows(x), weight.contiguous()
+    rows, columns = x.shape
+    if bias is not None:
+        bias = bias.contiguous()
+    if columns <= LONGEST_FORWARD:
+        tile_rows, block = whole_rows(columns)
+        grid = (blocks(rows, tile_rows),)
+        launch(
+            sized(_forward, tile_rows * block),
+            grid,
+            y,
+            statistics,
+            x,
+            weight,
+            bias,
+            columns,
+            float(eps),
+            tile_rows,
+            block,
+        )
+    else:
+        launch(_forward_long, (rows,), y, statistics, x, weight, bias, columns, float(eps), LONG_BLOCK)
+
+
+@opaque(writes=("dx", "dweight", "dbias"))
+def _launch_backward(
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+) -> None:
+    dy, x, weight = as_rows(dy), as_rows(x), weight.contiguous()
+    rows, columns = x.shape
+    if dx is not None:
+        dx = as_rows(dx)
+    needs_weight, needs_bias = dweight is not None, dbias is not None
+    if columns > LONGEST_BACKWARD:
+        if dx is not None:
+            launch(_dx_long, (rows,), dx, dy, x, weight, statistics, columns, LONG_BLOCK)
+        if needs_weight or needs_bias:
+            # Columns are many: 64 of them, a 128-byte line of bf16, leave more than 128 blocks.
+            launch(_sums_long, (blocks(columns, 64),), dweight, dbias, dy, x, statistics, 64, 64)
+        return
+    tile_rows, block = whole_rows(columns)
+    backward, at_once = persistent(_backward, tile_rows * block)
+    grid, partial = blocks(rows, tile_rows), None
+    if needs_weight or needs_bias:
+        grid = min(grid, sm_count(x.device) * at_once)
+        partial = torch.empty((needs_weight + needs_bias, grid, columns), dtype=torch.float32, device=x.device)
+    launch(
+        backward, (grid,), dx, partial, dy, x, weight, statistics, columns,
+        needs_weight, needs_bias, columns == 1, tile_rows, block,
+    )  # fmt: skip
+    if partial is not None:
+        launch_totals(dweight, dbias, partial)
+
+
+@implements(layer_norm)
+def forward(needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5) -> tuple[Tensor, Saved]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if True not in needs:
+        _launch_forward(y, None, x, weight, bias, eps)
+        return y, ()
+    # The mean and 1 / √(variance + eps) of each row.
+    statistics = torch.empty((2, x.numel() // x.shape[-1]), dtype=torch.float32, device=x.device)
+    _launch_forward(y, statistics, x, weight, bias, eps)
+    return y, (x, weight, bias, statistics)
+
+
+def backward(needs: Needs, saved: Saved, dy: Tensor, *, eps: float) -> tuple[Tensor | None, ...]:
+    needs_x, needs_weight, needs_bias = needs
+    x, weight, bias, statistics = saved
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_bias else None
+    _launch_backward(dx, dweight, dbias, dy, x, weight, statistics)
+    return dx, dweight, dbias

@@ -1,0 +1,95 @@
+"""Rotary embedding of neighbouring columns: a block takes all heads of some tokens, so it reads the frequencies once."""
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core import llama4_rope
+from liger_core.contract import Needs, Saved, implements
+from liger_core.opaque import opaque
+from liger_cutile.ops._heads import load_heads, within_reach
+from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._rows import blocks, power_of_2
+
+# Elements at a time.
+TILE = 4096
+
+
+@ct.function
+def _split_pairs(tile, TOKENS, HEADS, PAIRS):
+    """The first and the second of each pair of neighbouring columns."""
+    pairs = ct.reshape(tile, (TOKENS, HEADS, PAIRS, 2))
+    shape = (TOKENS, HEADS, PAIRS, 1)
+    return ct.extract(pairs, (0, 0, 0, 0), shape), ct.extract(pairs, (0, 0, 0, 1), shape)
+
+
+@ct.function
+def _rotate_heads(y, x, real, imaginary, TILES, HEADS, TOKENS, PAIRS, CHECK):
+    for head in range(TILES):
+        at = (ct.bid(1), ct.bid(0), head, 0)
+        xs = load_heads(x, at, (1, TOKENS, HEADS, 2 * PAIRS), CHECK)
+        even, odd = _split_pairs(xs, TOKENS, HEADS, PAIRS)
+        ys = ct.cat((even * real - odd * imaginary, even * imaginary + odd * real), 3)
+        ct.store(y, at, ct.astype(ct.reshape(ys, (1, TOKENS, HEADS, 2 * PAIRS)), y.dtype), check_bounds=CHECK)
+
+
+@ct.kernel(occupancy=4)
+def _rotate(
+    yq, yk, q, k, freqs,
+    BACKWARD: ConstBool, CHECK: ConstBool, TOKENS: ConstInt, Q_TILES: ConstInt, Q_HEADS: ConstInt, K_TILES: ConstInt,
+    K_HEADS: ConstInt, PAIRS: ConstInt,
+):  # fmt: skip
+    row = load_heads(freqs, (ct.bid(0), 0, 0), (TOKENS, PAIRS, 2), CHECK)
+    real, imaginary = _split_pairs(row, TOKENS, 1, PAIRS)
+    if BACKWARD:  # by the conjugate
+        imaginary = -imaginary
+    if given(q):
+        _rotate_heads(yq, q, real, imaginary, Q_TILES, Q_HEADS, TOKENS, PAIRS, CHECK)
+    if given(k):
+        _rotate_heads(yk, k, real, imaginary, K_TILES, K_HEADS, TOKENS, PAIRS, CHECK)
+
+
+@opaque(writes=("yq", "yk"))
+def _launch(
+    yq: Tensor | None, yk: Tensor | None, q: Tensor | None, k: Tensor | None, freqs: Tensor, backward: bool
+) -> None:
+    _, length, _, head_size = (k if q is None else q).shape
+    pairs = power_of_2(head_size // 2)
+    most = max(1, TILE // (2 * pairs))
+    q_count, k_count = (1 if x is None else x.shape[2] for x in (q, k))
+    q_heads, k_heads = min(power_of_2(q_count, 1), most), min(power_of_2(k_count, 1), most)
+    tokens = min(max(1, most // max(q_heads, k_heads)), power_of_2(length, 1))
+    whole = pairs * 2 == head_size and length % tokens == 0 and q_count % q_heads == 0 and k_count % k_heads == 0
+    tiles = blocks(q_count, q_heads), q_heads, blocks(k_count, k_heads), k_heads
+    for own_yq, own_yk, own_q, own_k in within_reach(yq, yk, q, k):
+        grid = (blocks(length, tokens), (own_k if own_q is None else own_q).shape[0])
+        launch(
+            _rotate, grid, own_yq, own_yk, own_q, own_k, freqs, backward, not whole, tokens, *tiles, pairs
+        )  # fmt: skip
+
+
+def _as_real(freqs_cis: Tensor) -> Tensor:
+    """``[S, D/2, 2]``. Not in the launch: PyTorch 2.11's Inductor can't lower a custom operator with complex arguments."""
+    return torch.view_as_real(freqs_cis.resolve_conj()) if freqs_cis.is_complex() else freqs_cis
+
+
+def _like(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@implements(llama4_rope)
+def forward(needs: Needs, q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[tuple[Tensor, Tensor], Saved]:
+    yq, yk = _like(q), _like(k)
+    _launch(yq, yk, q, k, _as_real(freqs_cis), False)
+    return (yq, yk), (freqs_cis,) if True in needs else ()
+
+
+def backward(needs: Needs, saved: Saved, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs_q, needs_k = needs
+    dq, dk = dq if needs_q else None, dk if needs_k else None
+    if dq is None and dk is None:
+        return None, None
+    yq, yk = _like(dq), _like(dk)
+    (freqs_cis,) = saved
+    _launch(yq, yk, dq, dk, _as_real(freqs_cis), True)
+    return yq, yk

@@ -1,0 +1,105 @@
+"""Multimodal rotary embedding: a block takes all heads of some tokens, so it reads each column's plane once."""
+
+from collections.abc import Sequence
+
+import cuda.tile as ct
+from torch import Tensor
+
+from liger_core import qwen2vl_mrope
+from liger_core.contract import Needs, Saved, implements
+from liger_core.opaque import opaque
+from liger_cutile.ops._heads import within_reach
+from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._rows import blocks, power_of_2
+from liger_cutile.ops.rope import TILE, _columns, _like, _rotate_heads
+
+
+@ct.function
+def _load_angles(table, batch, token, plane, column, CHECK):
+    """Of each column in its plane, float32: the cosines or sines of one half."""
+    angles = ct.gather(table, (batch, plane, token, column), check_bounds=CHECK)
+    return ct.astype(angles, ct.float32)
+
+
+@ct.kernel(occupancy=6)
+def _rotate(
+    yq1, yq2, yk1, yk2, q, k, cos, sin,
+    BACKWARD: ConstBool, BATCHED: ConstBool, CHECK: ConstBool, TIME: ConstInt, HEIGHT: ConstInt, COLUMNS: ConstInt,
+    TOKENS: ConstInt, Q_TILES: ConstInt, Q_HEADS: ConstInt, K_TILES: ConstInt, K_HEADS: ConstInt, HALF: ConstInt,
+):  # fmt: skip
+    batch = ct.bid(1) if BATCHED else 0
+    token = ct.reshape(ct.bid(0) * TOKENS + ct.arange(TOKENS, dtype=ct.int32), (1, 1, TOKENS, 1))
+    column = ct.reshape(ct.arange(HALF, dtype=ct.int32), (1, 1, 1, HALF))
+    plane = ct.where(column < TIME, 0, ct.where(column < TIME + HEIGHT, 1, 2))
+    cos1 = _load_angles(cos, batch, token, plane, column, CHECK)
+    cos2 = _load_angles(cos, batch, token, plane, COLUMNS // 2 + column, CHECK)
+    sin1 = _load_angles(sin, batch, token, plane, column, CHECK)
+    sin2 = _load_angles(sin, batch, token, plane, COLUMNS // 2 + column, CHECK)
+    if BACKWARD:  # the transpose: by the negative angle, where both halves have the same
+        sin1, sin2 = -sin2, -sin1
+    if given(q):
+        _rotate_heads(yq1, yq2, (), q, cos1, cos2, sin1, sin2, COLUMNS, Q_TILES, Q_HEADS, TOKENS, HALF, 0, CHECK)
+    if given(k):
+        _rotate_heads(yk1, yk2, (), k, cos1, cos2, sin1, sin2, COLUMNS, K_TILES, K_HEADS, TOKENS, HALF, 0, CHECK)
+
+
+@opaque(writes=("yq", "yk"))
+def _launch(
+    yq: Tensor | None,
+    yk: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    mrope_section: Sequence[int],
+    backward: bool,
+) -> None:
+    # With the samples first, as in q and k.
+    for tensors in within_reach(yq, yk, q, k, cos.transpose(0, 1), sin.transpose(0, 1)):
+        _launch_samples(*tensors, mrope_section, backward)
+
+
+def _launch_samples(
+    yq: Tensor | None,
+    yk: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    mrope_section: Sequence[int],
+    backward: bool,
+) -> None:
+    batch, _, length, columns = (k if q is None else q).shape
+    half = power_of_2(columns // 2)
+    most = max(1, TILE // half)
+    q_count, k_count = (1 if x is None else x.shape[1] for x in (q, k))
+    q_heads, k_heads = min(power_of_2(q_count, 1), most), min(power_of_2(k_count, 1), most)
+    tokens = min(max(1, most // max(q_heads, k_heads)), power_of_2(length, 1))
+    whole = half * 2 == columns and length % tokens == 0 and q_count % q_heads == 0 and k_count % k_heads == 0
+    launch(
+        _rotate, (blocks(length, tokens), batch),
+        *_columns(yq, columns)[:2], *_columns(yk, columns)[:2], q, k, cos, sin,
+        backward, cos.shape[0] > 1, not whole, mrope_section[0], mrope_section[1], columns, tokens,
+        blocks(q_count, q_heads), q_heads, blocks(k_count, k_heads), k_heads, half,
+    )  # fmt: skip
+
+
+@implements(qwen2vl_mrope)
+def forward(
+    needs: Needs, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]
+) -> tuple[tuple[Tensor, Tensor], Saved]:
+    yq, yk = _like(q), _like(k)
+    _launch(yq, yk, q, k, cos, sin, mrope_section, False)
+    return (yq, yk), (cos, sin) if True in needs else ()
+
+
+def backward(
+    needs: Needs, saved: Saved, dq: Tensor | None, dk: Tensor | None, *, mrope_section: Sequence[int]
+) -> tuple[Tensor | None, ...]:
+    needs_q, needs_k = needs
+    dq, dk = dq if needs_q else None, dk if needs_k else None
+    if dq is None and dk is None:
+        return None, None
+    yq, yk = _like(dq), _like(dk)
+    _launch(yq, yk, dq, dk, *saved, mrope_section, True)
+    return yq, yk

@@ -1,0 +1,223 @@
+"""RMS norm: a row stays in registers from its statistics to its output; a row too long for that is read twice."""
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core import rms_norm
+from liger_core.contract import Needs, Saved, implements
+from liger_core.opaque import opaque
+from liger_cutile.ops._device import sm_count
+from liger_cutile.ops._hints import sized
+from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._partial_sums import launch_total
+from liger_cutile.ops._persistent import persistent
+from liger_cutile.ops._rows import as_rows, blocks, whole_rows
+from liger_cutile.ops._tiles import load, load_vector
+
+# Longer rows are worked on in tiles of LONG_BLOCK columns: twice as long, a row spills registers on sm_90 (tileiras 13.4).
+LONGEST_FORWARD = 16384
+LONGEST_BACKWARD = 8192
+LONG_BLOCK = 4096
+
+
+@ct.function
+def _round(value, dtype, ROUND):
+    """A float32 value, rounded to `dtype` if ROUND."""
+    return ct.astype(ct.astype(value, dtype), ct.float32) if ROUND else value
+
+
+@ct.function
+def _load_scale(weight, column, offset, BLOCK):
+    """offset + weight, ``[1, BLOCK]``."""
+    return load_vector(weight, column, BLOCK) + offset
+
+
+@ct.function
+def _inverse_rms(sum_of_squares, columns, eps, dtype, NATIVE):
+    mean = _round(sum_of_squares / columns, dtype, NATIVE)
+    return _round(ct.rsqrt(_round(mean + eps, dtype, NATIVE)), dtype, NATIVE)
+
+
+@ct.function
+def _scaled(xs, r, weight, column, offset, dtype, BLOCK, ROUND, NATIVE):
+    """x · r · (offset + weight)."""
+    y = xs * r
+    if given(weight):
+        scale = _round(_load_scale(weight, column, offset, BLOCK), weight.dtype, NATIVE)
+        y = _round(y, dtype, ROUND) * scale
+    return ct.astype(y, dtype)
+
+
+@ct.kernel
+def _forward(
+    y, inverse_rms, x, weight, columns, eps, offset,
+    ROUND: ConstBool, NATIVE: ConstBool, ROWS: ConstInt, BLOCK: ConstInt,
+):  # fmt: skip
+    row = ct.bid(0)
+    xs = load(x, (row, 0), ROWS, BLOCK)
+    squares = ct.sum(_round(xs * xs, x.dtype, NATIVE), axis=1, keepdims=True)
+    r = _inverse_rms(squares, columns, eps, x.dtype, NATIVE)
+    if given(inverse_rms):
+        ct.store(inverse_rms, (row, 0), r)
+    ct.store(y, (row, 0), _scaled(xs, r, weight, 0, offset, y.dtype, BLOCK, ROUND, NATIVE))
+
+
+@ct.kernel(occupancy=4)
+def _forward_long(
+    y, inverse_rms, x, weight, columns, eps, offset, ROUND: ConstBool, NATIVE: ConstBool, BLOCK: ConstInt
+):  # fmt: skip
+    row = ct.bid(0)
+    tiles = ct.num_tiles(x, axis=1, shape=(1, BLOCK))
+    squares = ct.zeros((1, BLOCK), ct.float32)
+    for column in range(tiles):
+        xs = load(x, (row, column), 1, BLOCK)
+        squares += _round(xs * xs, x.dtype, NATIVE)
+    r = _inverse_rms(ct.sum(squares, axis=1, keepdims=True), columns, eps, x.dtype, NATIVE)
+    if given(inverse_rms):
+        ct.store(inverse_rms, (row, 0), r)
+    for column in range(tiles):
+        xs = load(x, (row, column), 1, BLOCK)
+        ct.store(y, (row, column), _scaled(xs, r, weight, column, offset, y.dtype, BLOCK, ROUND, NATIVE))
+
+
+@ct.kernel
+def _backward(dx, partial, dy, x, weight, inverse_rms, columns, offset, ROWS: ConstInt, BLOCK: ConstInt):
+    dweight = ct.zeros((ROWS, BLOCK), ct.float32)
+    for row in range(ct.bid(0), ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(0)):
+        r = load(inverse_rms, (row, 0), ROWS, 1)
+        xs = load(x, (row, 0), ROWS, BLOCK)
+        dys = load(dy, (row, 0), ROWS, BLOCK)
+        if given(dx):
+            g = dys
+            if given(weight):
+                g = g * _load_scale(weight, 0, offset, BLOCK)
+            slope = ct.sum(g * xs, axis=1, keepdims=True) / columns * r * r * r
+            ct.store(dx, (row, 0), ct.astype(g * r - xs * slope, dx.dtype))
+        if given(partial):
+            dweight += dys * (xs * r)
+    if given(partial):
+        ct.store(partial, (ct.bid(0), 0), ct.sum(dweight, axis=0, keepdims=True))
+
+
+@ct.kernel(occupancy=4)
+def _dx_long(dx, dy, x, weight, inverse_rms, columns, offset, BLOCK: ConstInt):
+    row = ct.bid(0)
+    r = load(inverse_rms, (row, 0), 1, 1)
+    tiles = ct.num_tiles(x, axis=1, shape=(1, BLOCK))
+    products = ct.zeros((1, BLOCK), ct.float32)
+    for column in range(tiles):
+        g = load(dy, (row, column), 1, BLOCK)
+        if given(weight):
+            g = g * _load_scale(weight, column, offset, BLOCK)
+        products += g * load(x, (row, column), 1, BLOCK)
+    slope = ct.sum(products, axis=1, keepdims=True) / columns * r * r * r
+    for column in range(tiles):
+        g = load(dy, (row, column), 1, BLOCK)
+        if given(weight):
+            g = g * _load_scale(weight, column, offset, BLOCK)
+        dxs = g * r - load(x, (row, column), 1, BLOCK) * slope
+        ct.store(dx, (row, column), ct.astype(dxs, dx.dtype))
+
+
+@ct.kernel(occupancy=4)
+def _dweight_long(dweight, dy, x, inverse_rms, ROWS: ConstInt, BLOCK: ConstInt):
+    column = ct.bid(0)
+    sums = ct.zeros((ROWS, BLOCK), ct.float32)
+    for row in range(ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK))):
+        normed = load(x, (row, column), ROWS, BLOCK) * load(inverse_rms, (row, 0), ROWS, 1)
+        sums += load(dy, (row, column), ROWS, BLOCK) * normed
+    ct.store(dweight, (column,), ct.astype(ct.sum(sums, axis=0), dweight.dtype))
+
+
+@opaque(writes=("y", "inverse_rms"))
+def _launch_forward(
+    y: Tensor,
+    inverse_rms: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting_mode: str,
+) -> None:
+    x, y = as_rows(x), as_rows(y)
+    rows, columns = x.shape
+    rounds, native = casting_mode != "gemma", casting_mode == "none"
+    if weight is not None:
+        weight = weight.contiguous()
+    if columns <= LONGEST_FORWARD:
+        tile_rows, block = whole_rows(columns)
+        kernel, grid = sized(_forward, tile_rows * block), (blocks(rows, tile_rows),)
+        launch(
+            kernel, grid, y, inverse_rms, x, weight, columns, float(eps), float(offset),
+            rounds, native, tile_rows, block,
+        )  # fmt: skip
+    else:
+        launch(
+            _forward_long, (rows,), y, inverse_rms, x, weight, columns, float(eps), float(offset),
+            rounds, native, LONG_BLOCK,
+        )  # fmt: skip
+
+
+@opaque(writes=("dx", "dweight"))
+def _launch_backward(
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    inverse_rms: Tensor,
+    offset: float,
+) -> None:
+    dy, x = as_rows(dy), as_rows(x)
+    rows, columns = x.shape
+    if dx is not None:
+        dx = as_rows(dx)
+    if weight is not None:
+        weight = weight.contiguous()
+    if columns > LONGEST_BACKWARD:
+        if dx is not None:
+            launch(_dx_long, (rows,), dx, dy, x, weight, inverse_rms, columns, float(offset), LONG_BLOCK)
+        if dweight is not None:
+            # Columns are many: 64 of them, a 128-byte line of bf16, leave more than 128 blocks.
+            launch(_dweight_long, (blocks(columns, 64),), dweight, dy, x, inverse_rms, 64, 64)
+        return
+    tile_rows, block = whole_rows(columns)
+    kernel, at_once = persistent(_backward, tile_rows * block)
+    grid, partial = blocks(rows, tile_rows), None
+    if dweight is not None:
+        grid = min(grid, sm_count(x.device) * at_once)
+        partial = torch.empty((grid, columns), dtype=torch.float32, device=x.device)
+    launch(kernel, (grid,), dx, partial, dy, x, weight, inverse_rms, columns, float(offset), tile_rows, block)
+    if partial is not None:
+        launch_total(dweight, partial)
+
+
+@implements(rms_norm)
+def forward(
+    needs: Needs,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> tuple[Tensor, Saved]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if True not in needs:
+        _launch_forward(y, None, x, weight, eps, offset, casting_mode)
+        return y, ()
+    inverse_rms = torch.empty((x.numel() // x.shape[-1], 1), dtype=torch.float32, device=x.device)
+    _launch_forward(y, inverse_rms, x, weight, eps, offset, casting_mode)
+    return y, (x, weight, inverse_rms)
+
+
+def backward(
+    needs: Needs, saved: Saved, dy: Tensor, *, eps: float, offset: float, casting_mode: str
+) -> tuple[Tensor | None, ...]:
+    x, weight, inverse_rms = saved
+    needs_x, needs_weight = needs
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+    _launch_backward(dx, dweight, dy, x, weight, inverse_rms, offset)
+    return dx, dweight

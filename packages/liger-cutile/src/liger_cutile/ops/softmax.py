@@ -1,0 +1,120 @@
+"""Softmax: a row stays in registers; a row too long for that is read twice, with an online sum the first time."""
+
+import math
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core import softmax
+from liger_core.contract import Needs, Saved, implements
+from liger_core.opaque import opaque
+from liger_cutile.ops._exp import exp_like
+from liger_cutile.ops._hints import sized
+from liger_cutile.ops._launch import ConstInt, launch
+from liger_cutile.ops._rows import as_rows, blocks, whole_rows
+from liger_cutile.ops._tiles import load
+
+# Longer rows are worked on in tiles of LONG_BLOCK columns: twice as long, a row spills registers on sm_90 (tileiras 13.4).
+LONGEST_FORWARD = 32768
+LONGEST_BACKWARD = 16384
+LONG_BLOCK = 4096
+
+# Stands for -inf where differences are taken: that of two is 0.
+LEAST = -3.4028234663852886e38
+
+
+@ct.kernel
+def _forward(y, x, columns, ROWS: ConstInt, BLOCK: ConstInt):
+    row = ct.bid(0)
+    lanes = ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
+    # TMA pads with zeros alone.
+    xs = ct.where(lanes < columns, load(x, (row, 0), ROWS, BLOCK), -math.inf)
+    e = exp_like(xs - ct.max(xs, axis=1, keepdims=True), x)
+    ct.store(y, (row, 0), ct.astype(e * (1.0 / ct.sum(e, axis=1, keepdims=True)), y.dtype))
+
+
+@ct.kernel(occupancy=4)
+def _forward_long(y, x, columns, BLOCK: ConstInt):
+    row = ct.bid(0)
+    lanes = ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
+    tiles = ct.num_tiles(x, axis=1, shape=(1, BLOCK))
+    # Each column of the tile has a maximum and a sum of its own.
+    maximum = ct.full((1, BLOCK), LEAST, ct.float32)
+    total = ct.zeros((1, BLOCK), ct.float32)
+    for column in range(tiles):
+        xs = ct.where(lanes < columns - column * BLOCK, load(x, (row, column), 1, BLOCK), -math.inf)
+        above = xs - maximum
+        e = exp_like(-ct.abs(above), x)
+        total = ct.where(above > 0.0, total * e + 1.0, total + e)
+        maximum = ct.maximum(maximum, xs)
+    highest = ct.max(maximum, axis=1, keepdims=True)
+    scale = 1.0 / ct.sum(total * ct.exp(maximum - highest), axis=1, keepdims=True)
+    for back in range(tiles):
+        column = tiles - 1 - back  # what was read last is in the cache still
+        xs = load(x, (row, column), 1, BLOCK)
+        ct.store(y, (row, column), ct.astype(exp_like(xs - highest, x) * scale, y.dtype))
+
+
+@ct.kernel
+def _backward(dx, dy, y, ROWS: ConstInt, BLOCK: ConstInt):
+    row = ct.bid(0)
+    ys = load(y, (row, 0), ROWS, BLOCK)
+    dys = load(dy, (row, 0), ROWS, BLOCK)
+    # By the sum of y, which is 1 but for its rounding: so a constant dy gives 0.
+    mean = ct.sum(ys * dys, axis=1, keepdims=True) / ct.sum(ys, axis=1, keepdims=True)
+    ct.store(dx, (row, 0), ct.astype(ys * (dys - mean), dx.dtype))
+
+
+@ct.kernel(occupancy=3)
+def _backward_long(dx, dy, y, BLOCK: ConstInt):
+    row = ct.bid(0)
+    tiles = ct.num_tiles(y, axis=1, shape=(1, BLOCK))
+    total = ct.zeros((1, BLOCK), ct.float32)
+    products = ct.zeros((1, BLOCK), ct.float32)
+    for column in range(tiles):
+        ys = load(y, (row, column), 1, BLOCK)
+        total += ys
+        products += ys * load(dy, (row, column), 1, BLOCK)
+    mean = ct.sum(products, axis=1, keepdims=True) / ct.sum(total, axis=1, keepdims=True)
+    for back in range(tiles):
+        column = tiles - 1 - back
+        ys = load(y, (row, column), 1, BLOCK)
+        dys = load(dy, (row, column), 1, BLOCK)
+        ct.store(dx, (row, column), ct.astype(ys * (dys - mean), dx.dtype))
+
+
+@opaque(writes=("y",))
+def _launch_forward(y: Tensor, x: Tensor) -> None:
+    y, x = as_rows(y), as_rows(x)
+    rows, columns = x.shape
+    if columns > LONGEST_FORWARD:
+        launch(_forward_long, (rows,), y, x, columns, LONG_BLOCK)
+    else:
+        tile_rows, block = whole_rows(columns)
+        launch(sized(_forward, tile_rows * block), (blocks(rows, tile_rows),), y, x, columns, tile_rows, block)
+
+
+@opaque(writes=("dx",))
+def _launch_backward(dx: Tensor, dy: Tensor, y: Tensor) -> None:
+    dx, dy, y = as_rows(dx), as_rows(dy), as_rows(y)
+    rows, columns = y.shape
+    if columns > LONGEST_BACKWARD:
+        launch(_backward_long, (rows,), dx, dy, y, LONG_BLOCK)
+    else:
+        tile_rows, block = whole_rows(columns)
+        launch(sized(_backward, tile_rows * block), (blocks(rows, tile_rows),), dx, dy, y, tile_rows, block)
+
+
+@implements(softmax)
+def forward(needs: Needs, x: Tensor) -> tuple[Tensor, Saved]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch_forward(y, x)
+    return y, (y,) if needs[0] else ()
+
+
+def backward(needs: Needs, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (y,) = saved
+    dx = torch.empty_like(y)
+    _launch_backward(dx, dy, y)
+    return (dx,)

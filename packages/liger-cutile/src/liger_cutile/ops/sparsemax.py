@@ -1,0 +1,211 @@
+"""Sparsemax: Newton's method finds tau on the greatest elements of groups of columns, and a look at the row proves it.
+
+tau is the root of f(tau) = Σ max(x − tau, 0) − 1, which is convex. Newton's steps from its left, tau ← (sum of those above
+tau − 1) / (their number), stay on its left, and it is exact when their number doesn't fall any more. A step divides the
+product of f and its slope by four or more, so steps are few for any row.
+
+The root for a part of a row is on the left of the row's. So the first steps are over the greatest element of each group
+of columns, and their root is the row's own unless two of a group are in the support: seldom, and then steps go on with
+all. A row stays in registers; a longer one is read twice.
+"""
+
+import math
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core import sparsemax
+from liger_core.contract import Needs, Saved, implements
+from liger_core.opaque import opaque
+from liger_cutile.ops._hints import sized
+from liger_cutile.ops._launch import ConstInt, launch
+from liger_cutile.ops._rows import as_rows, blocks, whole_rows
+from liger_cutile.ops._tiles import load
+
+# Longer rows are worked on in tiles of LONG_BLOCK columns: twice as long, a row spills registers on sm_90 (tileiras 13.4).
+LONGEST_FORWARD = 32768
+LONGEST_BACKWARD = 16384
+LONG_BLOCK = 4096
+
+
+@ct.function
+def _add_pairs(a1, b1, a2, b2):
+    return a1 + a2, b1 + b2
+
+
+@ct.function
+def _sum_rows(a, b):
+    """The sums of the rows of two tiles, at once: this is where threads wait for each other."""
+    return ct.reduce((a, b), 1, _add_pairs, (0.0, 0.0), keepdims=True)
+
+
+@ct.function
+def _any(rows):
+    return ct.max(ct.where(rows, 1, 0)) > 0
+
+
+@ct.function
+def _newton(z, tau, count):
+    """Steps from tau for as long as the number of elements above it falls, at first from `count`; and that number.
+
+    NaN is above, so it spreads. Quotients are rounded to nearest: what equals tau in exact arithmetic equals it here.
+    """
+    active = True
+    while active:
+        below = z <= tau
+        total, above = _sum_rows(ct.where(below, 0.0, z), ct.where(below, 0.0, 1.0))
+        fewer = above < count
+        tau = ct.where(fewer, (total - 1.0) / above, tau)
+        count = above
+        active = _any(fewer)
+    return tau, count
+
+
+@ct.function
+def _newton_of_best(best, top):
+    """tau of a part of each row, relative to `top`, the row's greatest element; and how many of the part are above."""
+    zeros = ct.zeros(top.shape, ct.float32)
+    return _newton(best - top, zeros - 1.0, zeros + math.inf)
+
+
+@ct.function
+def _store(y, place, above):
+    """max(above, 0). What is greater than 0 stays so when it is rounded: backward tells the support by that."""
+    result = ct.maximum(above, 0.0, propagate_nan=True)
+    if y.dtype == ct.float16:
+        result = ct.where(above > 0.0, ct.maximum(above, 5.9604644775390625e-08), result)
+    ct.store(y, place, ct.astype(result, y.dtype))
+
+
+@ct.kernel
+def _forward(y, x, columns, ROWS: ConstInt, BLOCK: ConstInt, GROUP: ConstInt):
+    row = ct.bid(0)
+    lanes = ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
+    # TMA pads with zeros alone.
+    z = ct.where(lanes < columns, load(x, (row, 0), ROWS, BLOCK), -math.inf)
+    best = ct.max(ct.reshape(z, (ROWS, BLOCK // GROUP, GROUP)), axis=2)
+    top = ct.max(best, axis=1, keepdims=True)
+    tau, count = _newton_of_best(best, top)
+    z -= top
+    more = ct.sum(ct.where(z <= tau, 0.0, 1.0), axis=1, keepdims=True) != count
+    if _any(more):
+        tau = _newton(z, tau, ct.where(more, math.inf, count))[0]
+    _store(y, (row, 0), z - tau)
+
+
+@ct.kernel(occupancy=3)
+def _forward_long(y, x, columns, BLOCK: ConstInt, GROUP: ConstInt):
+    row = ct.bid(0)
+    lanes = ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
+    tiles = ct.num_tiles(x, axis=1, shape=(1, BLOCK))
+    best = ct.full((1, BLOCK), -math.inf, ct.float32)
+    for tile in range(tiles):
+        z = ct.where(lanes < columns - tile * BLOCK, load(x, (row, tile), 1, BLOCK), -math.inf)
+        best = ct.maximum(best, z)
+    top = ct.max(best, axis=1, keepdims=True)
+    tau, count = _newton_of_best(best, top)
+    seen = ct.full((1, 1), math.inf, ct.float32)
+    active = True
+    while active:  # once, unless two of a lane's columns are in the support
+        totals = ct.zeros((BLOCK // GROUP, 1), ct.float32)
+        counts = ct.zeros((BLOCK // GROUP, 1), ct.float32)
+        for back in range(tiles):
+            tile = tiles - 1 - back  # what was read last is in the cache still
+            z = ct.where(lanes < columns - tile * BLOCK, load(x, (row, tile), 1, BLOCK), -math.inf) - top
+            above = z - tau
+            taken = ct.reshape(ct.where(above <= 0.0, 0.0, z), (BLOCK // GROUP, GROUP))
+            totals += ct.sum(taken, axis=1, keepdims=True)
+            ones = ct.reshape(ct.where(above <= 0.0, 0.0, 1.0), (BLOCK // GROUP, GROUP))
+            counts += ct.sum(ones, axis=1, keepdims=True)
+            _store(y, (row, tile), above)
+        total, above = ct.reduce((totals, counts), 0, _add_pairs, (0.0, 0.0), keepdims=True)
+        fewer = (above != count) & (above < seen)
+        tau = ct.where(fewer, (total - 1.0) / above, tau)
+        count = above
+        seen = above
+        active = _any(fewer)
+
+
+@ct.function
+def _load_support(dy, y, row, column, ROWS, BLOCK):
+    """Where y is in the support, and dy there; most of dy is outside, and not read."""
+    support = load(y, (row, column), ROWS, BLOCK) > 0.0
+    rows = row * ROWS + ct.reshape(ct.arange(ROWS, dtype=ct.int32), (ROWS, 1))
+    columns = column * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
+    return support, ct.astype(ct.gather(dy, (rows, columns), mask=support, check_bounds=False), ct.float32)
+
+
+@ct.kernel
+def _backward(dx, dy, y, ROWS: ConstInt, BLOCK: ConstInt):
+    row = ct.bid(0)
+    support, dys = _load_support(dy, y, row, 0, ROWS, BLOCK)
+    total, count = _sum_rows(dys, ct.where(support, 1.0, 0.0))
+    ct.store(dx, (row, 0), ct.astype(ct.where(support, dys - total / count, 0.0), dx.dtype))
+
+
+@ct.kernel(occupancy=3)
+def _backward_long(dx, dy, y, BLOCK: ConstInt):
+    row = ct.bid(0)
+    tiles = ct.num_tiles(y, axis=1, shape=(1, BLOCK))
+    totals = ct.zeros((1, BLOCK), ct.float32)
+    counts = ct.zeros((1, BLOCK), ct.float32)
+    for tile in range(tiles):
+        support, dys = _load_support(dy, y, row, tile, 1, BLOCK)
+        totals += dys
+        counts += ct.where(support, 1.0, 0.0)
+    total, count = _sum_rows(totals, counts)
+    mean = total / count
+    for back in range(tiles):
+        tile = tiles - 1 - back
+        support, dys = _load_support(dy, y, row, tile, 1, BLOCK)
+        ct.store(dx, (row, tile), ct.astype(ct.where(support, dys - mean, 0.0), dx.dtype))
+
+
+@opaque(writes=("y",))
+def _launch_forward(y: Tensor, x: Tensor) -> None:
+    y, x = as_rows(y), as_rows(x)
+    rows, columns = x.shape
+    group = 16 // x.element_size()  # what a thread loads at once
+    if columns > LONGEST_FORWARD:
+        launch(_forward_long, (rows,), y, x, columns, LONG_BLOCK, group)
+    else:
+        tile_rows, block = whole_rows(columns)
+        launch(sized(_forward, tile_rows * block), (blocks(rows, tile_rows),), y, x, columns, tile_rows, block, group)
+
+
+@opaque(writes=("dx",))
+def _launch_backward(dx: Tensor, dy: Tensor, y: Tensor) -> None:
+    dx, dy, y = as_rows(dx), as_rows(dy), as_rows(y)
+    rows, columns = y.shape
+    if columns > LONGEST_BACKWARD:
+        launch(_backward_long, (rows,), dx, dy, y, LONG_BLOCK)
+    else:
+        tile_rows, block = whole_rows(columns)
+        launch(sized(_backward, tile_rows * block), (blocks(rows, tile_rows),), dx, dy, y, tile_rows, block)
+
+
+def _along(x: Tensor, dim: int) -> Tensor:
+    """x with `dim` last."""
+    return x if dim == -1 or dim == x.dim() - 1 else x.movedim(dim, -1)
+
+
+def _back(y: Tensor, dim: int) -> Tensor:
+    """Undoes `_along`."""
+    return y if dim == -1 or dim == y.dim() - 1 else y.movedim(-1, dim)
+
+
+@implements(sparsemax)
+def forward(needs: Needs, x: Tensor, dim: int = -1) -> tuple[Tensor, Saved]:
+    x = _along(x, dim)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch_forward(y, x)
+    y = _back(y, dim)
+    return y, (y,) if needs[0] else ()
+
+
+def backward(needs: Needs, saved: Saved, dy: Tensor, *, dim: int) -> tuple[Tensor | None, ...]:
+    y = _along(saved[0], dim)
+    dx = torch.empty_like(y)
+    _launch_backward(dx, _along(dy, dim), y)
+    return (_back(dx, dim),)

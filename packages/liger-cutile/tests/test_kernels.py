@@ -27,6 +27,42 @@ def norm(rows: int, columns: int) -> Build:
     return lambda make: {"x": make.randn(rows, columns), "weight": make.randn(columns)}
 
 
+def fused_norm(rows: int, columns: int) -> Build:
+    return lambda make: {**norm(rows, columns)(make), "residual": make.randn(rows, columns)}
+
+
+def layer(rows: int, columns: int, mean: float = 0.0) -> Build:
+    return lambda make: {
+        "x": make.randn(rows, columns) + mean,
+        "weight": make.randn(columns),
+        "bias": make.randn(columns),
+    }
+
+
+def polynomial(rows: int, columns: int) -> Build:
+    return lambda make: {"x": make.randn(rows, columns), "weight": make.randn(3), "bias": make.randn(1)}
+
+
+def groups(
+    samples: int, channels: int, length: int, num_groups: int, *, mean: float = 0.0, weight: bool = True
+) -> Build:
+    return lambda make: {
+        "x": make.randn(samples, channels, length) + mean,
+        "num_groups": num_groups,
+        "weight": make.randn(channels) if weight else None,
+        "bias": make.randn(channels) if weight else None,
+    }
+
+
+def tanh(rows: int, columns: int) -> Build:
+    return lambda make: {
+        "x": make.randn(rows, columns),
+        "alpha": make.uniform(1) + 0.5,
+        "gamma": make.randn(columns),
+        "beta": make.randn(columns),
+    }
+
+
 def gates(*shape: int) -> Build:
     return lambda make: {"gate": make.randn(*shape), "up": make.randn(*shape)}
 
@@ -35,33 +71,114 @@ def halves(rows: int, columns: int) -> Build:
     return lambda make: dict(zip(("gate", "up"), make.randn(rows, 2 * columns).chunk(2, -1), strict=True))
 
 
-CALLS = {
-    # A row in one tile; forward in one, backward in several; both in several.
-    "rms_norm-one-tile": ("rms_norm", norm(3, 8192)),
-    "rms_norm-forward-tile": ("rms_norm", norm(3, 16384)),
-    "rms_norm-long": ("rms_norm", norm(3, 16385)),
-    # Several tiles of rows per block, and more blocks' sums than rows.
-    "rms_norm-turns": ("rms_norm", norm(900, 16)),
-    "rms_norm-one-row": ("rms_norm", norm(1, 300)),
-    # Whole tensors in one row, several tiles; rows that stay apart, several to a tile.
-    "swiglu-tiles": ("swiglu", gates(3, 700)),
-    "swiglu-halves": ("swiglu", halves(37, 40)),
-    "swiglu-long-halves": ("swiglu", halves(3, 1030)),
-}
+def look_up(indices: Callable[[Make], torch.Tensor], *, vocabulary: int = 40, **options: Any) -> Build:
+    return lambda make: {"indices": indices(make), "weight": make.randn(vocabulary, 9), **options}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("call", CALLS)
-def test_call(call: str, dtype: torch.dtype) -> None:
-    name, build = CALLS[call]
+def skewed(make: Make) -> torch.Tensor:
+    """2600 indices below 40, of which a fifth are 0, as the most frequent tokens of a text are."""
+    return (make.uniform(2600, dtype=torch.float32) ** 4 * 40).long()
+
+
+def heads(q_heads: int, k_heads: int, size: int, columns: int, length: int = 3) -> Build:
+    return lambda make: {
+        "q": make.randn(2, length, q_heads, size).transpose(1, 2),
+        "k": make.randn(2, length, k_heads, size).transpose(1, 2),
+        "cos": make.randn(1, length, columns),
+        "sin": make.randn(1, length, columns),
+    }
+
+
+def sequence_first(make: Make) -> dict[str, Any]:
+    """Batches inside the sequence, as Megatron lays them out."""
+    return {
+        "q": make.randn(3, 2, 4, 16).permute(1, 2, 0, 3),
+        "k": make.randn(3, 2, 2, 16).permute(1, 2, 0, 3),
+        "cos": make.randn(2, 3, 16),
+        "sin": make.randn(2, 3, 16),
+    }
+
+
+def pairs(q_heads: int, k_heads: int, size: int, length: int = 3) -> Build:
+    return lambda make: {
+        "q": make.randn(2, length, q_heads, size),
+        "k": make.randn(2, length, k_heads, size),
+        "freqs_cis": make.randn(length, size // 2, 2),
+    }
+
+
+def planes(q_heads: int, k_heads: int, sections: tuple[int, int, int], length: int = 3) -> Build:
+    size = 2 * sum(sections)
+    return lambda make: {
+        "q": make.randn(2, length, q_heads, size).transpose(1, 2),
+        "k": make.randn(2, length, k_heads, size).transpose(1, 2),
+        "cos": make.randn(3, 1, length, size),
+        "sin": make.randn(3, 1, length, size),
+        "mrope_section": sections,
+    }
+
+
+CASES: tuple[tuple[str, str, Build], ...] = (
+    ("rms_norm", "the longest row in one tile", norm(3, 8192)),
+    ("rms_norm", "a backward of two kernels", norm(3, 16384)),
+    ("rms_norm", "a forward that reads twice", norm(3, 16385)),
+    ("rms_norm", "several tiles of rows a block", norm(900, 16)),
+    ("rms_norm", "one row", norm(1, 300)),
+    ("fused_add_rms_norm", "several tiles of rows a block", fused_norm(400, 40)),
+    ("fused_add_rms_norm", "a backward of two kernels", fused_norm(70, 8193)),
+    ("fused_add_rms_norm", "a forward that reads twice", fused_norm(3, 16400)),
+    ("layer_norm", "several tiles of rows a block", layer(400, 40)),
+    ("layer_norm", "a backward of two kernels", layer(70, 8193)),
+    ("layer_norm", "a forward that reads thrice", layer(3, 16400, mean=100.0)),
+    ("poly_norm", "several tiles of rows a block", polynomial(400, 40)),
+    ("poly_norm", "a backward that reads twice", polynomial(12, 8200)),
+    ("poly_norm", "a forward that reads twice", polynomial(3, 16400)),
+    ("group_norm", "a long group in parts", groups(1, 6, 9001, 1, mean=100.0)),
+    ("group_norm", "a long group in parts, whole tiles", groups(1, 8, 4096, 1, mean=100.0)),
+    ("group_norm", "long groups", groups(3, 6, 5001, 2, mean=100.0)),
+    ("group_norm", "long groups of many channels", groups(3, 1500, 7, 1)),
+    ("group_norm", "long groups, whole tiles, no weight", groups(2, 8, 4096, 2, mean=100.0, weight=False)),
+    ("group_norm", "several groups a block", groups(3, 44, 8, 11)),
+    ("group_norm", "several groups a block, not aligned", groups(3, 44, 7, 11)),
+    ("softmax", "the longest row in registers", lambda make: {"x": make.randn(2, 32768)}),
+    ("softmax", "a row read twice", lambda make: {"x": make.randn(2, 32769) * 4}),
+    ("sparsemax", "the longest row in registers", lambda make: {"x": make.randn(2, 32768)}),
+    ("sparsemax", "a row read twice", lambda make: {"x": make.randn(2, 32769)}),
+    ("dyt", "several tiles of rows a block", tanh(900, 40)),
+    ("dyt", "several tiles a row and a block", tanh(70, 2100)),
+    ("swiglu", "a tensor as one row, of several tiles", gates(3, 700)),
+    ("swiglu", "several rows a tile", halves(37, 40)),
+    ("swiglu", "several tiles a row", halves(3, 1030)),
+    ("geglu", "several tiles a row", halves(3, 2500)),
+    ("rope", "more heads than a block", heads(300, 1, 16, 16)),
+    ("rope", "more heads than a block, of which a part is rotated", heads(1, 300, 24, 16)),
+    ("rope", "a layout that the output doesn't keep", sequence_first),
+    ("rope", "tiles that fit", heads(8, 4, 32, 32, length=8)),
+    ("llama4_rope", "more heads than a block", pairs(300, 1, 16)),
+    ("llama4_rope", "a head larger than a block", pairs(2, 1, 4500)),
+    ("llama4_rope", "tiles that fit", pairs(8, 4, 32, length=16)),
+    ("qwen2vl_mrope", "more heads than a block", planes(300, 1, (2, 3, 3))),
+    ("qwen2vl_mrope", "a head larger than a block", planes(2, 1, (200, 1000, 1300))),
+    ("qwen2vl_mrope", "tiles that fit", planes(8, 4, (4, 4, 8), length=16)),
+    ("embedding", "one run over many chunks", look_up(lambda make: make.integers(3, 4, 2600))),
+    ("embedding", "runs longer than a chunk", look_up(skewed)),
+    ("embedding", "a long run of padding", look_up(skewed, padding_idx=0)),
+    ("embedding", "chunks without a run", look_up(lambda make: make.integers(0, 900, 2600), vocabulary=900)),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "work", "build"), CASES, ids=[f"{name}-{work}" for name, work, _ in CASES])
+def test_values(name: str, work: str, build: Build, dtype: torch.dtype) -> None:
+    """Each way of dividing the work gives the right values and gradients."""
     op = ops[name]
     arguments = build(Make(dtype, DEVICE))
     lane = "interpreted" if interpreters.interprets(backend, DEVICE) else "passed"
     with only(Target(op, "cutile", DEVICE, backend, lane)):
         actual = evaluate(op, op, arguments)
     baseline, truth = baseline_and_truth(op, arguments)
-    for result, value in actual.items().items():
-        compare(result, value, baseline.items()[result], truth.items()[result])
+    for what, value in actual.items().items():
+        compare(what, value, baseline.items()[what], truth.items()[what])
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -1,4 +1,26 @@
 """What tileiras 13.4 can't keep in registers or load in bulk, which liger-conformance's ``--compile`` otherwise fails."""
 
-KNOWN_SPILLS: dict[str, tuple[int, str]] = {}
+_ONCE_A_TILE = "numbers that a thread needs once per tile of channels; without them a second block wouldn't fit"
+_ODD_ROWS = "addresses of rows that are no multiple of 16 bytes, whose elements are loaded one by one; models have none"
+_EIGHT_BLOCKS = "64 registers, so that eight blocks fit on a multiprocessor: each has few loads under way"
+_SIX_BLOCKS = "80 registers, so that six blocks fit on a multiprocessor"
+
+KNOWN_SPILLS: dict[str, tuple[int, str]] = {
+    "embedding-cutile-sm_90 embedding._find_runs[*2D fp32:16, 2D fp32:16, *": (4, _EIGHT_BLOCKS),
+    "embedding-cutile-sm_90 embedding._sum_runs[*": (8, _EIGHT_BLOCKS),
+    "embedding-cutile-sm_120 embedding._sum_runs[*": (4, _EIGHT_BLOCKS),
+    "grpo_loss-cutile-sm_120 grpo_loss._log_probabilities[*; 3D fp32, 3D bf16, *": (12, _ODD_ROWS),
+    "group_norm-cutile-sm_80 group_norm._backward_long[*": (18, _ONCE_A_TILE),
+    "group_norm-cutile-sm_80 group_norm._forward_long[*": (8, _ONCE_A_TILE),
+    "group_norm-cutile-sm_90 group_norm._backward_long[*": (2, _ONCE_A_TILE),
+    "group_norm-cutile-sm_100 group_norm._backward_long[*": (4, _ONCE_A_TILE),
+    "group_norm-cutile-sm_120 group_norm._backward_long[*": (2, _ONCE_A_TILE),
+    "layer_norm-cutile-sm_80 layer_norm._backward[*ROWS=16, BLOCK=128; 2D bf16, *": (2, _ODD_ROWS),
+    "qwen2vl_mrope-cutile-sm_80 qwen2vl_mrope._rotate[*": (8, _SIX_BLOCKS),
+    "qwen2vl_mrope-cutile-sm_90 qwen2vl_mrope._rotate[BACKWARD=True, *": (2, _SIX_BLOCKS),
+    "qwen2vl_mrope-cutile-sm_100 qwen2vl_mrope._rotate[*": (2, _SIX_BLOCKS),
+    "sparsemax-cutile-sm_90 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (2, _ODD_ROWS),
+    "sparsemax-cutile-sm_100 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (6, _ODD_ROWS),
+    "sparsemax-cutile-sm_120 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (2, _ODD_ROWS),
+}
 KNOWN_LOSSES: dict[str, tuple[str, str]] = {}

@@ -146,10 +146,10 @@ def _rows(
     if given(predicted):
         ct.store(predicted, (row,), ct.astype(ct.where(counts, winner, -1), ct.int64))
     if given(statistics):
-        ct.store(statistics, (0, row), top)
-        ct.store(statistics, (1, row), exp_sum)
+        ct.store(statistics, (0, row), top, allow_tma=False)
+        ct.store(statistics, (1, row), exp_sum, allow_tma=False)
         if TOKEN_SCALING:
-            ct.store(statistics, (2, row), probability)
+            ct.store(statistics, (2, row), probability, allow_tma=False)
 
 
 @ct.kernel(occupancy=OCCUPANCY)
@@ -164,13 +164,13 @@ def _gradient(
     row = first + local
     label, counts, known = _label_of(target, row, ignore_index, vocabulary)
     if counts:
-        top = ct.load(statistics, (0, row), ())
-        exp_sum = ct.load(statistics, (1, row), ())
+        top = ct.load(statistics, (0, row), (), allow_tma=False)
+        exp_sum = ct.load(statistics, (1, row), (), allow_tma=False)
         scale = ct.full((), 1.0, ct.float32)
         if given(dloss):
             scale = ct.load(dloss, (row,), ())
         if TOKEN_SCALING:
-            scale *= ct.load(statistics, (2, row), ())
+            scale *= ct.load(statistics, (2, row), (), allow_tma=False)
         z_scale = scale
         if given(totals):
             z_scale = scale / ct.load(totals, (0,), ())

@@ -22,4 +22,4 @@ def _total(total, partial, ROWS: ConstInt, BLOCK: ConstInt):
 def launch_total(total: Tensor, partial: Tensor) -> None:
     """Write the sum of the rows of `partial`, ``float32[P, H]``, to `total`, ``[H]``."""
     # 32 columns are one 128-byte line of each row: the narrowest block, for the most blocks.
-    launch(_total, (blocks(total.shape[0], 32),), total, partial, 128, 32)
+    launch(_total, (blocks(total.shape[0], 32),), total, partial, 64, 32)

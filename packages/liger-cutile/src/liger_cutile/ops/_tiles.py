@@ -20,4 +20,5 @@ def load_vector(vector, column, BLOCK):
 @ct.function
 def load_column(array, row, column, ROWS):
     """A tile of the row `row` of a 2-D array, as ``[ROWS, 1]``."""
-    return ct.reshape(ct.astype(ct.load(array, (row, column), (1, ROWS), padding_mode=ZERO), ct.float32), (ROWS, 1))
+    values = ct.load(array, (row, column), (1, ROWS), padding_mode=ZERO, allow_tma=False)
+    return ct.reshape(ct.astype(values, ct.float32), (ROWS, 1))

@@ -36,4 +36,4 @@ def launch_totals(first: Tensor | None, second: Tensor | None, partial: Tensor) 
     """
     wanted, _, columns = partial.shape
     # 32 columns are one 128-byte line of each row: the narrowest block, for the most blocks.
-    launch(_totals, (blocks(columns, 32), wanted), first, second, partial, 128, 32)
+    launch(_totals, (blocks(columns, 32), wanted), first, second, partial, 64, 32)

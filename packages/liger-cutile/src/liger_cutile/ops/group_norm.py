@@ -363,7 +363,11 @@ def _short_tile(x: Tensor) -> tuple[int, int, int] | None:
     _, groups, channels, length = x.shape
     tile_channels, block = power_of_2(channels, 1), power_of_2(length, 1)
     size = tile_channels * block
-    return (min(power_of_2(groups, 1), max(1, SHORT_TILE // size)), tile_channels, block) if size <= LONGEST else None
+    if size > LONGEST:
+        return None
+    # Several groups whose elements are loaded one by one take more registers.
+    elements = SHORT_TILE if length % 8 == 0 else SHORT_TILE // 4
+    return min(power_of_2(groups, 1), max(1, elements // size)), tile_channels, block
 
 
 def _long_tile(x: Tensor) -> tuple[tuple[int, int], int]:

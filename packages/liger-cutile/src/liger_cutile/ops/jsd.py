@@ -14,6 +14,7 @@ from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import (
     LARGE_TILE_BYTES,
     OCCUPANCY,
+    TILE_BYTES,
     above_mixture,
     any_of,
     exp,
@@ -204,7 +205,7 @@ def _run(
         student, teacher, labels = as_rows(student), as_rows(teacher), labels.contiguous()
     if dstudent is not None:
         dstudent = dstudent.view(student.shape)
-    rows, block = tile_of(student, LARGE_TILE_BYTES)
+    rows, block = tile_of(student, LARGE_TILE_BYTES if labels is None else TILE_BYTES)
     grid = persistent(student, rows, block)
     sums = torch.empty(grid, dtype=torch.float32, device=student.device) if summed else None
     launch(

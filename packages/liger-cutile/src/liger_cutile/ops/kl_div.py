@@ -10,6 +10,7 @@ from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import (
     LARGE_TILE_BYTES,
     OCCUPANCY,
+    TILE_BYTES,
     exp,
     launch_total,
     load,
@@ -77,7 +78,7 @@ def _launch_forward(
         losses, log_pred, target = as_one_row(loss, log_pred, target)
     else:
         log_pred, target = as_one_row(log_pred, target)
-    rows, block = tile_of(log_pred, LARGE_TILE_BYTES)
+    rows, block = tile_of(log_pred, LARGE_TILE_BYTES if losses is None else TILE_BYTES)
     grid = persistent(log_pred, rows, block)
     if losses is None:
         sums = torch.empty(grid, dtype=torch.float32, device=loss.device)

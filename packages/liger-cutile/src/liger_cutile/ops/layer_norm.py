@@ -31,8 +31,8 @@ def _centre(xs, mean, first, columns, BLOCK):
 @ct.function
 def _store_statistics(statistics, row, mean, rstd, ROWS):
     if given(statistics):
-        ct.store(statistics, (0, row), ct.reshape(mean, (1, ROWS)))
-        ct.store(statistics, (1, row), ct.reshape(rstd, (1, ROWS)))
+        ct.store(statistics, (0, row), ct.reshape(mean, (1, ROWS)), allow_tma=False)
+        ct.store(statistics, (1, row), ct.reshape(rstd, (1, ROWS)), allow_tma=False)
 
 
 @ct.function

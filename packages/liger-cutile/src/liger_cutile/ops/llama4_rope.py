@@ -39,7 +39,7 @@ def _rotate(
     BACKWARD: ConstBool, CHECK: ConstBool, TOKENS: ConstInt, Q_TILES: ConstInt, Q_HEADS: ConstInt, K_TILES: ConstInt,
     K_HEADS: ConstInt, PAIRS: ConstInt,
 ):  # fmt: skip
-    row = load_heads(freqs, (ct.bid(0), 0, 0), (TOKENS, PAIRS, 2), CHECK)
+    row = load_heads(freqs, (ct.bid(0), 0), (TOKENS, 2 * PAIRS), CHECK)
     real, imaginary = _split_pairs(row, TOKENS, 1, PAIRS)
     if BACKWARD:  # by the conjugate
         imaginary = -imaginary
@@ -64,7 +64,7 @@ def _launch(
     for own_yq, own_yk, own_q, own_k in within_reach(yq, yk, q, k):
         grid = (blocks(length, tokens), (own_k if own_q is None else own_q).shape[0])
         launch(
-            _rotate, grid, own_yq, own_yk, own_q, own_k, freqs, backward, not whole, tokens, *tiles, pairs
+            _rotate, grid, own_yq, own_yk, own_q, own_k, freqs.flatten(1), backward, not whole, tokens, *tiles, pairs
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from liger_cutile.ops._hints import sized
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._persistent import persistent
 from liger_cutile.ops._rows import as_rows, blocks, whole_rows
-from liger_cutile.ops._tiles import load, load_column, load_vector
+from liger_cutile.ops._tiles import ZERO, load, load_column, load_vector
 
 # Longer rows are worked on in tiles of LONG_BLOCK columns.
 LONGEST_FORWARD = 16384
@@ -50,9 +50,9 @@ def _inverse_rms(squares, columns, eps):
 @ct.function
 def _store_inverse_rms(inverse_rms, row, factors, ROWS):
     if given(inverse_rms):
-        ct.store(inverse_rms, (0, row), ct.reshape(factors[0], (1, ROWS)))
-        ct.store(inverse_rms, (1, row), ct.reshape(factors[1], (1, ROWS)))
-        ct.store(inverse_rms, (2, row), ct.reshape(factors[2], (1, ROWS)))
+        ct.store(inverse_rms, (0, row), ct.reshape(factors[0], (1, ROWS)), allow_tma=False)
+        ct.store(inverse_rms, (1, row), ct.reshape(factors[1], (1, ROWS)), allow_tma=False)
+        ct.store(inverse_rms, (2, row), ct.reshape(factors[2], (1, ROWS)), allow_tma=False)
 
 
 @ct.function
@@ -121,10 +121,10 @@ def _gradient(xs, dys, factors, sums, columns, weight):
 @ct.function
 def _store_partial(partial, dw0, dw1, dw2, db):
     """A column of ``partial[4, blocks]``, which are added up along the blocks."""
-    ct.store(partial, (0, ct.bid(0)), ct.sum(dw0, axis=0, keepdims=True))
-    ct.store(partial, (1, ct.bid(0)), ct.sum(dw1, axis=0, keepdims=True))
-    ct.store(partial, (2, ct.bid(0)), ct.sum(dw2, axis=0, keepdims=True))
-    ct.store(partial, (3, ct.bid(0)), ct.sum(db, axis=0, keepdims=True))
+    ct.store(partial, (0, ct.bid(0)), ct.sum(dw0, axis=0, keepdims=True), allow_tma=False)
+    ct.store(partial, (1, ct.bid(0)), ct.sum(dw1, axis=0, keepdims=True), allow_tma=False)
+    ct.store(partial, (2, ct.bid(0)), ct.sum(dw2, axis=0, keepdims=True), allow_tma=False)
+    ct.store(partial, (3, ct.bid(0)), ct.sum(db, axis=0, keepdims=True), allow_tma=False)
 
 
 @ct.kernel
@@ -191,7 +191,7 @@ def _backward_long(dx, partial, dy, x, weight, inverse_rms, columns, ROWS: Const
 def _total(dweight, dbias, partial, BLOCK: ConstInt):
     sums = ct.zeros((4, BLOCK), ct.float32)
     for block in range(ct.num_tiles(partial, axis=1, shape=(4, BLOCK))):
-        sums += load(partial, (0, block), 4, BLOCK)
+        sums += ct.load(partial, (0, block), (4, BLOCK), padding_mode=ZERO, allow_tma=False)
     totals = ct.sum(sums, axis=1)
     if given(dweight):  # the fourth is dropped
         ct.store(dweight, (0,), ct.astype(totals, dweight.dtype))

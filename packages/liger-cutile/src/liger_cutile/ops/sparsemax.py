@@ -182,7 +182,7 @@ def _launch_backward(dx: Tensor, dy: Tensor, y: Tensor) -> None:
         launch(_backward_long, (rows,), dx, dy, y, LONG_BLOCK)
     else:
         tile_rows, block = whole_rows(columns)
-        launch(sized(_backward, tile_rows * block), (blocks(rows, tile_rows),), dx, dy, y, tile_rows, block)
+        launch(sized(_backward, tile_rows * block, 2), (blocks(rows, tile_rows),), dx, dy, y, tile_rows, block)
 
 
 def _along(x: Tensor, dim: int) -> Tensor:

@@ -37,7 +37,7 @@ def compare(
         name: of the output, for the message.
         actual: what the kernel gave.
         baseline: what the reference gives in the same dtype.
-        truth: what the reference gives in float64.
+        truth: what the reference gives in float64, there or on the CPU.
         other_draws: (baseline, truth) of other inputs of the same sizes, asked for when an output has few elements: its
             baseline error is then the greatest of all draws, as it is or relative to the truth.
         units: of rounding that are allowed beside the baseline's error, for what is known to round more often.
@@ -60,6 +60,7 @@ def compare(
         if wrong:
             raise Mismatch(f"{name}: {wrong} of {actual.numel()} elements differ from the reference's")
         return
+    actual, baseline = actual.to(truth.device), baseline.to(truth.device)
     finite = baseline.isfinite()
     odd = ~(finite | ((actual == baseline) | (actual.isnan() & baseline.isnan())))
     odd |= finite & ~actual.isfinite()
@@ -78,6 +79,7 @@ def compare(
     if baseline.numel() <= FEW and other_draws is not None:
         errors, relative = [base], [base / scale if scale else 0.0]
         for other_baseline, other_truth in other_draws():
+            other_baseline = other_baseline.to(other_truth.device)
             other_error, other_scale = _error(other_baseline, other_truth, other_baseline.isfinite())
             errors.append(other_error)
             relative.append(other_error / other_scale if other_scale else 0.0)
@@ -108,6 +110,7 @@ def check_reference(name: str, actual: Tensor | None, truth: Tensor | None, eps:
     """
     if actual is None or truth is None or not actual.is_floating_point() or actual.numel() == 0:
         return
+    actual = actual.to(truth.device)
     error, scale = _error(actual, truth, actual.isfinite() & truth.isfinite())
     if not error <= 64 * eps * scale:
         raise Mismatch(

@@ -234,7 +234,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         dtype = values.get("dtype")
         place = (target.op.name, target.language, target.device, _short(dtype) if dtype else "any", target.lane)
-        item.user_properties.append(("liger", place))
+        item.user_properties += [("liger", place), ("liger case", str(values.get("case")))]
         if reason := known.reason(target.language, item.name):
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
     if not config.getoption("--op") and config.getoption("--compile") in (None, "all"):
@@ -277,7 +277,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         if outcome := classify(report, place[4]):
             _config.stash[report_key].add(tuple(place[:4]), outcome, report)
         if report.when == "call":
-            _config.stash[report_key].add_kernels(tuple(place[:4]), properties.get("liger kernels", []))
+            kernels = properties.get("liger kernels", [])
+            _config.stash[report_key].add_kernels(tuple(place[:4]), properties["liger case"], kernels)
 
 
 _config: pytest.Config | None = None

@@ -16,6 +16,9 @@ OUTCOMES = ("failed", "known failure", "passed", "interpreted", "executed", "com
 """In the order of a cell. ``interpreted`` passed with no hardware involved, and so did ``executed``, which ran as it was
 compiled for the chip that the report names; ``compiled`` was not run at all."""
 
+WITH_REASONS = ("not claimed", "not run", "known failure")
+"""The outcomes that say why."""
+
 NOT_CLAIMED = "not claimed: "
 """How a skip's reason starts when the implementation refuses the case."""
 
@@ -50,11 +53,7 @@ class Report:
     def __init__(self, device: str | None) -> None:
         self.device = device
         self.counts: dict[Place, Counter[str]] = defaultdict(Counter)
-        self.reasons: dict[str, Counter[str]] = {
-            "not claimed": Counter(),
-            "not run": Counter(),
-            "known failure": Counter(),
-        }
+        self.reasons: dict[Place, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
         self.languages_not_run: list[tuple[str, str, str]] = []
         self.kernels: dict[tuple[str, str, str, str], dict[str, Any]] = {}
         self.ran = 0
@@ -71,16 +70,19 @@ class Report:
         """A test's outcome."""
         self.ran += 1
         self.counts[place][outcome] += 1
-        if outcome in self.reasons:
+        if outcome in WITH_REASONS:
             reason = report.wasxfail if outcome == "known failure" else reason_of(report).removeprefix(NOT_CLAIMED)
-            self.reasons[outcome][reason] += 1
+            self.reasons[place][outcome][reason] += 1
 
-    def add_kernels(self, place: Place, kernels: list[dict[str, Any]]) -> None:
-        """What a test compiled, for the chip that is the place's device: `Compiled` by field."""
-        op, language, chip, _ = place
+    def add_kernels(self, place: Place, case: str, kernels: list[dict[str, Any]]) -> None:
+        """What the test of a case compiled, for the chip that is the place's device: `Compiled` by field."""
+        op, language, chip, dtype = place
         for kernel in kernels:
             key = (language, chip, kernel["kernel"], kernel["variant"])
-            self.kernels.setdefault(key, {**kernel, "ops": set()})["ops"].add(op)
+            found = self.kernels.setdefault(key, {**kernel, "ops": set(), "calls": set()})
+            found["uses"] = {what: max(n, found["uses"][what]) for what, n in kernel["uses"].items()}
+            found["ops"].add(op)
+            found["calls"].add(f"{op}-{case}-{dtype}")
 
     def heading(self) -> dict[str, str]:
         """Versions and hardware."""
@@ -149,9 +151,17 @@ class Report:
 
     def _notes(self) -> list[str]:
         notes = [f"not run: {language} on {device}: {why}" for language, device, why in self.languages_not_run]
-        for outcome, reasons in self.reasons.items():
+        for outcome, reasons in self._all_reasons().items():
             notes += [f"{outcome} ({count}): {reason}" for reason, count in sorted(reasons.items())]
         return notes
+
+    def _all_reasons(self) -> dict[str, Counter[str]]:
+        """The reasons of all places together, by outcome."""
+        found = {outcome: Counter[str]() for outcome in WITH_REASONS}
+        for outcomes in self.reasons.values():
+            for outcome, reasons in outcomes.items():
+                found[outcome] += reasons
+        return found
 
     def write(self, directory: Path) -> None:
         """Write conformance.json and conformance.md."""
@@ -163,20 +173,22 @@ class Report:
         lines += ["", *(f"- {note}" for note in self._notes())]
         (directory / "conformance.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
         cells = [
-            dict(zip(("op", "language", "device", "dtype"), place, strict=True)) | {"outcomes": dict(counts)}
+            dict(zip(("op", "language", "device", "dtype"), place, strict=True))
+            | {"outcomes": dict(counts), "reasons": {o: dict(r) for o, r in self.reasons.get(place, {}).items()}}
             for place, counts in sorted(self.counts.items())
         ]
         whole = {
             "heading": self.heading(),
             "cells": cells,
             "kernels": [
-                {"language": key[0], "chip": key[1], **kernel, "ops": sorted(kernel["ops"])}
+                {"language": key[0], "chip": key[1], **kernel}
+                | {"ops": sorted(kernel["ops"]), "calls": sorted(kernel["calls"])}
                 for key, kernel in sorted(self.kernels.items())
             ],
             "languages not run": [
                 dict(zip(("language", "device", "why"), entry, strict=True)) for entry in self.languages_not_run
             ],
-            "reasons": {outcome: dict(reasons) for outcome, reasons in self.reasons.items()},
+            "reasons": {outcome: dict(reasons) for outcome, reasons in self._all_reasons().items()},
         }
         (directory / "conformance.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 

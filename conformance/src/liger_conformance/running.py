@@ -215,11 +215,19 @@ def evaluate(
     return Outcome({n: r if r is None else r.detach() for n, r in results.items()}, gradients)
 
 
+WITHOUT_FLOAT64 = ("npu",)
+"""Device types where much of PyTorch refuses float64: there the truth is computed on the CPU."""
+
+
 def widen(value: Any) -> Any:
-    """A tensor in double precision; anything else as it is."""
-    if isinstance(value, Tensor) and value.is_complex():
+    """A tensor in double precision, on a device that has it; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type in WITHOUT_FLOAT64:
+        value = value.cpu()
+    if value.is_complex():
         return value.to(torch.complex128)
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return value.double() if value.is_floating_point() else value
 
 
 def baseline_and_truth(
@@ -229,7 +237,10 @@ def baseline_and_truth(
     incoming: dict[str, Tensor] | None = None,
     draw: int = 0,
 ) -> tuple[Outcome, Outcome]:
-    """The reference on these arguments in their own dtype, and in float64; without `incoming`, on that of the draw."""
+    """The reference on these arguments in their own dtype, and in float64; without `incoming`, on that of the draw.
+
+    The latter is on the CPU where the arguments' device has no float64.
+    """
     arguments = complete(op, arguments)
     if incoming is None:
         with torch.no_grad():

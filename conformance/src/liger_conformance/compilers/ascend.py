@@ -15,6 +15,7 @@ import importlib.util
 import math
 import os
 import subprocess
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,10 @@ from liger_conformance.compilers.triton import pointers
 
 MOST_PROGRAMS = 65535
 """Of a launch: more raise."""
+
+TRIES = 5
+"""Of lowering a kernel, if triton-adapter-opt dies. 3.2.0 now and then reads freed memory in its pass triton-to-unstructure: of
+llama4_rope's launches 10 in 760 died, and passed when run again; of those of all ops 3 in 4044, all of rope."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +60,6 @@ class TritonAscendCompiler:
     """A `Compiler` of triton-ascend kernels, as far as to the adapter MLIR."""
 
     chips = tuple(_CHIPS)
-    slow = False
     slow = False
 
     def obstacle(self) -> str | None:
@@ -159,10 +163,15 @@ class _Lowered:
         metadata = {"hash": source.hash(), "target": target, **dataclasses.asdict(parsed)}
         codegen = backend.get_codegen_implementation()
         module = source.make_ir(parsed, codegen, backend.get_module_map(), context)
-        try:
-            self.mlir: str = stages["ttadapter"](stages["ttir"](module, metadata), metadata)
-        except subprocess.CalledProcessError as error:
-            raise RuntimeError(f"{source.name} can't be lowered:\n{error.stderr.decode()}") from error
+        module = stages["ttir"](module, metadata)
+        for tried in range(1, TRIES + 1):
+            try:
+                self.mlir: str = stages["ttadapter"](module, metadata)
+                break
+            except subprocess.CalledProcessError as error:
+                if error.returncode >= 0 or tried == TRIES:
+                    raise RuntimeError(f"{source.name} can't be lowered:\n{error.stderr.decode()}") from error
+                warnings.warn(f"triton-adapter-opt died of {source.name} and is run again", stacklevel=1)
 
     @functools.cached_property
     def generic(self) -> str:
@@ -231,7 +240,7 @@ class _Lowered:
         return Compiled(
             f"{function.module.rpartition('.')[2]}.{function.__name__}",
             f"{', '.join(named)}; {', '.join(given)}",
-            {"bytes": single, "bytes with double buffers": double},
+            {"bytes": single, "bytes with double buffers": double, "programs": programs},
             spills=0,
             over=tuple(over),
             close=tuple(close),

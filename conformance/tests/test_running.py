@@ -1,0 +1,52 @@
+"""How the suite finds the answer that a kernel is held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from liger_conformance import compare, running
+from liger_core.contract import ops
+
+
+def test_truth_is_computed_on_the_cpu_where_a_device_has_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def evaluate(op: Any, call: Any, arguments: dict[str, Any], wanted: Any, incoming: dict[str, torch.Tensor]) -> None:
+        tensors = [v for v in (*arguments.values(), *incoming.values()) if isinstance(v, torch.Tensor)]
+        seen.append({(tensor.device.type, tensor.dtype) for tensor in tensors})
+
+    monkeypatch.setattr(running, "WITHOUT_FLOAT64", ("cuda",))
+    monkeypatch.setattr(running, "evaluate", evaluate)
+    with FakeTensorMode():
+        indices = torch.zeros(4, dtype=torch.int64, device="cuda")
+        weight = torch.zeros(16, 8, dtype=torch.bfloat16, device="cuda")
+        running.baseline_and_truth(ops["embedding"], {"indices": indices, "weight": weight})
+    assert seen == [
+        {("cuda", torch.int64), ("cuda", torch.bfloat16)},
+        {("cpu", torch.int64), ("cpu", torch.float64)},
+    ]
+
+
+def test_comparison_is_made_where_the_truth_is() -> None:
+    """What a device without float64 gave is moved before it is widened."""
+
+    class Elsewhere(torch.Tensor):
+        """Of a device that has no arithmetic: all it can do is move."""
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            name = getattr(function, "__name__", "")
+            if name in ("to", "numel", "is_floating_point", "__get__"):
+                result = super().__torch_function__(function, types, args, kwargs or {})
+                return result.as_subclass(torch.Tensor) if name == "to" else result
+            raise AssertionError(f"{name} where float64 may be missing")
+
+    truth = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    there = truth.float().as_subclass(Elsewhere)
+    compare.compare("y", there, there, truth)
+    with pytest.raises(compare.Mismatch):
+        compare.compare("y", (truth.float() * 2).as_subclass(Elsewhere), there, truth)

@@ -209,8 +209,8 @@ def link(path: Path) -> str:
     return f"[{path.relative_to(ROOT)}](../../../{path.relative_to(ROOT)})"
 
 
-def sources(op: str) -> list[Path]:
-    """The kernel's file, and the files of the package that it needs, also of other ops."""
+def sources(op: str, package: Path = SOURCE) -> list[Path]:
+    """The kernel's file, and the files of its package that it needs, also of other ops."""
     found: dict[Path, None] = {}
 
     def add(path: Path) -> None:
@@ -218,10 +218,10 @@ def sources(op: str) -> list[Path]:
             return
         found[path] = None
         for node in ast.walk(parse(path)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_triton_ascend."):
-                add(SOURCE.joinpath(*node.module.split(".")[1:]).with_suffix(".py"))
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package.name}."):
+                add(package.joinpath(*node.module.split(".")[1:]).with_suffix(".py"))
 
-    add(SOURCE / "ops" / f"{op}.py")
+    add(package / "ops" / f"{op}.py")
     return list(found)
 
 
@@ -235,13 +235,13 @@ def api_map(op: str, files: list[Path], launched: set[str]) -> list[str]:
         for name in [f"{path.stem}.{node.name}"]
     ]
     ours = {name for path in files for name in triton_names(path)}
-    theirs = triton_names(TRITON / "ops" / f"{op}.py")
+    theirs = {name for path in sources(op, TRITON) for name in triton_names(path)}
     return [
         f"`{op}{inspect.signature(contract.reference)}`".replace("|", "\\|"), "",
         f"Gradients of: {', '.join(f'`{name}`' for name in contract.differentiable)}.", "",
         *table(["Triton function", "launched", "what it says of itself"], rows), "",
         f"Of Triton's language: {in_code(ours)}.", "",
-        f"In liger-triton's file of this op and not here: {in_code(theirs - ours) or 'nothing'}.",
+        f"In liger-triton's files of this op and not here: {in_code(theirs - ours) or 'nothing'}.",
     ]  # fmt: skip
 
 

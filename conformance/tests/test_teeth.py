@@ -121,7 +121,6 @@ def run(test: Callable[..., None], target: Target, case: str) -> None:
         ("case", [chosen]),
         ("dtype", [torch.bfloat16, torch.float32]),
         ("layout", test_layouts.LAYOUTS),
-        ("mode", [torch.no_grad]),
     ):
         if name in takes:
             rows = [row | {name: value} for row in rows for value in values]

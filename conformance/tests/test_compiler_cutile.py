@@ -14,6 +14,7 @@ from liger_conformance.known import KnownSpills, matches
 
 ct = pytest.importorskip("cuda.tile", exc_type=ImportError) if capture.stand_in_for_libcuda() else None
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow  # .ci/run has them beside the lane that they test
 ConstInt = ct.Constant[int]
 
 

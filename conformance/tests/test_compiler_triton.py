@@ -17,6 +17,7 @@ import pytest
 from liger_conformance.known import KnownSpills
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow  # .ci/run has them beside the lane that they test
 
 BENT = Path(__file__).parent / "bent"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._exp import exp_like
-from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 from liger_cutile.ops._tiles import ZERO, load, load_vector
 
@@ -25,22 +25,15 @@ BLOCK = 4096
 OCCUPANCY = 4
 # Rows of a tile of labels.
 LABELS = 2048
-MOST_BLOCKS = (1 << 24) - 1
 
 # Stands for -inf where differences are taken: that of two is 0.
 LEAST = -3.4028234663852886e38
 
 
 @ct.function
-def _on(option):
-    """Whether an option is a number, and not None; known when the kernel is compiled."""
-    return ct.static_eval(not isinstance(option, tuple))
-
-
-@ct.function
 def _cap(x, softcap):
     """softcap · tanh(x / softcap), and its derivative; x and 1 without a softcap."""
-    if _on(softcap):
+    if given(softcap):
         tanh = ct.tanh(x / softcap)
         return softcap * tanh, 1.0 - tanh * tanh
     else:
@@ -105,7 +98,7 @@ def _rows(
             start = tile * BLOCK + ct.reshape(ct.arange(GROUPS, dtype=ct.int32), (GROUPS, 1)) * GROUP
             best_column = ct.where(better, start + place, best_column)
         x = _cap(x, softcap)[0]
-        if _on(label_smoothing):
+        if given(label_smoothing):
             distance = ct.where(inside, x - pivot, 0.0)
             if given(weight):
                 distance *= ct.reshape(load_vector(weight, tile, BLOCK), (GROUPS, GROUP))
@@ -122,14 +115,14 @@ def _rows(
     lse = top + log_sum
     nll = (top - label_logit) + log_sum
     loss = _label_weight(weight, label, known) * nll
-    if _on(label_smoothing):
+    if given(label_smoothing):
         mass = ct.astype(columns, ct.float32)
         if given(weight):
             mass = ct.load(weight_sum, (0,), ())
         smooth = ((top - pivot) + log_sum) * mass - ct.sum(weighted)
         loss = loss * (1.0 - label_smoothing) + smooth * (label_smoothing / columns)
     z_loss = lse * 0.0
-    if _on(lse_square_scale):
+    if given(lse_square_scale):
         z_loss = lse * lse * lse_square_scale
     probability = exp_like(-nll, logits)
     if TOKEN_SCALING:
@@ -179,11 +172,11 @@ def _gradient(
         # What the probabilities are multiplied by beside that, and the class weights.
         slope = scale * 0.0
         uniform = scale * 0.0
-        if _on(label_smoothing):
+        if given(label_smoothing):
             label_scale *= 1.0 - label_smoothing
             uniform = scale * (label_smoothing / vocabulary)
             slope = uniform * (ct.load(weight_sum, (0,), ()) if given(weight) else vocabulary)
-        if _on(lse_square_scale):
+        if given(lse_square_scale):
             slope += z_scale * (2.0 * lse_square_scale) * (top + ct.log(exp_sum))
         inverse = 1.0 / exp_sum
         for tile in range(ct.bid(0) % parts, tiles, parts):
@@ -193,9 +186,9 @@ def _gradient(
             capped, derivative = _cap(x, softcap)
             probability = exp_like(capped - top, dlogits) * inverse
             dx = label_scale * (probability - ct.where(lanes == label - tile * BLOCK, 1.0, 0.0))
-            if _on(label_smoothing) or _on(lse_square_scale):
+            if given(label_smoothing) or given(lse_square_scale):
                 dx += slope * probability
-            if _on(label_smoothing):
+            if given(label_smoothing):
                 if given(weight):
                     dx -= uniform * load_vector(column_weight, tile, BLOCK)
                 else:

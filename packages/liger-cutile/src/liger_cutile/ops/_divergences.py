@@ -8,7 +8,7 @@ import cuda.tile as ct
 from torch import Tensor
 
 from liger_cutile.ops._device import sm_count
-from liger_cutile.ops._launch import ConstInt, given, launch
+from liger_cutile.ops._launch import MOST_BLOCKS, ConstInt, given, launch
 from liger_cutile.ops._rows import blocks, power_of_2
 
 # Of a tile: two 16-byte loads from each tensor, for each thread of 4 warps; and four, where registers allow it: on an H200
@@ -17,7 +17,6 @@ TILE_BYTES, LARGE_TILE_BYTES = 4096, 8192
 # Blocks per multiprocessor where each adds up several tiles. They hide the latency of memory from each other, with loads
 # into registers: with TMA, the compiler gives each block more warps and fewer registers, and spills.
 OCCUPANCY = 8
-MOST_BLOCKS = (1 << 24) - 1
 
 ZERO = ct.PaddingMode.ZERO
 

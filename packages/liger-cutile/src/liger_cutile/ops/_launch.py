@@ -15,11 +15,11 @@
   integers: views and copies of inputs, tile sizes, temporary tensors, several launches.
 - A kernel's arguments are positional: what it writes, what it reads, numbers, constants in capitals. Integers and floats
   are 32 bits wide at run time; what is annotated `ConstInt` or `ConstBool` is compiled in.
-- A tensor that may be absent is None for `launch`, and `given` tells the kernel.
+- A tensor or a number that may be absent is None for `launch`, and `given` tells the kernel.
 - Arrays are rows and columns, 2-D (`as_rows`), and indexed by tile. Tile IR computes addresses with 64 bits,
   from sizes and strides of 32: so a tensor may have more than 2^31 elements, and no dimension of it may.
 - cuda.tile compiles a kernel as if its arguments didn't overlap: no kernel gets the same memory twice and writes to it.
-- A grid has fewer than 2^24 blocks in each dimension.
+- A grid has at most `MOST_BLOCKS` blocks in each dimension.
 """
 
 import os
@@ -31,6 +31,8 @@ from torch import Tensor
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
+
+MOST_BLOCKS = (1 << 24) - 1
 
 # The interpreter, which runs a kernel at once, has no streams.
 _INTERPRETED = os.environ.get("CUTILE_INTERPRET") == "1"
@@ -49,6 +51,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None
 
 
 @ct.function
-def given(array):
-    """Whether an argument is a tensor, and not None; known when the kernel is compiled."""
-    return ct.static_eval(isinstance(array, ct.Array))
+def given(argument):
+    """Whether an argument is a tensor or a number, and not None; known when the kernel is compiled."""
+    return ct.static_eval(not isinstance(argument, tuple))

@@ -15,7 +15,7 @@ from liger_core.contract import Needs, Once, Saved, implements
 from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_cross_entropy import chunk_rows, temporary_memory
 from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
-from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import blocks, power_of_2
 from liger_cutile.ops.fused_linear_cross_entropy import _add_product, _chunks, _scaled
 
@@ -25,7 +25,6 @@ ROW_BYTES, ROW_OCCUPANCY = 8192, 4
 GRADIENT_BYTES, GRADIENT_OCCUPANCY = 4096, 8
 # What a thread loads at once: what a loop adds up of it stays in the thread.
 GROUP_BYTES = 16
-MOST_BLOCKS = (1 << 24) - 1
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453

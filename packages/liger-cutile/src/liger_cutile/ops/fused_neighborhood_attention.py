@@ -17,10 +17,8 @@ from liger_core import fused_neighborhood_attention
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._exp import exp_like
-from liger_cutile.ops._launch import ConstInt, given, launch
+from liger_cutile.ops._launch import MOST_BLOCKS, ConstInt, given, launch
 from liger_cutile.ops._rows import LARGEST, blocks, power_of_2
-
-MOST_BLOCKS = (1 << 24) - 1
 
 # Stands for -inf where differences are taken: that of two is 0.
 LEAST = -3.4028234663852886e38

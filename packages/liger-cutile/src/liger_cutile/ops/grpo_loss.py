@@ -15,7 +15,7 @@ from liger_core import grpo_loss
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._exp import exp_like
-from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 
 # Blocks on a multiprocessor, which hide the latency of memory from each other, with loads into 64 registers a thread.
@@ -26,17 +26,10 @@ TILE_BYTES = 8192
 GROUP_BYTES = 16
 # Tokens that are taken at once between the logits' two readings, and rows of which the means are.
 TOKENS, ROWS_OF_MEANS = 512, 256
-MOST_BLOCKS = (1 << 24) - 1
 
 # Stands for -inf where differences are taken: that of two is 0.
 LEAST = -3.4028234663852886e38
 ZERO, NEG_INF = ct.PaddingMode.ZERO, ct.PaddingMode.NEG_INF
-
-
-@ct.function
-def _on(option):
-    """Whether an option is a number, and not None; known when the kernel is compiled."""
-    return ct.static_eval(not isinstance(option, tuple))
 
 
 @ct.function
@@ -63,7 +56,7 @@ def _store_state(state, which, at, value, BLOCK):
 @ct.function
 def _tempered(x, inverse):
     """For a difference of logits, whose rounding is then relative to itself, not to the logits."""
-    if _on(inverse):
+    if given(inverse):
         return x * inverse
     else:
         return x
@@ -96,7 +89,7 @@ def _log_probabilities(
                 maximum = higher
             top = ct.max(maximum)
             depth = top - label_logit
-            if _on(temperature):
+            if given(temperature):
                 depth = depth / temperature
             ct.store(state, (0, row, place), ct.where(known, depth, math.nan))
             ct.store(state, (1, row, place), ct.sum(total * exp_like(_tempered(maximum - top, inverse), logits)))
@@ -167,7 +160,7 @@ def _token_losses(
     else:
         limited = ratio
         passes = ct.ones(ratio.shape, ct.float32)
-        if _on(delta):
+        if given(delta):
             limited = ct.minimum(ratio, delta, propagate_nan=True)
             passes = ct.where(ratio <= delta, 1.0, 0.0)
         within = (ratio >= low) & (ratio <= high)
@@ -184,7 +177,7 @@ def _token_losses(
     by_lp *= importance
     by_ratio *= importance
     kl = nothing
-    if _on(beta):
+    if given(beta):
         growth, kl = _growth(ref_distance)
         kl_by_lp = -growth
         if CORRECT_KL:
@@ -327,7 +320,7 @@ def _means(
     losses_divisor = token_count
     if given(items):
         losses_divisor = ct.astype(ct.load(items, (0,), ()), ct.float32)
-    elif _on(divisor):
+    elif given(divisor):
         losses_divisor = divisor
     losses_divisor = ct.maximum(losses_divisor, 1.0)
     ct.store(loss, (0,), ct.sum(loss_total) / losses_divisor)

@@ -130,20 +130,6 @@ def _scale(x, factor, ROWS: ConstInt, BLOCK: ConstInt):
             store(x, at, load(x, at, ROWS, BLOCK) * by)
 
 
-def _launch(
-    sums: Tensor | None,
-    dstudent: Tensor | None,
-    dloss: Tensor | None,
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor | None,
-    count: Tensor | None,
-    beta: float,
-    ignore_index: int,
-) -> None:
-    """Write the sums of blocks' terms, and the gradient of their mean times `dloss`, or 1 for None."""
-
-
 @opaque(writes=("loss", "dstudent", "count"))
 def _launch_forward(
     loss: Tensor,

@@ -28,6 +28,27 @@ def _round(value, dtype, ROUND):
 
 
 @ct.function
+def _load_first(h, x, residual, place, ROWS, BLOCK):
+    """x, or x + residual as it is rounded; that is written to h."""
+    xs = load(x, place, ROWS, BLOCK)
+    if given(residual):
+        sums = ct.astype(xs + load(residual, place, ROWS, BLOCK), h.dtype)
+        ct.store(h, place, sums)
+        return ct.astype(sums, ct.float32)
+    else:
+        return xs
+
+
+@ct.function
+def _load_again(h, x, place, BLOCK):
+    """What `_load_first` returned."""
+    if given(h):
+        return load(h, place, 1, BLOCK)
+    else:
+        return load(x, place, 1, BLOCK)
+
+
+@ct.function
 def _load_scale(weight, column, offset, BLOCK):
     """offset + weight, ``[1, BLOCK]``."""
     return load_vector(weight, column, BLOCK) + offset
@@ -51,11 +72,11 @@ def _scaled(xs, r, weight, column, offset, dtype, BLOCK, ROUND, NATIVE):
 
 @ct.kernel
 def _forward(
-    y, inverse_rms, x, weight, columns, eps, offset,
+    y, h, inverse_rms, x, residual, weight, columns, eps, offset,
     ROUND: ConstBool, NATIVE: ConstBool, ROWS: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
     row = ct.bid(0)
-    xs = load(x, (row, 0), ROWS, BLOCK)
+    xs = _load_first(h, x, residual, (row, 0), ROWS, BLOCK)
     squares = ct.sum(_round(xs * xs, x.dtype, NATIVE), axis=1, keepdims=True)
     r = _inverse_rms(squares, columns, eps, x.dtype, NATIVE)
     if given(inverse_rms):
@@ -65,24 +86,24 @@ def _forward(
 
 @ct.kernel(occupancy=4)
 def _forward_long(
-    y, inverse_rms, x, weight, columns, eps, offset, ROUND: ConstBool, NATIVE: ConstBool, BLOCK: ConstInt
+    y, h, inverse_rms, x, residual, weight, columns, eps, offset, ROUND: ConstBool, NATIVE: ConstBool, BLOCK: ConstInt
 ):  # fmt: skip
     row = ct.bid(0)
     tiles = ct.num_tiles(x, axis=1, shape=(1, BLOCK))
     squares = ct.zeros((1, BLOCK), ct.float32)
     for column in range(tiles):
-        xs = load(x, (row, column), 1, BLOCK)
+        xs = _load_first(h, x, residual, (row, column), 1, BLOCK)
         squares += _round(xs * xs, x.dtype, NATIVE)
     r = _inverse_rms(ct.sum(squares, axis=1, keepdims=True), columns, eps, x.dtype, NATIVE)
     if given(inverse_rms):
         ct.store(inverse_rms, (row, 0), r)
     for column in range(tiles):
-        xs = load(x, (row, column), 1, BLOCK)
+        xs = _load_again(h, x, (row, column), BLOCK)
         ct.store(y, (row, column), _scaled(xs, r, weight, column, offset, y.dtype, BLOCK, ROUND, NATIVE))
 
 
 @ct.kernel
-def _backward(dx, partial, dy, x, weight, inverse_rms, columns, offset, ROWS: ConstInt, BLOCK: ConstInt):
+def _backward(dx, partial, dy, dh, x, weight, inverse_rms, columns, offset, ROWS: ConstInt, BLOCK: ConstInt):
     dweight = ct.zeros((ROWS, BLOCK), ct.float32)
     for row in range(ct.bid(0), ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(0)):
         r = load(inverse_rms, (row, 0), ROWS, 1)
@@ -93,7 +114,10 @@ def _backward(dx, partial, dy, x, weight, inverse_rms, columns, offset, ROWS: Co
             if given(weight):
                 g = g * _load_scale(weight, 0, offset, BLOCK)
             slope = ct.sum(g * xs, axis=1, keepdims=True) / columns * r * r * r
-            ct.store(dx, (row, 0), ct.astype(g * r - xs * slope, dx.dtype))
+            dxs = g * r - xs * slope
+            if given(dh):
+                dxs += load(dh, (row, 0), ROWS, BLOCK)
+            ct.store(dx, (row, 0), ct.astype(dxs, dx.dtype))
         if given(partial):
             dweight += dys * (xs * r)
     if given(partial):
@@ -101,7 +125,7 @@ def _backward(dx, partial, dy, x, weight, inverse_rms, columns, offset, ROWS: Co
 
 
 @ct.kernel(occupancy=4)
-def _dx_long(dx, dy, x, weight, inverse_rms, columns, offset, BLOCK: ConstInt):
+def _dx_long(dx, dy, dh, x, weight, inverse_rms, columns, offset, BLOCK: ConstInt):
     row = ct.bid(0)
     r = load(inverse_rms, (row, 0), 1, 1)
     tiles = ct.num_tiles(x, axis=1, shape=(1, BLOCK))
@@ -117,6 +141,8 @@ def _dx_long(dx, dy, x, weight, inverse_rms, columns, offset, BLOCK: ConstInt):
         if given(weight):
             g = g * _load_scale(weight, column, offset, BLOCK)
         dxs = g * r - load(x, (row, column), 1, BLOCK) * slope
+        if given(dh):
+            dxs += load(dh, (row, column), 1, BLOCK)
         ct.store(dx, (row, column), ct.astype(dxs, dx.dtype))
 
 
@@ -130,54 +156,53 @@ def _dweight_long(dweight, dy, x, inverse_rms, ROWS: ConstInt, BLOCK: ConstInt):
     ct.store(dweight, (column,), ct.astype(ct.sum(sums, axis=0), dweight.dtype))
 
 
-@opaque(writes=("y", "inverse_rms"))
-def _launch_forward(
+@opaque(writes=("y", "h", "inverse_rms"))
+def launch_forward(
     y: Tensor,
+    h: Tensor | None,
     inverse_rms: Tensor | None,
     x: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     eps: float,
     offset: float,
     casting_mode: str,
 ) -> None:
-    x, y = as_rows(x), as_rows(y)
+    """Write the norm of x, or that of h = x + residual and h; and the inverse RMS of each row."""
+    y, x = as_rows(y), as_rows(x)
+    h, residual = (None if t is None else as_rows(t) for t in (h, residual))
     rows, columns = x.shape
-    rounds, native = casting_mode != "gemma", casting_mode == "none"
     if weight is not None:
         weight = weight.contiguous()
+    numbers = columns, float(eps), float(offset), casting_mode != "gemma", casting_mode == "none"
     if columns <= LONGEST_FORWARD:
         tile_rows, block = whole_rows(columns)
         kernel, grid = sized(_forward, tile_rows * block), (blocks(rows, tile_rows),)
-        launch(
-            kernel, grid, y, inverse_rms, x, weight, columns, float(eps), float(offset),
-            rounds, native, tile_rows, block,
-        )  # fmt: skip
+        launch(kernel, grid, y, h, inverse_rms, x, residual, weight, *numbers, tile_rows, block)
     else:
-        launch(
-            _forward_long, (rows,), y, inverse_rms, x, weight, columns, float(eps), float(offset),
-            rounds, native, LONG_BLOCK,
-        )  # fmt: skip
+        launch(_forward_long, (rows,), y, h, inverse_rms, x, residual, weight, *numbers, LONG_BLOCK)
 
 
 @opaque(writes=("dx", "dweight"))
-def _launch_backward(
+def launch_backward(
     dx: Tensor | None,
     dweight: Tensor | None,
     dy: Tensor,
+    dh: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
     inverse_rms: Tensor,
     offset: float,
 ) -> None:
+    """Write dx, with `dh` added to it if there is one, and dweight."""
     dy, x = as_rows(dy), as_rows(x)
+    dx, dh = (None if t is None else as_rows(t) for t in (dx, dh))
     rows, columns = x.shape
-    if dx is not None:
-        dx = as_rows(dx)
     if weight is not None:
         weight = weight.contiguous()
     if columns > LONGEST_BACKWARD:
         if dx is not None:
-            launch(_dx_long, (rows,), dx, dy, x, weight, inverse_rms, columns, float(offset), LONG_BLOCK)
+            launch(_dx_long, (rows,), dx, dy, dh, x, weight, inverse_rms, columns, float(offset), LONG_BLOCK)
         if dweight is not None:
             # Columns are many: 64 of them, a 128-byte line of bf16, leave more than 128 blocks.
             launch(_dweight_long, (blocks(columns, 64),), dweight, dy, x, inverse_rms, 64, 64)
@@ -188,7 +213,7 @@ def _launch_backward(
     if dweight is not None:
         grid = min(grid, sm_count(x.device) * at_once)
         partial = torch.empty((grid, columns), dtype=torch.float32, device=x.device)
-    launch(kernel, (grid,), dx, partial, dy, x, weight, inverse_rms, columns, float(offset), tile_rows, block)
+    launch(kernel, (grid,), dx, partial, dy, dh, x, weight, inverse_rms, columns, float(offset), tile_rows, block)
     if partial is not None:
         launch_total(dweight, partial)
 
@@ -205,10 +230,10 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if True not in needs:
-        _launch_forward(y, None, x, weight, eps, offset, casting_mode)
+        launch_forward(y, None, None, x, None, weight, eps, offset, casting_mode)
         return y, ()
     inverse_rms = torch.empty((x.numel() // x.shape[-1], 1), dtype=torch.float32, device=x.device)
-    _launch_forward(y, inverse_rms, x, weight, eps, offset, casting_mode)
+    launch_forward(y, None, inverse_rms, x, None, weight, eps, offset, casting_mode)
     return y, (x, weight, inverse_rms)
 
 
@@ -219,5 +244,5 @@ def backward(
     needs_x, needs_weight = needs
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
-    _launch_backward(dx, dweight, dy, x, weight, inverse_rms, offset)
+    launch_backward(dx, dweight, dy, None, x, weight, inverse_rms, offset)
     return dx, dweight

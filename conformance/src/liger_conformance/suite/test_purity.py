@@ -56,19 +56,21 @@ def test_writes_to_nothing_it_is_given(target: Target, case: Case, dtype: torch.
     assert_unchanged(returned, outputs, "backward")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), kernels=True)
-def test_writes_every_element(target: Target, case: Case, dtype: torch.dtype) -> None:
-    """Allocations start as NaN, and the answer is right all the same."""
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,))
+def test_same_bits_again(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """The same inputs give the same bits, also where allocations start as NaN: every element is written, and always alike."""
     op = target.op
     arguments = arguments_of(target, case, dtype)
     with only(target):
-        plain = evaluate(op, op, arguments)
+        plain = evaluate(op, op, arguments).items()
         with Poison():
-            poisoned = evaluate(op, op, arguments)
-    for name, value in plain.items().items():
-        assert same_bits(value, poisoned.items()[name]), (
-            f"{name} differs when memory starts as NaN: an element is not written"
-        )
+            poisoned = evaluate(op, op, arguments).items()
+        differing = [name for name, value in plain.items() if not same_bits(value, poisoned[name])]
+        if differing:
+            again = evaluate(op, op, arguments).items()
+            alike = all(same_bits(plain[name], again[name]) for name in differing)
+            why = "when memory starts as NaN: an element is not written" if alike else "from run to run"
+            raise AssertionError(f"{', '.join(differing)} not the same {why}")
 
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1, kernels=True)
@@ -139,16 +141,6 @@ def test_backward_twice(target: Target, case: Case, dtype: torch.dtype) -> None:
         )
     for name, one, two in zip(names, first, second, strict=True):
         assert same_bits(one, two), f"the gradient of {name} differs the second time"
-
-
-@pytest.mark.cases(groups=("odd", "edge"), dtypes=(torch.bfloat16,))
-def test_deterministic(target: Target, case: Case, dtype: torch.dtype) -> None:
-    """The same inputs give the same bits."""
-    arguments = arguments_of(target, case, dtype)
-    with only(target):
-        first, second = (evaluate(target.op, target.op, arguments) for _ in range(2))
-    for name, value in first.items().items():
-        assert same_bits(value, second.items()[name]), f"{name} differs from run to run"
 
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)

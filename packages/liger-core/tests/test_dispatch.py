@@ -236,6 +236,18 @@ def test_float64_and_tensor_subclasses_run_the_reference(ran: list[str]) -> None
         liger_core.rms_norm(X.double(), W.double())
 
 
+def test_transforms_run_the_reference(ran: list[str]) -> None:
+    """Inside of `torch.func.vmap` and `grad` a tensor has no memory of its own that a kernel could read."""
+    x = X.clone().requires_grad_()
+    y = liger_core.rms_norm(x, W)
+    torch.testing.assert_close(torch.func.vmap(lambda row: liger_core.rms_norm(row, W))(X), y)
+    slope = torch.func.grad(lambda x: liger_core.rms_norm(x, W).prod())(X)
+    torch.testing.assert_close(slope, torch.autograd.grad(y.prod(), x)[0])
+    assert ran == ["toy-traced", "torch", "torch"]
+    with liger_core.use("toy-traced"), pytest.raises(Unsupported, match=r"a torch\.func transform is active"):
+        torch.func.vmap(lambda row: liger_core.rms_norm(row, W))(X)
+
+
 def test_empty_input_runs_the_reference(ran: list[str]) -> None:
     assert liger_core.rms_norm(X[:0], W).shape == (0, 2)
     assert ran == ["torch"]

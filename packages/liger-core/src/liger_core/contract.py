@@ -121,7 +121,7 @@ class Op(Generic[P, R]):
         What metadata alone decides, such as the checks and the kernel, is remembered by that metadata.
         """
         arguments = self.bind(args, kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self._call_anew(demand, arguments, None)
         try:
             options = self._pick_options(arguments)
@@ -151,6 +151,8 @@ class Op(Generic[P, R]):
         self._checks(**arguments)
         if torch.compiler.is_compiling():
             dispatch.plan_while_tracing(self.name, device, demand)
+        elif torch._C._are_functorch_transforms_active():
+            refusal = "a torch.func transform is active; kernels take plain tensors"
         elif self._check_values is not None and (device == "cpu" or dispatch.settings().check):
             self._check_values(**arguments)
         kernel = self.resolve(device, demand, refusal, arguments)

@@ -1,4 +1,7 @@
-"""Gradients of a scale and a shift: the partial sums of both are added up in one launch."""
+"""Gradients that are sums over all rows: each block adds up its own rows in float32, then the blocks are added up.
+
+So the sums are the same from run to run, and round once, without atomics. Those of a scale and a shift take one launch.
+"""
 
 import cuda.tile as ct
 from torch import Tensor
@@ -37,3 +40,8 @@ def launch_totals(first: Tensor | None, second: Tensor | None, partial: Tensor) 
     wanted, _, columns = partial.shape
     # 32 columns are one 128-byte line of each row: the narrowest block, for the most blocks.
     launch(_totals, (blocks(columns, 32), wanted), first, second, partial, 64, 32)
+
+
+def launch_total(total: Tensor, partial: Tensor) -> None:
+    """Write the sum of the rows of `partial`, ``float32[P, H]``, to `total`, ``[H]``."""
+    launch_totals(total, None, partial[None])

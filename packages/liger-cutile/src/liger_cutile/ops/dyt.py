@@ -9,10 +9,9 @@ from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._partial_sums import launch_total
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 from liger_cutile.ops._tiles import load, load_vector
-from liger_cutile.ops._totals import launch_totals
+from liger_cutile.ops._totals import launch_total, launch_totals
 
 # Elements of a tile, and its most columns.
 FORWARD_TILE = 4096

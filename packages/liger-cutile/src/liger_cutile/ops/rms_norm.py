@@ -10,10 +10,10 @@ from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._hints import sized
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._partial_sums import launch_total
 from liger_cutile.ops._persistent import persistent
 from liger_cutile.ops._rows import as_rows, blocks, whole_rows
 from liger_cutile.ops._tiles import load, load_vector
+from liger_cutile.ops._totals import launch_total
 
 # Longer rows are worked on in tiles of LONG_BLOCK columns: twice as long, a row spills registers on sm_90 (tileiras 13.4).
 LONGEST_FORWARD = 16384

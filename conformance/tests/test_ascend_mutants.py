@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,22 +18,8 @@ from liger_conformance.compilers import ascend_execute
 if find_spec("triton") is None or find_spec("triton.triton_patch") is None:
     pytest.skip("needs triton-ascend", allow_module_level=True)
 
-SOURCE = Path(liger_triton_ascend.__file__).parent
-
-DECLARATION = '''"""A copy of liger-triton-ascend with one change."""
-
-import os
-
-from liger_core import BackendInfo
-
-backend = BackendInfo(
-    "{language}",
-    devices=("npu", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("npu",),
-    requires="triton",
-    package="{package}",
-    install="",
-)
-'''
+Suite = Callable[..., subprocess.CompletedProcess[str]]
+Gate = Callable[..., dict[str, Any]]
 
 
 class Mutant(NamedTuple):
@@ -76,42 +60,25 @@ def language_of(mutant: Mutant) -> str:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory: pytest.TempPathFactory, install_mutant: Callable[..., None]) -> Path:
     """A folder where each mutant is installed as a language of its own, with one op."""
     site = tmp_path_factory.mktemp("mutants")
     for mutant in ALL:
-        language = language_of(mutant)
-        package = language.replace("-", "_")
-        shutil.copytree(SOURCE, site / package, ignore=shutil.ignore_patterns("__pycache__"))
-        for path in (site / package).rglob("*.py"):
-            if path.parent.name == "ops" and not path.name.startswith("_") and path.stem != mutant.op:
-                path.unlink()
-                continue
-            path.write_text(path.read_text("utf-8").replace("liger_triton_ascend", package), "utf-8")
-        kernel = site / package / "ops" / f"{mutant.op}.py"
-        text = kernel.read_text("utf-8")
-        assert mutant.old in text, f"{mutant.op} has changed: bring the mutant {mutant.name!r} up to date"
-        kernel.write_text(text.replace(mutant.old, mutant.new, 1) if mutant.old else text, "utf-8")
-        (site / package / "__init__.py").write_text(DECLARATION.format(language=language, package=package), "utf-8")
-        info = site / f"{package}-0.1.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {language}\nVersion: 0.1\n")
-        (info / "entry_points.txt").write_text(f"[liger.backends]\n{language} = {package}:backend\n")
+        install_mutant(site, liger_triton_ascend.backend, language_of(mutant), mutant.op, mutant.old, mutant.new)
     return site
 
 
-def gate(site: Path, mutants: list[Mutant], *options: str, **variables: str) -> dict[str, Any]:
-    """Run the suite for the mutants in a process of its own; its report."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "LIGER_", "TRITON_INTERPRET"))}
-    languages = [f"--impl={language_of(mutant)}" for mutant in mutants]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "liger_conformance", "-q", "-p", "no:cacheprovider",
-         "--tb=no", f"--report={site}", *languages, *options],
-        env=environment | {"PYTHONPATH": str(site)} | variables,
-        cwd=site, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    return json.loads((site / "conformance.json").read_text("utf-8"))
+@pytest.fixture
+def gate(site: Path, run_suite: Suite) -> Gate:
+    """A function that runs the suite for mutants and returns its report."""
+
+    def run(mutants: list[Mutant], *options: str, **variables: str) -> dict[str, Any]:
+        languages = [f"--impl={language_of(mutant)}" for mutant in mutants]
+        done = run_suite(site, "--tb=no", f"--report={site}", *languages, *options, **variables)
+        assert done.returncode in (0, 1), done.stdout + done.stderr
+        return json.loads((site / "conformance.json").read_text("utf-8"))
+
+    return run
 
 
 def failed(report: dict[str, Any], mutant: Mutant) -> bool:
@@ -121,15 +88,15 @@ def failed(report: dict[str, Any], mutant: Mutant) -> bool:
     return any("failed" in outcomes for outcomes in cells)
 
 
-def test_the_interpreter_catches_wrong_values_and_accesses(site: Path) -> None:
+def test_the_interpreter_catches_wrong_values_and_accesses(gate: Gate) -> None:
     options = ["-k", "test_values and -odd- or test_offsets_beyond_32_bits"]
-    report = gate(site, ALL, *options, TRITON_INTERPRET="1")
+    report = gate(ALL, *options, TRITON_INTERPRET="1")
     caught = {mutant.name: failed(report, mutant) for mutant in ALL}
     assert caught == {mutant.name: "interpreted" in mutant.caught_by for mutant in ALL}
 
 
-def test_lowering_catches_what_does_not_compile_or_fit(site: Path) -> None:
-    report = gate(site, ALL, "--compile=ascend910b", "-k", "test_compiled and (-large- or -huge-)")
+def test_lowering_catches_what_does_not_compile_or_fit(gate: Gate) -> None:
+    report = gate(ALL, "--compile=ascend910b", "-k", "test_compiled and (-large- or -huge-)")
     caught = {}
     for mutant in ALL:
         over = [what for k in report["kernels"] if k["language"] == language_of(mutant) for what in k["over"]]
@@ -139,8 +106,8 @@ def test_lowering_catches_what_does_not_compile_or_fit(site: Path) -> None:
 
 
 @pytest.mark.skipif(ascend_execute.obstacle() is not None, reason=str(ascend_execute.obstacle()))
-def test_execution_catches_wrong_values(site: Path) -> None:
+def test_execution_catches_wrong_values(gate: Gate) -> None:
     mutants = [mutant for mutant in ALL if mutant.may_execute]
-    report = gate(site, mutants, "--compile=ascend910b", "--execute", "-k=-odd-float32")
+    report = gate(mutants, "--compile=ascend910b", "--execute", "-k=-odd-float32")
     caught = {mutant.name: failed(report, mutant) for mutant in mutants}
     assert caught == {mutant.name: "executed" in mutant.caught_by for mutant in mutants}

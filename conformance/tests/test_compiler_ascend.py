@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,39 +18,22 @@ from liger_conformance.compilers.ascend_buffers import bytes_taken
 if find_spec("triton") is None or find_spec("triton.triton_patch") is None:
     pytest.skip("needs triton-ascend", allow_module_level=True)
 
-BENT = Path(__file__).parent / "bent_ascend"
+BENT = Path(__file__).parent / "bent_ascend" / "liger_bent_ascend"
 UNIFIED_BUFFER = 192 << 10
 
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where liger-bent-ascend is installed, as pip would do it."""
-    site = tmp_path_factory.mktemp("bent") / "site"
-    shutil.copytree(BENT, site, ignore=shutil.ignore_patterns("__pycache__"))
-    info = site / "liger_bent_ascend-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-bent-ascend\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[liger.backends]\nbent-ascend = liger_bent_ascend:backend\n")
-    return site
-
-
-def lower(site: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the installed suite in a process that doesn't interpret."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "LIGER_", "TRITON_INTERPRET"))}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "liger_conformance", "-q", "-p", "no:cacheprovider", *options],
-        env=environment | {"PYTHONPATH": str(site), "COLUMNS": "160"} | variables,
-        cwd=site,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+Suite = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def run(site: Path) -> tuple[str, dict[str, Any]]:
+def site(tmp_path_factory: pytest.TempPathFactory, install_package: Callable[..., Path]) -> Path:
+    """A folder where liger-bent-ascend is installed."""
+    return install_package(tmp_path_factory.mktemp("bent"), "bent-ascend", BENT).parent
+
+
+@pytest.fixture(scope="module")
+def run(site: Path, run_suite: Suite) -> tuple[str, dict[str, Any]]:
     """Every kernel of bent-ascend at one size: what pytest printed, and the report."""
-    done = lower(
+    done = run_suite(
         site, "--impl=bent-ascend", "--compile=ascend910b", f"--report={site}", "-k", "test_compiled and -large-"
     )
     assert done.returncode == 1, done.stdout + done.stderr
@@ -130,18 +111,20 @@ def test_tiles_of_tiling_are_what_the_estimate_finds(run: tuple[str, dict[str, A
         ),
     ],
 )
-def test_what_cannot_compile_is_an_error(site: Path, options: list[str], variables: dict[str, str], says: str) -> None:
-    done = lower(site, *options, **variables)
+def test_what_cannot_compile_is_an_error(
+    site: Path, run_suite: Suite, options: list[str], variables: dict[str, str], says: str
+) -> None:
+    done = run_suite(site, *options, **variables)
     assert done.returncode == 4
     assert says in done.stderr
 
 
 @pytest.mark.skipif(ascend_execute.obstacle() is not None, reason=str(ascend_execute.obstacle()))
-def test_execution(site: Path) -> None:
+def test_execution(site: Path, run_suite: Suite) -> None:
     """What is lowered is run, wrong results are caught, and what can't be run is no success."""
     ops = [f"--op={op}" for op in ("geglu", "swiglu", "sparsemax")]
     options = ["--impl=bent-ascend", "--compile=ascend910b", "--execute", f"--report={site}", "-k=-odd-float32"]
-    done = lower(site, *options, *ops)
+    done = run_suite(site, *options, *ops)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"Mismatch: result: error \S+ is more than", done.stdout), "of swiglu"
     assert "gradient of gate is None; the contract says a tensor" in done.stdout, "of geglu, whose result is right"

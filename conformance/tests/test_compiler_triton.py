@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,32 +17,15 @@ from liger_conformance.known import KnownSpills
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow  # .ci/run has them beside the lane that they test
 
-BENT = Path(__file__).parent / "bent"
+BENT = Path(__file__).parent / "bent" / "liger_bent"
 
-
-def compile_only(site: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the installed suite where the language bent is installed, in a process that doesn't interpret."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "LIGER_", "TRITON_INTERPRET"))}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "liger_conformance", "-q", "-p", "no:cacheprovider", *options],
-        env=environment | {"PYTHONPATH": str(site), "COLUMNS": "160"} | variables,
-        cwd=site,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+Suite = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where liger-bent is installed, as pip would do it."""
-    site = tmp_path_factory.mktemp("bent") / "site"
-    shutil.copytree(BENT, site, ignore=shutil.ignore_patterns("__pycache__"))
-    info = site / "liger_bent-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-bent\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[liger.backends]\nbent = liger_bent:backend\n")
-    return site
+def site(tmp_path_factory: pytest.TempPathFactory, install_package: Callable[..., Path]) -> Path:
+    """A folder where liger-bent is installed."""
+    return install_package(tmp_path_factory.mktemp("bent"), "bent", BENT).parent
 
 
 @dataclass
@@ -67,10 +48,10 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(site: Path) -> Run:
+def run(site: Path, run_suite: Suite) -> Run:
     """Every kernel of bent at one size, for a chip with much shared memory and one with little."""
     chosen = "test_compiled and -large- or test_known_spills"
-    done = compile_only(site, "--impl=bent", "--compile=sm_90,sm_120", f"--report={site}", "-k", chosen)
+    done = run_suite(site, "--impl=bent", "--compile=sm_90,sm_120", f"--report={site}", "-k", chosen)
     assert done.returncode == 1, done.stdout + done.stderr
     parts = re.split(r"^_+ (test_\S+) _+$", done.stdout.partition("= conformance =")[0], flags=re.M)
     return Run(
@@ -171,10 +152,16 @@ def test_declarations_are_checked(
             {"TRITON_INTERPRET": "1"},
             "--impl=bent can't be compiled: TRITON_INTERPRET=1",
         ),
-        (["--compile=all"], {"TRITON_INTERPRET": "1"}, "bent: TRITON_INTERPRET=1 is set"),
+        (
+            ["--compile=all"],
+            {"TRITON_INTERPRET": "1", "CUTILE_INTERPRET": "1"},
+            "bent: TRITON_INTERPRET=1 is set",
+        ),
     ],
 )
-def test_what_cannot_compile_is_an_error(site: Path, options: list[str], variables: dict[str, str], says: str) -> None:
-    done = compile_only(site, *options, **variables)
+def test_what_cannot_compile_is_an_error(
+    site: Path, run_suite: Suite, options: list[str], variables: dict[str, str], says: str
+) -> None:
+    done = run_suite(site, *options, **variables)
     assert done.returncode == 4
     assert says in done.stderr

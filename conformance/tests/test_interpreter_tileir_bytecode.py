@@ -154,6 +154,16 @@ def test_what_is_decoded():
     assert body.ops[0].location.endswith(f"{Path(__file__).name}:{_line('t = t + 1.0')}")
 
 
+@ct.kernel
+def _nothing(x):
+    pass
+
+
+def test_a_kernel_without_constants():
+    (function,) = bytecode.Module(capture.bytecode(_nothing, capture.signature(_nothing, (torch.zeros(40),)))).functions
+    assert not any(op.name == "constant" for op in function.body.ops)
+
+
 def _line(text):
     lines = Path(__file__).read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.strip() == text)

@@ -353,6 +353,26 @@ def test_type_that_cuda_tile_lacks():
         launch(1, copied, torch.zeros(1, 16, dtype=torch.complex64), torch.zeros(1, 16), 16)
 
 
+@ct.kernel
+def copied_without_dimensions(x, y):
+    ct.store(y, (), ct.load(x, (), ()))
+
+
+@ct.kernel
+def copied_to_one(x, y):
+    ct.store(y, (0,), ct.load(x, (0,), ()))
+
+
+def test_array_without_dimensions():
+    """cuda.tile's front end takes its tiles, and tileiras doesn't."""
+    x, y = torch.tensor(3.0), torch.zeros(1)
+    refused = rf"make_partition_view at .*{HERE}:\d+: an array without dimensions .*\.view\(1\)"
+    with pytest.raises(TypeError, match=refused):
+        launch(1, copied_without_dimensions, x, torch.tensor(0.0))
+    launch(1, copied_to_one, x.view(1), y)
+    assert y == 3
+
+
 def test_unknown_check():
     with pytest.raises(TypeError, match="rase"), tileir.checking(rase=False):
         pass

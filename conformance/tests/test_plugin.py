@@ -3,50 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-ACME = Path(__file__).parent / "acme"
+ACME = Path(__file__).parent / "acme" / "liger_acme"
+
+Suite = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """A folder where liger-acme is installed, as pip would do it."""
-    site = tmp_path / "site"
-    shutil.copytree(ACME, site, ignore=shutil.ignore_patterns("__pycache__"))
-    info = site / "liger_acme-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-acme\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[liger.backends]\nacme = liger_acme:backend\n")
-    return site
-
-
-def suite(site: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the installed suite in an empty folder."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "LIGER_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "liger_conformance", "-q", "-p", "no:cacheprovider", *options],
-        env=environment | {"PYTHONPATH": str(site), "COLUMNS": "160"},
-        cwd=site,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def site(tmp_path: Path, install_package: Callable[..., Path]) -> Path:
+    """A folder where liger-acme is installed."""
+    return install_package(tmp_path / "site", "acme", ACME).parent
 
 
 QUICK = ("-k", "test_values and (odd or no-weight) and not partial and not unused or test_known_failures")
 
 
-def test_out_of_tree_package_is_checked(site: Path, tmp_path: Path) -> None:
+def test_out_of_tree_package_is_checked(site: Path, run_suite: Suite, tmp_path: Path) -> None:
     """Found, dispatched to and checked, with no line changed elsewhere; and reported."""
-    done = suite(site, "--impl=acme", f"--report={tmp_path / 'report'}", *QUICK)
+    done = run_suite(site, "--impl=acme", f"--report={tmp_path / 'report'}", *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report" / "conformance.json").read_text())
     cells = {(cell["op"], cell["dtype"]): cell["outcomes"] for cell in report["cells"]}
@@ -57,7 +38,7 @@ def test_out_of_tree_package_is_checked(site: Path, tmp_path: Path) -> None:
     assert "| rms_norm |" in (tmp_path / "report" / "conformance.md").read_text()
 
 
-def test_known_failures_are_strict(site: Path) -> None:
+def test_known_failures_are_strict(site: Path, run_suite: Suite) -> None:
     """A failure that is declared is a known failure; a declared test that passes fails; so does an id that is stale."""
     kernel = site / "liger_acme" / "ops" / "rms_norm.py"
     kernel.write_text(kernel.read_text().replace("(g - normed * mean) * r", "g * r"))
@@ -65,29 +46,29 @@ def test_known_failures_are_strict(site: Path) -> None:
     link = "see https://example.org/1"
     names = [f"test_values[rms_norm-acme-*-odd-{dtype}]" for dtype in ("float32", "bfloat16", "float16")]
     known.write_text(f"KNOWN_FAILURES = {dict.fromkeys(names, link)!r}")
-    done = suite(site, "--impl=acme", *QUICK)
+    done = run_suite(site, "--impl=acme", *QUICK)
     assert done.returncode == 0, done.stdout
     assert "1 known failure" in done.stdout
     assert "interpreted" not in done.stdout.partition("conformance ==")[2].partition("not claimed")[0]
     names = ["test_values[rms_norm-acme-*]", "test_values[rms_norm-gone]"]
     known.write_text(f"KNOWN_FAILURES = {dict.fromkeys(names, link)!r}")
-    done = suite(site, "--impl=acme", *QUICK)
+    done = run_suite(site, "--impl=acme", *QUICK)
     assert done.returncode == 1
     assert "declares failures of tests that don't exist: test_values[rms_norm-gone]" in done.stdout
 
 
-def test_an_unexpected_pass_fails(site: Path) -> None:
+def test_an_unexpected_pass_fails(site: Path, run_suite: Suite) -> None:
     (site / "liger_acme" / "known_failures.py").write_text(
         "KNOWN_FAILURES = {'test_values[rms_norm-acme-*-odd-float32]': 'see https://example.org/1'}"
     )
-    done = suite(site, "--impl=acme", *QUICK)
+    done = run_suite(site, "--impl=acme", *QUICK)
     assert done.returncode == 1
     assert "[XPASS(strict)]" in done.stdout
 
 
-def test_a_declaration_needs_a_link(site: Path) -> None:
+def test_a_declaration_needs_a_link(site: Path, run_suite: Suite) -> None:
     (site / "liger_acme" / "known_failures.py").write_text("KNOWN_FAILURES = {'test_values[x]': 'just because'}")
-    done = suite(site, "--impl=acme", *QUICK)
+    done = run_suite(site, "--impl=acme", *QUICK)
     assert done.returncode != 0
     assert "it takes a reason and a link" in done.stdout + done.stderr
 
@@ -103,7 +84,7 @@ def test_a_declaration_needs_a_link(site: Path) -> None:
         (["--impl=acme", "--op=nope"], "--op=nope: there is no such op; the ops are cross_entropy"),
     ],
 )
-def test_what_cannot_run_is_an_error(site: Path, options: list[str], says: str) -> None:
-    done = suite(site, *options)
+def test_what_cannot_run_is_an_error(site: Path, run_suite: Suite, options: list[str], says: str) -> None:
+    done = run_suite(site, *options)
     assert done.returncode == 4
     assert says in done.stderr

@@ -123,7 +123,7 @@ class _Reader:
         self.align(width)
         offsets = [self.fixed(width) for _ in range(count)]
         rest = self.data[self.position :]
-        return [rest[start:end] for start, end in zip(offsets, [*offsets[1:], None], strict=True)]
+        return [rest[start:end] for start, end in zip(offsets, [*offsets, None][1:], strict=True)]
 
 
 class Module:

@@ -144,6 +144,11 @@ def _tensor_view(op: Op) -> Function:
 
 
 def _tile_view(op: Op) -> Function:
+    if not op.types[0].shape:
+        raise TypeError(
+            f"{op.name} at {op.location}: an array without dimensions is loaded or stored, and tileiras 13.4 refuses "
+            "its tiles: pass the tensor as .view(1)"
+        )
     return lambda view: TileView(view.array, view.offset, view.shape, view.strides, op.types[0])
 
 

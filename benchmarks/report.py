@@ -103,7 +103,10 @@ def comparison(rows: Sequence[Row]) -> str:
     """
     parts = [
         "A peer's number is followed by how many times the best of ours it is: above 1×, ours is better.",
-        "## The best peer's time over ours\n\n" + best_peers(rows),
+        *(
+            f"## The best peer's time over that of {ours}\n\n{best_peers(rows, ours)}"
+            for ours in dict.fromkeys(str(row["provider"]) for row in rows if is_ours(row["provider"]))
+        ),
         "## Time, ms\n\n" + _side_by_side(rows, "ms", "{:.4g}", rates={"our GB/s": "gbps", "our TFLOP/s": "tflops"}),
         "## Peak memory beyond the inputs, MiB\n\n" + _side_by_side(rows, "peak_mib", "{:.0f}"),
         "## Error relative to the reference in higher precision\n\n"
@@ -117,27 +120,53 @@ def comparison(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def best_peers(rows: Sequence[Row]) -> str:
-    """One line an op, one column a case and mode: the fastest peer's time as a multiple of the fastest of ours."""
-    times: dict[tuple[str, str], dict[str, list[tuple[float, str]]]] = {}
-    for row in rows:
-        if row["ms"] not in ("", None):
-            place = row["op"], f"{row['case']}, {row['mode']}"
-            whose = "ours" if is_ours(row["provider"]) else "peers"
-            times.setdefault(place, {}).setdefault(whose, []).append((float(row["ms"]), str(row["provider"])))
-    columns = list(dict.fromkeys(column for _, column in times))
+def best_peers(rows: Sequence[Row], ours: str) -> str:
+    """One line an op, one column a case and mode: the fastest peer's time as a multiple of that of `ours`."""
+    times = _times([row for row in rows if row["provider"] == ours or not is_ours(row["provider"])])
+    columns = list(dict.fromkeys(place[1:] for place in times))
     lines = []
-    for op in dict.fromkeys(op for op, _ in times):
+    for op in dict.fromkeys(place[0] for place in times):
         cells = []
         for column in columns:
-            found = times.get((op, column), {})
-            if len(found) < 2:
-                cells.append("")
-                continue
-            (ours, _), (peer, name) = min(found["ours"]), min(found["peers"])
-            cells.append(f"{peer / ours:.2f}× {name}")
+            found = dict(times.get((op, *column), {}))
+            time = found.pop(ours, None)
+            cells.append(
+                "{:.2f}× {}".format(*min((ms / time, peer) for peer, ms in found.items())) if time and found else ""
+            )
         lines.append([op, *cells])
-    return table(["op", *columns], lines)
+    return table(["op", *(", ".join(column) for column in columns)], lines)
+
+
+def beside(rows: Sequence[Row], ours: str, others: Sequence[str]) -> str:
+    """One line an op: the times and rates of `ours` in the cases of one group, and the others' times as multiples of them."""
+    times = _times(rows)
+    rates = {(row["op"], row["mode"]): _rate(row) for row in rows if row["provider"] == ours}
+    modes = list(dict.fromkeys(mode for _, _, mode in times))
+    lines = []
+    for op, case in dict.fromkeys(place[:2] for place in times):
+        line = [op]
+        for mode in modes:
+            found = times.get((op, case, mode), {})
+            time = found.get(ours)
+            line += [f"{time:.3f}" if time < 10 else f"{time:.1f}", rates[op, mode]] if time else ["", ""]
+            line += [f"{found[other] / time:.2f}×" if time and other in found else "" for other in others]
+        lines.append(line)
+    return table(["op", *(column for mode in modes for column in (f"{mode}, ms", "", *others))], lines)
+
+
+def _times(rows: Sequence[Row]) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Milliseconds by op, case and mode, then by provider."""
+    times: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        if row["ms"] not in ("", None):
+            times.setdefault((row["op"], row["case"], row["mode"]), {})[str(row["provider"])] = float(row["ms"])
+    return times
+
+
+def _rate(row: Row) -> str:
+    if row["tflops"]:
+        return f"{float(row['tflops']):.0f} TFLOP/s"
+    return f"{float(row['gbps']) / 1000:.2f} TB/s" if row["gbps"] else ""
 
 
 def _side_by_side(

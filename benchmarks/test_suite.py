@@ -12,6 +12,7 @@ import peers
 import pytest
 import records
 import report
+import tables
 import timing
 import torch
 from calls import make_call, shrunk
@@ -77,7 +78,8 @@ def test_comparison_of_the_reference_with_eager() -> None:
         assert not row["note"]
     ours, eager = (float(row["ms"]) for row in rows[:2])
     assert f"({eager / ours:.2f}×)" in report.comparison(rows)
-    assert f"| {eager / ours:.2f}× eager" in report.best_peers(rows)
+    assert f"| {eager / ours:.2f}× eager" in report.best_peers(rows, "ours-torch")
+    assert f"| {eager / ours:.2f}×" in report.beside(rows, "ours-torch", ["eager"])
 
 
 def test_a_provider_that_fails_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +123,12 @@ def test_render_joins_the_runs_of_one_machine(tmp_path: Path) -> None:
     files.append(records.write_csv(tmp_path / "other", head | {"machine": "H200"}, [], COLUMNS))
     with pytest.raises(ValueError, match="differ in machine: A100; H200"):
         compare.main(["--render", *map(str, files), "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.parent.name)
+def test_readmes_show_what_their_records_say(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == tables.filled(text), "run: python benchmarks/tables.py"
 
 
 class FakeDevice:

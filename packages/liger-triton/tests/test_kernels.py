@@ -8,7 +8,9 @@ import torch
 
 import liger_core
 from liger_conformance.case import Make
+from liger_conformance.cases.group_norm import build as build_group_norm
 from liger_conformance.cases.grpo_loss import build as build_grpo_loss
+from liger_conformance.cases.jsd import build as build_jsd
 from liger_conformance.compare import compare
 from liger_conformance.running import baseline_and_truth, evaluate
 from liger_core.contract import ops
@@ -91,6 +93,15 @@ def grpo(batch: int, length: int, vocabulary: int, **options: Any) -> Build:
     return lambda make: build_grpo_loss(make, batch=batch, length=length, vocabulary=vocabulary, **options)
 
 
+def divergence(rows: int, vocabulary: int, **options: Any) -> Build:
+    return lambda make: build_jsd(make, rows=rows, vocabulary=vocabulary, **options)
+
+
+def groups(samples: int, channels: int, length: int, num_groups: int) -> Build:
+    sizes = {"samples": samples, "channels": channels, "spatial": (length,), "num_groups": num_groups}
+    return lambda make: build_group_norm(make, **sizes)
+
+
 BY_SEQUENCE = {"importance_sampling_level": "sequence"}
 
 
@@ -118,6 +129,15 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("embedding", "runs longer than a chunk", look_up(skewed)),
     ("embedding", "a long run of padding", look_up(skewed, padding_idx=0)),
     ("embedding", "chunks without a run", look_up(lambda make: make.integers(0, 5000, 2600), vocabulary=5000)),
+    ("embedding", "runs that are sorted by torch", look_up(lambda make: make.integers(0, 40, 4100))),
+    ("embedding", "no run among several rows", look_up(lambda make: make.integers(3, 70, 50), vocabulary=99)),
+    ("group_norm", "groups that are read twice", groups(2, 6, 3001, 2)),
+    ("group_norm", "groups of several tiles of channels", groups(2, 80, 300, 2)),
+    ("group_norm", "a group in parts", groups(1, 5, 14001, 1)),
+    ("jsd", "several whole tiles a program", divergence(8, 512)),
+    ("jsd", "several whole tiles a program, another beta", divergence(8, 512, beta=0.3)),
+    ("jsd", "several tiles a program", divergence(7, 500)),
+    ("jsd", "several tiles a program, rows of them", divergence(7, 512, ignored=0.3)),
     ("llama4_rope", "more heads than a block", pairs(300, 1, 16)),
     ("llama4_rope", "a head larger than a block", pairs(2, 1, 1100)),
     ("qwen2vl_mrope", "more heads than a block", planes(300, 1, (2, 3, 3))),
@@ -157,6 +177,9 @@ def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypa
     for module in ("rms_norm", "softmax"):  # one multiprocessor, so that a program of a few rows has several of them
         monkeypatch.setattr(f"liger_triton.ops.{module}.sm_count", lambda device: 1)
         monkeypatch.setattr(f"liger_triton.ops.{module}.shared_memory", lambda device: 227 << 10)
+    monkeypatch.setattr("liger_triton.ops._divergences.sm_count", lambda device: 1)
+    monkeypatch.setattr("liger_triton.ops.jsd.PROGRAMS", 1)
+    monkeypatch.setattr("liger_triton.ops.embedding.MOST_RANKED", 4096)
     monkeypatch.setattr("liger_triton.ops.grpo_loss.TILE", 32)  # tokens, so that a few rows are several tiles
     arguments = build(Make(dtype, DEVICE))
     baseline, truth = baseline_and_truth(op, arguments)

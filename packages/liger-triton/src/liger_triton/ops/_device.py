@@ -34,6 +34,16 @@ def shared_memory(device: torch.device) -> int:
     return _look_up_shared_memory(device)
 
 
+@functools.cache
+def _look_up_warp_size(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+
+
+def warp_size(device: torch.device) -> int:
+    """Threads of a warp: 32, or 64 on AMD's data centre GPUs. A program has 1024 at most."""
+    return _look_up_warp_size(device)
+
+
 # What torch.compiler.assume_constant_result does, without importing Dynamo for it. Dynamo warns of functools.cache.
-for _function in (sm_count, shared_memory):
+for _function in (sm_count, shared_memory, warp_size):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

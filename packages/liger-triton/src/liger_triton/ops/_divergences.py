@@ -141,12 +141,15 @@ class Tiles(NamedTuple):
     count: int
 
 
-def tiles_of(x: Tensor, flat: bool = False) -> Tiles:
-    """The tiles of a tensor of two dimensions. A `flat` one, whose elements are all adjacent, is one long row."""
+def tiles_of(x: Tensor, flat: bool = False, size: int | None = None) -> Tiles:
+    """The tiles of a tensor of two dimensions. A `flat` one, whose elements are all adjacent, is one long row.
+
+    `size` is how many elements a tile has where they are loaded 16 bytes at once.
+    """
     rows, columns = x.shape
     if flat:
         rows, columns = 1, rows * columns
-    size = TILE_BYTES // x.element_size()
+    size = size or TILE_BYTES // x.element_size()
     if columns % 16:
         size //= 2  # where elements are loaded one by one, registers are short
     # Comparisons, so that a dynamic size stays dynamic while torch.compile traces.
@@ -158,9 +161,9 @@ def tiles_of(x: Tensor, flat: bool = False) -> Tiles:
     return Tiles(rows, columns, blocks, height, width, (rows + height - 1) // height * blocks)
 
 
-def new_sums(tiles: Tiles, device: torch.device) -> Tensor:
-    """Memory for the sum of each program of a grid that adds up several tiles per program."""
-    return torch.empty(min(tiles.count, PROGRAMS * sm_count(device)), dtype=torch.float32, device=device)
+def new_sums(tiles: Tiles, device: torch.device, programs: int = PROGRAMS) -> Tensor:
+    """Memory for the sum of each program of a grid of `programs` per multiprocessor, which add up several tiles each."""
+    return torch.empty(min(tiles.count, programs * sm_count(device)), dtype=torch.float32, device=device)
 
 
 def count_of(labels: Tensor, ignore_index: int) -> Tensor:

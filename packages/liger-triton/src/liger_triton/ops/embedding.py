@@ -12,13 +12,16 @@ from liger_triton.ops._rows import as_rows, power_of_2
 
 FORWARD_TILE, FORWARD_WARPS = 2048, 4
 """Elements a program gathers: it waits for an index first, so it takes more than a streaming kernel would."""
-CHUNK = 64
-"""Sorted positions that are summed ahead, by a program of their own, where all of them have the same index."""
-AT_ONCE = 1
-"""Rows of dy that a program has under way."""
-BACKWARD_BLOCK, BACKWARD_WARPS = 2048, 4
+MOST_RANKED = 65536
+"""Indices that are sorted here: on an H200, 16384 in 0.015 ms and 65536 in 0.051, where torch.sort takes 0.088 and 0.092.
+The work grows with their square."""
+SORTED, MOST_MERGED = 1024, 64
+"""Indices that one program sorts, and whose final places one program finds."""
 FOUND = 1024
 """Rows of the weight whose positions one program finds."""
+CHUNK = 64
+"""Sorted positions that are summed ahead, by a program of their own, where all of them have the same index."""
+BACKWARD_BLOCK, BACKWARD_WARPS = 2048, 4
 
 
 @kernel
@@ -36,21 +39,49 @@ def _look_up(
     tl.store(y + row * columns + column, found, inside)
 
 
+@kernel(do_not_specialize=["shift"])
+def _sort_blocks(packed, indices, rows, vocabulary, shift, BLOCK: tl.constexpr):
+    """Sort each block of indices, packed with their positions; one out of range, or past the end, is `vocabulary`."""
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices + position, position < rows, other=-1).to(tl.int64)
+    index = tl.where((index >= 0) & (index < vocabulary), index, vocabulary)
+    tl.store(packed + position, tl.sort(((index << shift) + position).to(packed.dtype.element_ty)))
+
+
+@kernel(do_not_specialize=["shift"])
+def _merge_blocks(
+    keys, order, packed, rows, shift, BLOCKS: tl.constexpr, STEPS: tl.constexpr, MERGED: tl.constexpr
+):  # fmt: skip
+    """Write the index and the position of each element at its place: how many are less, by binary search in each block."""
+    BLOCK: tl.constexpr = 1 << STEPS
+    value = tl.load(packed + tl.program_id(0) * MERGED + tl.arange(0, MERGED))
+    block = packed + tl.arange(0, BLOCKS)[None, :] * BLOCK
+    less = tl.zeros((MERGED, BLOCKS), tl.int32)
+    for i in tl.static_range(1, STEPS + 1):
+        further = less + (BLOCK >> i)
+        less = tl.where(tl.load(block + further - 1) < value[:, None], further, less)
+    less += (tl.load(block + less) < value[:, None]).to(tl.int32)
+    place = tl.sum(less, 1)
+    tl.store(keys + place, value >> shift, place < rows)
+    tl.store(order + place, value & ((1 << shift) - 1), place < rows)
+
+
 @triton.jit
-def _sum_positions(dy, order, start, end, column, inside, dy_stride, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the rows of dy at the sorted positions from `start` to `end`."""
-    sums = tl.zeros((AT_ONCE, BLOCK), tl.float32)
-    for first in range(start, end, AT_ONCE):
-        position = first + tl.arange(0, AT_ONCE)
-        row = tl.load(order + position, position < end, other=0)[:, None]
-        sums += tl.load(dy + row * dy_stride + column, (position < end)[:, None] & inside, other=0.0).to(tl.float32)
-    return tl.sum(sums, 0, keep_dims=True)
+def _sum_rows(order, x, x_stride, first, last, column, inside, BLOCK: tl.constexpr):
+    """The sum of the rows of x from `first` to `last`, or of those that `order` has there."""
+    sums = tl.zeros((1, BLOCK), tl.float32)
+    for place in range(first, last):
+        row = place
+        if order is not None:
+            row = tl.load(order + place)
+        sums += tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
+    return sums
 
 
 @kernel
 def _find_runs(
     starts, partial, dy, keys, order, rows, step, vocabulary, columns, blocks, finders, dy_stride,
-    CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, FOUND: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, FOUND: tl.constexpr,
 ):  # fmt: skip
     """Write the first sorted position of every index, and of what follows the last; sum the chunks inside of a run."""
     program = tl.program_id(0)
@@ -69,14 +100,13 @@ def _find_runs(
         if tl.load(keys + first) == tl.load(keys + first + CHUNK - 1):
             column = ((program - finders) % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
             inside = column < columns
-            sums = _sum_positions(dy, order, first, first + CHUNK, column, inside, dy_stride, AT_ONCE, BLOCK)
+            sums = _sum_rows(order, dy, dy_stride, first, first + CHUNK, column, inside, BLOCK)
             tl.store(partial + chunk * columns + column, sums, inside)
 
 
 @kernel
 def _sum_runs(
-    dweight, dy, partial, order, starts, columns, blocks, dy_stride, padding_idx,
-    CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+    dweight, dy, partial, order, starts, columns, blocks, dy_stride, padding_idx, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     index = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -89,18 +119,32 @@ def _sum_runs(
     if partial is not None:
         first_chunk, last_chunk = tl.cdiv(start, CHUNK), end // CHUNK
         if first_chunk < last_chunk:
-            sums += _sum_positions(dy, order, start, first_chunk * CHUNK, column, inside, dy_stride, AT_ONCE, BLOCK)
-            for first in range(first_chunk, last_chunk, AT_ONCE):
-                chunk = first + tl.arange(0, AT_ONCE)[:, None]
-                found = tl.load(partial + chunk * columns + column, (chunk < last_chunk) & inside, other=0.0)
-                sums += tl.sum(found, 0, keep_dims=True)
+            sums += _sum_rows(order, dy, dy_stride, start, first_chunk * CHUNK, column, inside, BLOCK)
+            sums += _sum_rows(None, partial, columns, first_chunk, last_chunk, column, inside, BLOCK)
             start = last_chunk * CHUNK
-    sums += _sum_positions(dy, order, start, end, column, inside, dy_stride, AT_ONCE, BLOCK)
+    sums += _sum_rows(order, dy, dy_stride, start, end, column, inside, BLOCK)
     tl.store(dweight + index * columns + column, sums, inside)
 
 
-def _sort(indices: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.sort(indices.reshape(-1), stable=True)
+def _sort(indices: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The indices in order, those out of range at the ends, and where each was."""
+    indices = indices.contiguous().view(-1)
+    rows = indices.shape[0]
+    if rows > MOST_RANKED:
+        return torch.sort(indices, stable=True)
+    filled = (rows + SORTED - 1) // SORTED
+    blocks = power_of_2(filled, 1)
+    positions = blocks * SORTED
+    dtype = torch.int32 if (vocabulary + 1) * positions <= 1 << 31 else torch.int64
+    packed = torch.empty(positions, dtype=dtype, device=indices.device)
+    keys = torch.empty(rows, dtype=torch.int64, device=indices.device)
+    order = torch.empty_like(keys)
+    shift, merged = positions.bit_length() - 1, min(MOST_MERGED, 2048 // blocks)
+    _sort_blocks[(blocks,)](packed, indices, rows, vocabulary, shift, BLOCK=SORTED, num_warps=4)
+    _merge_blocks[(filled * SORTED // merged,)](
+        keys, order, packed, rows, shift, BLOCKS=blocks, STEPS=SORTED.bit_length() - 1, MERGED=merged, num_warps=4
+    )
+    return keys, order
 
 
 @implements(embedding)
@@ -123,7 +167,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, padding_idx: int | None)
     indices, like = saved
     vocabulary, columns, rows = like.shape[0], dy.shape[-1], indices.numel()
     dweight = like.new_empty((vocabulary, columns))
-    keys, order = _sort(indices)
+    keys, order = _sort(indices, vocabulary)
     dy, dy_stride = as_rows(dy)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += vocabulary
@@ -131,7 +175,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, padding_idx: int | None)
     blocks = (columns + block - 1) // block
     warps = max(block * BACKWARD_WARPS // BACKWARD_BLOCK, 1)
     # So that a frequent index, such as padding, doesn't keep its program for long, chunks that lie inside a run are
-    # summed ahead, each by a program of its own: a run of n indices takes n / 256 + 32 steps and not n / 4.
+    # summed ahead, each by a program of its own: a run of n indices takes n / 64 + 64 steps and not n.
     chunks = rows // CHUNK if rows > 2048 else 0
     partial = torch.empty((chunks, columns), dtype=torch.float32, device=dy.device) if chunks else None
     starts = torch.empty(vocabulary + 1, dtype=torch.int64, device=dy.device)
@@ -139,10 +183,10 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, padding_idx: int | None)
     step = power_of_2(rows, 2)  # not 1: Triton makes a constant of that, which a loop can't change
     _find_runs[(finders + chunks * blocks,)](
         starts, partial, dy, keys, order, rows, step, vocabulary, columns, blocks, finders, dy_stride,
-        CHUNK=CHUNK, AT_ONCE=AT_ONCE, BLOCK=block, FOUND=FOUND, num_warps=warps,
+        CHUNK=CHUNK, BLOCK=block, FOUND=FOUND, num_warps=warps,
     )  # fmt: skip
     _sum_runs[(vocabulary * blocks,)](
         dweight, dy, partial, order, starts, columns, blocks, dy_stride, padding_idx,
-        CHUNK=CHUNK, AT_ONCE=AT_ONCE, BLOCK=block, num_warps=warps,
+        CHUNK=CHUNK, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return (dweight,)

@@ -56,7 +56,7 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant("a flipped sign", "rms_norm", "g * r - xs * slope", "g * r + xs * slope", VALUES, "odd"),
-    Mutant("a block too few", "rms_norm", "(blocks(rows, tile_rows),)", "(blocks(rows, tile_rows) - 1,)",
+    Mutant("a block too few", "layer_norm", "(blocks(rows, tile_rows),)", "(blocks(rows, tile_rows) - 1,)",
            EVERY_ELEMENT, "long-row", "KernelBug: uninitialised"),
     Mutant("blocks share a partial sum", "rms_norm", "ct.store(partial, (ct.bid(0), 0)", "ct.store(partial, (0, 0)",
            EVERY_ELEMENT, "long-row", "KernelBug: race"),
@@ -64,8 +64,8 @@ MUTANTS = [
            VALUES, "odd"),
     Mutant("a sum that starts again", "softmax", "products += ys *", "products = ys *", VALUES, "very-long-row"),
     Mutant("a wrong constant", "swiglu", "ct.truediv(1.0, 1.0 + q", "ct.truediv(1.0, 1.0001 + q", VALUES, "odd"),
-    Mutant("the first tile again", "swiglu", "us = load(up, place, ROWS, BLOCK)",
-           "us = load(up, (place[0], 0), ROWS, BLOCK)", VALUES, "many-rows"),
+    Mutant("the first tile again", "swiglu", "us = gather(up, at)",
+           "us = gather(up, (at[0], at[1] % BLOCK))", VALUES, "many-rows"),
     Mutant("a missing mask", "_cross_entropy", "inside = lanes < columns - tile * BLOCK", "inside = lanes < columns",
            VALUES, "long-row"),
     Mutant("the weights of the first tile again", "_cross_entropy", "load_vector(column_weight, tile, BLOCK)",

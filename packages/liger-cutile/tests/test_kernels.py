@@ -8,11 +8,12 @@ import torch
 
 import liger_core
 from liger_conformance import interpreters
-from liger_conformance.case import Make
+from liger_conformance.case import Make, cases_of
 from liger_conformance.compare import compare
 from liger_conformance.running import Target, baseline_and_truth, evaluate, only
 from liger_core.contract import ops
 from liger_cutile import backend
+from liger_cutile.ops import _grid
 
 DEVICE = liger_core.infer_device()
 if why := backend.missing(DEVICE):
@@ -71,6 +72,10 @@ def halves(rows: int, columns: int) -> Build:
     return lambda make: dict(zip(("gate", "up"), make.randn(rows, 2 * columns).chunk(2, -1), strict=True))
 
 
+def attention(length: int, **options: int) -> Build:
+    return lambda make: {name: make.randn(1, 1, length, 24) for name in "qkv"} | options
+
+
 def look_up(indices: Callable[[Make], torch.Tensor], *, vocabulary: int = 40, **options: Any) -> Build:
     return lambda make: {"indices": indices(make), "weight": make.randn(vocabulary, 9), **options}
 
@@ -118,16 +123,31 @@ def planes(q_heads: int, k_heads: int, sections: tuple[int, int, int], length: i
     }
 
 
+def case(name: str, **values: Any) -> Build:
+    return lambda make: cases_of(name).module.build(make, **values)
+
+
+def cut_from_longer(make: Make) -> dict[str, Any]:
+    """Logits whose sequences are farther apart than their rows."""
+    arguments = case("grpo_loss", batch=3, length=4, vocabulary=9000, masked=0.3, reduction="none")(make)
+    logits = arguments["logits"]
+    return {**arguments, "logits": torch.cat([logits, logits], 1)[:, : logits.shape[1]]}
+
+
 CASES: tuple[tuple[str, str, Build], ...] = (
-    ("rms_norm", "the longest row in one tile", norm(3, 8192)),
+    ("rms_norm", "a row that fills its tile", norm(3, 8192)),
+    ("rms_norm", "pairs of rows, several a block", norm(9, 8192)),
+    ("rms_norm", "a row that doesn't", norm(3, 5001)),
     ("rms_norm", "a backward of two kernels", norm(3, 16384)),
     ("rms_norm", "a forward that reads twice", norm(3, 16385)),
     ("rms_norm", "several tiles of rows a block", norm(900, 16)),
     ("rms_norm", "one row", norm(1, 300)),
     ("fused_add_rms_norm", "several tiles of rows a block", fused_norm(400, 40)),
+    ("fused_add_rms_norm", "a row that fills its tile", fused_norm(3, 8192)),
     ("fused_add_rms_norm", "a backward of two kernels", fused_norm(70, 8193)),
     ("fused_add_rms_norm", "a forward that reads twice", fused_norm(3, 16400)),
     ("layer_norm", "several tiles of rows a block", layer(400, 40)),
+    ("layer_norm", "rows that fill their tile", layer(48, 128)),
     ("layer_norm", "a backward of two kernels", layer(70, 8193)),
     ("layer_norm", "a forward that reads thrice", layer(3, 16400, mean=100.0)),
     ("poly_norm", "several tiles of rows a block", polynomial(400, 40)),
@@ -140,10 +160,17 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("group_norm", "long groups, whole tiles, no weight", groups(2, 8, 4096, 2, mean=100.0, weight=False)),
     ("group_norm", "several groups a block", groups(3, 44, 8, 11)),
     ("group_norm", "several groups a block, not aligned", groups(3, 44, 7, 11)),
+    ("softmax", "several tiles of rows a block", lambda make: {"x": make.randn(900, 40)}),
+    ("softmax", "a backward in parts", lambda make: {"x": make.randn(3, 20480)}),
+    ("softmax", "a backward that reads twice", lambda make: {"x": make.randn(2, 20485)}),
     ("softmax", "the longest row in registers", lambda make: {"x": make.randn(2, 32768)}),
     ("softmax", "a row read twice", lambda make: {"x": make.randn(2, 32769) * 4}),
-    ("sparsemax", "the longest row in registers", lambda make: {"x": make.randn(2, 32768)}),
-    ("sparsemax", "a row read twice", lambda make: {"x": make.randn(2, 32769)}),
+    ("sparsemax", "the longest row in registers", lambda make: {"x": make.randn(2, 16384)}),
+    ("sparsemax", "a row read twice", lambda make: {"x": make.randn(2, 16385)}),
+    ("fused_neighborhood_attention", "windows up to the ends of the sides", attention(140, kernel_size=33)),
+    ("fused_neighborhood_attention", "windows beyond the sides", attention(140, kernel_size=35)),
+    ("fused_neighborhood_attention", "residues of several blocks", attention(260, kernel_size=9, dilation=2)),
+    ("fused_neighborhood_attention", "residues of different lengths", attention(257, kernel_size=9, dilation=2)),
     ("dyt", "several tiles of rows a block", tanh(900, 40)),
     ("dyt", "several tiles a row and a block", tanh(70, 2100)),
     ("swiglu", "a tensor as one row, of several tiles", gates(3, 700)),
@@ -164,6 +191,18 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("embedding", "runs longer than a chunk", look_up(skewed)),
     ("embedding", "a long run of padding", look_up(skewed, padding_idx=0)),
     ("embedding", "chunks without a run", look_up(lambda make: make.integers(0, 900, 2600), vocabulary=900)),
+    ("kl_div", "several tiles a block", case("kl_div", rows=140, vocabulary=1030)),
+    ("tvd", "several tiles a block", case("tvd", rows=140, vocabulary=1030, ignored=0.3)),
+    ("jsd", "several tiles a block", case("jsd", rows=140, vocabulary=1030)),
+    ("jsd", "several tiles a block, with labels", case("jsd", rows=140, vocabulary=1030, ignored=0.3)),
+    ("grpo_loss", "several tiles a part", case("grpo_loss", batch=2, length=2, vocabulary=40000, masked=0.3)),
+    ("grpo_loss", "sequences cut from longer ones", cut_from_longer),
+)
+
+LONG_GRIDS = (
+    ("kl_div", case("kl_div", rows=7, vocabulary=1030)),
+    ("tvd", case("tvd", rows=7, vocabulary=1030)),
+    ("grpo_loss", case("grpo_loss", batch=2, length=3, vocabulary=70, masked=0.3)),
 )
 
 
@@ -171,6 +210,17 @@ CASES: tuple[tuple[str, str, Build], ...] = (
 @pytest.mark.parametrize(("name", "work", "build"), CASES, ids=[f"{name}-{work}" for name, work, _ in CASES])
 def test_values(name: str, work: str, build: Build, dtype: torch.dtype) -> None:
     """Each way of dividing the work gives the right values and gradients."""
+    check(name, build, dtype)
+
+
+@pytest.mark.parametrize(("name", "build"), LONG_GRIDS, ids=[name for name, _ in LONG_GRIDS])
+def test_grids_of_several_rows(monkeypatch: pytest.MonkeyPatch, name: str, build: Build) -> None:
+    """More blocks than a dimension of a grid may have: the last row of blocks isn't full."""
+    monkeypatch.setattr(_grid, "MOST_BLOCKS", 5)
+    check(name, build, torch.bfloat16)
+
+
+def check(name: str, build: Build, dtype: torch.dtype) -> None:
     op = ops[name]
     arguments = build(Make(dtype, DEVICE))
     lane = "interpreted" if interpreters.interprets(backend, DEVICE) else "passed"

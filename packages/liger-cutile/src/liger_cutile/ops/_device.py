@@ -12,3 +12,12 @@ def sm_count(device: torch.device) -> int:
     On the CPU, where an interpreter runs one block after another, it is 2: few, but more than one partial sum.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.cache
+def multiplies_from_shared(device: torch.device) -> bool:
+    """Whether matrix products read shared memory, as on Hopper and on Blackwell of data centres; else they take registers.
+
+    So it is on the CPU.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).major in (9, 10)

@@ -38,6 +38,13 @@ def whole_rows(columns: int) -> tuple[int, int]:
     return max(1, 2048 // block), block
 
 
+def tiles(rows: int, columns: int, elements: int, most_columns: int = 1024) -> tuple[int, int, int, int]:
+    """Rows and columns of a tile of so many elements, or fewer, and how many tiles there are along each."""
+    block = min(power_of_2(columns), most_columns)
+    tile_rows = min(elements // block, power_of_2(rows, 1))
+    return tile_rows, block, blocks(rows, tile_rows), blocks(columns, block)
+
+
 def blocks(size: int, block: int) -> int:
     """How many blocks cover `size` elements."""
     return (size + block - 1) // block

@@ -9,69 +9,72 @@ from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import as_rows, blocks, power_of_2
-from liger_cutile.ops._tiles import load, load_vector
+from liger_cutile.ops._rows import as_rows, tiles
+from liger_cutile.ops._tiles import gather, load, places
 from liger_cutile.ops._totals import launch_total, launch_totals
 
-# Elements of a tile, and its most columns.
-FORWARD_TILE = 4096
-BACKWARD_TILE = 2048
-MOST_COLUMNS = 1024
-# Blocks of the backward on a multiprocessor.
-BACKWARD_BLOCKS = 3
+# Elements of a tile: on an H200, 16384 x 8192 in bfloat16, 0.135 ms; half as many take 0.153.
+FORWARD_TILE = 8192
+# Of the backward, whose eight warps TMA supplies while they work: 0.222 ms; three blocks on a multiprocessor, each with
+# half a tile, take 0.320.
+BACKWARD_TILE, BACKWARD_COLUMNS = 4096, 512
 
 
 @ct.function
 def _tanh(u, EXACT):
-    """tanh(u) and its derivative: to float32's precision if EXACT, else to a relative 1e-6."""
-    q = ct.exp2(-2.8853900817779268 * ct.abs(u), flush_to_zero=True)  # e^(−2|u|)
-    r = ct.truediv(1.0, 1.0 + q, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+    """tanh(u), and a quarter of its derivative: to float32's precision if EXACT, else to a relative 1e-5."""
+    q = ct.exp2(-2.8853900817779268 * u, flush_to_zero=True)  # e^(−2u)
+    finite = ct.minimum(q, 1e36, propagate_nan=True)  # for products with r, which may be 0
+    r = ct.truediv(1.0, 1.0 + (finite if EXACT else q), rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
     square = u * u
     # Near 0, q has no correct digit left beside 1.
     if EXACT:
+        tail = (1.0 - finite) * r
         near = ct.abs(u) < 0.625
         series = 0.020639074966311455 - 0.005704974289983511 * square  # a minimax fit of (tanh(u) - u) / u³
         series = series * square - 0.05373971164226532
         series = series * square + 0.13331441581249237
         series = series * square - 0.3333328068256378
     else:
+        tail = 2.0 * r - 1.0
         near = ct.abs(u) < 0.05
         series = -0.3333333333333333
-    tail = (1.0 - q) * r
-    t = ct.where(near, series * square * u + u, ct.where(u < 0.0, -tail, tail))
-    slope = 4.0 * q * r * r
-    return t, ct.where(near, 1.0 - t * t, slope) if EXACT else slope
+    t = ct.where(near, series * square * u + u, tail)
+    quarter = r * r * finite
+    return t, ct.where(near, 0.25 - 0.25 * t * t, quarter) if EXACT else quarter
 
 
-@ct.kernel(occupancy=8)
+@ct.kernel
 def _forward(y, x, alpha, gamma, beta, EXACT: ConstBool, ROWS: ConstInt, BLOCK: ConstInt):
-    across = ct.num_tiles(x, axis=1, shape=(ROWS, BLOCK))
-    row, column = ct.bid(0) // across, ct.bid(0) % across
-    ys, _ = _tanh(load(x, (row, column), ROWS, BLOCK) * load_vector(alpha, 0, 1), EXACT)
-    ys = ys * load_vector(gamma, column, BLOCK)
+    rows, columns = places(ROWS, BLOCK)
+    ys, _ = _tanh(gather(x, (rows, columns)) * ct.astype(ct.load(alpha, (0,), ()), ct.float32), EXACT)
+    ys = ys * gather(gamma, (columns,))
     if given(beta):
-        ys += load_vector(beta, column, BLOCK)
-    ct.store(y, (row, column), ct.astype(ys, y.dtype))
+        ys += gather(beta, (columns,))
+    ct.scatter(y, (rows, columns), ct.astype(ys, y.dtype))
 
 
-@ct.kernel(occupancy=BACKWARD_BLOCKS)
+@ct.kernel(num_worker_warps=8)
 def _backward(
     dx, partial, scalars, dy, x, alpha, gamma,
     GAMMA: ConstBool, BETA: ConstBool, EXACT: ConstBool, ROWS: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
+    # TMA for what a block loads or stores only once would add nine barriers (tileiras 13.4, sm_90).
     column, strip = ct.bid(0), ct.bid(1)
-    a = load_vector(alpha, 0, 1)
-    scale = load_vector(gamma, column, BLOCK)
+    _, columns = places(ROWS, BLOCK)
+    a = ct.astype(ct.load(alpha, (0,), ()), ct.float32)
+    scale = 4.0 * gather(gamma, (columns,))
+    outer = a * scale
     dalpha = ct.zeros((ROWS, BLOCK), ct.float32)
     dgamma = ct.zeros((ROWS, BLOCK), ct.float32)
     dbeta = ct.zeros((ROWS, BLOCK), ct.float32)
     for row in range(strip, ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(1)):
         xs = load(x, (row, column), ROWS, BLOCK)
         dys = load(dy, (row, column), ROWS, BLOCK)
-        t, derivative = _tanh(a * xs, EXACT)
-        slope = dys * scale * derivative
+        t, quarter = _tanh(a * xs, EXACT)
+        slope = dys * quarter
         if given(dx):
-            ct.store(dx, (row, column), ct.astype(slope * a, dx.dtype))
+            ct.store(dx, (row, column), ct.astype(slope * outer, dx.dtype))
         if given(scalars):
             dalpha += slope * xs
         if GAMMA:
@@ -79,11 +82,12 @@ def _backward(
         if BETA:
             dbeta += dys
     if given(scalars):
-        ct.store(scalars, (strip * ct.num_blocks(0) + column, 0), ct.reshape(ct.sum(dalpha), (1, 1)))
+        ct.store(scalars, (strip * ct.num_blocks(0) + column, 0), ct.reshape(ct.sum(dalpha * scale), (1, 1)))
     if GAMMA:
-        ct.store(partial, (0, strip, column), ct.reshape(ct.sum(dgamma, axis=0), (1, 1, BLOCK)))
+        ct.store(partial, (0, strip, column), ct.reshape(ct.sum(dgamma, axis=0), (1, 1, BLOCK)), allow_tma=False)
     if BETA:
-        ct.store(partial, (int(GAMMA), strip, column), ct.reshape(ct.sum(dbeta, axis=0), (1, 1, BLOCK)))
+        sums = ct.reshape(ct.sum(dbeta, axis=0), (1, 1, BLOCK))
+        ct.store(partial, (int(GAMMA), strip, column), sums, allow_tma=False)
 
 
 @opaque(writes=("y",))
@@ -92,8 +96,8 @@ def _launch_forward(y: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Te
     if beta is not None:
         beta = beta.contiguous()
     exact = x.dtype is torch.float32
-    tile_rows, block, down, across = _tiles(*x.shape, FORWARD_TILE)
-    launch(_forward, (down * across,), y, x, alpha, gamma, beta, exact, tile_rows, block)
+    tile_rows, block, down, across = tiles(*x.shape, FORWARD_TILE)
+    launch(_forward, (across, down), y, x, alpha, gamma, beta, exact, tile_rows, block)
 
 
 @opaque(writes=("dx", "dalpha", "dgamma", "dbeta"))
@@ -111,9 +115,9 @@ def _launch_backward(
     if dx is not None:
         dx = as_rows(dx)
     exact = torch.float32 in (x.dtype, alpha.dtype, gamma.dtype)
-    tile_rows, block, strips, across = _tiles(*x.shape, BACKWARD_TILE)
+    tile_rows, block, strips, across = tiles(*x.shape, BACKWARD_TILE, BACKWARD_COLUMNS)
     # More strips than these would only wait for the others, and each has sums of its own.
-    strips = max(1, min(strips, sm_count(x.device) * BACKWARD_BLOCKS // across))
+    strips = max(1, min(strips, sm_count(x.device) // across))
     needs_gamma, needs_beta = dgamma is not None, dbeta is not None
     partial = scalars = None
     if needs_gamma or needs_beta:
@@ -129,13 +133,6 @@ def _launch_backward(
         launch_totals(dgamma, dbeta, partial)
     if scalars is not None:
         launch_total(dalpha, scalars)
-
-
-def _tiles(rows: int, columns: int, elements: int) -> tuple[int, int, int, int]:
-    """Rows and columns of a tile of so many elements, and how many tiles there are along each."""
-    block = min(power_of_2(columns), MOST_COLUMNS)
-    tile_rows = min(elements // block, power_of_2(rows, 1))
-    return tile_rows, block, blocks(rows, tile_rows), blocks(columns, block)
 
 
 @implements(dyt)

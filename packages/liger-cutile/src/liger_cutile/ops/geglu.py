@@ -8,9 +8,9 @@ from liger_core import geglu
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._launch import ConstInt, given, launch
-from liger_cutile.ops._rows import as_one_row
-from liger_cutile.ops._tiles import load
-from liger_cutile.ops.swiglu import _place, _tiles
+from liger_cutile.ops._rows import as_one_row, tiles
+from liger_cutile.ops._tiles import gather, places
+from liger_cutile.ops.swiglu import TILE
 
 
 @ct.function
@@ -28,38 +28,39 @@ def _gelu(xs):
 
 @ct.kernel
 def _forward(y, gate, up, ROWS: ConstInt, BLOCK: ConstInt):
-    place = _place(y, ROWS, BLOCK)
-    xs = load(gate, place, ROWS, BLOCK)
-    us = load(up, place, ROWS, BLOCK)
+    at = places(ROWS, BLOCK)
+    xs = gather(gate, at)
+    us = gather(up, at)
     gelu, _ = _gelu(xs)
-    ct.store(y, place, ct.astype(gelu * us, y.dtype))
+    ct.scatter(y, at, ct.astype(gelu * us, y.dtype))
 
 
 @ct.kernel
 def _backward(dgate, dup, dy, gate, up, ROWS: ConstInt, BLOCK: ConstInt):
-    place = _place(dy, ROWS, BLOCK)
-    dys = load(dy, place, ROWS, BLOCK)
-    gelu, derivative = _gelu(load(gate, place, ROWS, BLOCK))
-    if given(dgate):
-        us = load(up, place, ROWS, BLOCK)
-        ct.store(dgate, place, ct.astype(dys * us * derivative, dgate.dtype))
+    at = places(ROWS, BLOCK)
+    dys = gather(dy, at)
+    xs = gather(gate, at)
+    us = gather(up, at)
+    gelu, derivative = _gelu(xs)
     if given(dup):
-        ct.store(dup, place, ct.astype(dys * gelu, dup.dtype))
+        ct.scatter(dup, at, ct.astype(dys * gelu, dup.dtype))
+    if given(dgate):
+        ct.scatter(dgate, at, ct.astype(dys * us * derivative, dgate.dtype))
 
 
 @opaque(writes=("y",))
 def _launch_forward(y: Tensor, gate: Tensor, up: Tensor) -> None:
     y, gate, up = as_one_row(y, gate, up)
-    rows, block, grid = _tiles(*y.shape)
-    launch(_forward, grid, y, gate, up, rows, block)
+    tile_rows, block, down, across = tiles(*y.shape, TILE)
+    launch(_forward, (across, down), y, gate, up, tile_rows, block)
 
 
 @opaque(writes=("dgate", "dup"))
 def _launch_backward(dgate: Tensor | None, dup: Tensor | None, dy: Tensor, gate: Tensor, up: Tensor) -> None:
     dy, gate, up = as_one_row(dy, gate, up)
     dgate, dup = (None if x is None else x.view(dy.shape) for x in (dgate, dup))
-    rows, block, grid = _tiles(*dy.shape)
-    launch(_backward, grid, dgate, dup, dy, gate, up, rows, block)
+    tile_rows, block, down, across = tiles(*dy.shape, TILE)
+    launch(_backward, (across, down), dgate, dup, dy, gate, up, tile_rows, block)
 
 
 @implements(geglu)

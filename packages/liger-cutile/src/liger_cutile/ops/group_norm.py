@@ -24,8 +24,10 @@ SHORT_TILE = 2048
 LONG_TILE = 4096
 # Most positions of a tile of a long group.
 MOST_POSITIONS = 1024
-# Blocks on a multiprocessor, of the kernels for long groups.
+# Blocks on a multiprocessor, and warps of each, of the kernels for long groups. On an H200, 4096 groups of 131072 elements
+# in bfloat16 take 0.754 ms forward; with 8 warps 0.778, with one block of 4 warps 0.949, with three 0.894.
 LONG_BLOCKS = 2
+LONG_WARPS = 4
 
 
 @ct.function
@@ -130,7 +132,7 @@ def _moments(x, WHOLE, CHANNELS, BLOCK):
     return _merge(counts + ct.zeros(shape, ct.float32), means, squares)
 
 
-@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=8)
+@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=LONG_WARPS)
 def _measure(moments, x, WHOLE: ConstBool, CHANNELS: ConstInt, BLOCK: ConstInt):
     count, mean, squares = _moments(x, WHOLE, CHANNELS, BLOCK)
     ct.store(moments, (0, ct.bid(1), ct.bid(0), ct.bid(2)), count)
@@ -144,7 +146,7 @@ def _load_parts(array, which, PARTS):
     return _load(array, (which, ct.bid(1), ct.bid(0), 0), (1, 1, 1, PARTS))
 
 
-@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=8)
+@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=LONG_WARPS)
 def _forward_long(
     y, statistics, moments, x, weight, bias, size, eps,
     WHOLE: ConstBool, PARTS: ConstInt, CHANNELS: ConstInt, BLOCK: ConstInt,
@@ -235,7 +237,7 @@ def _sum_positions(partial, dy, x, weight, mean, rstd, WEIGHT, BIAS, CHANNELS, B
     return _sum(shift), _sum(slope)
 
 
-@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=8)
+@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=LONG_WARPS)
 def _sum_parts(
     sums, partial, dy, x, weight, statistics,
     WEIGHT: ConstBool, BIAS: ConstBool, CHANNELS: ConstInt, BLOCK: ConstInt,
@@ -247,7 +249,7 @@ def _sum_parts(
     ct.store(sums, (1, ct.bid(1), ct.bid(0), ct.bid(2)), slope)
 
 
-@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=8)
+@ct.kernel(occupancy=LONG_BLOCKS, num_worker_warps=LONG_WARPS)
 def _backward_long(
     dx, sums, partial, dy, x, weight, statistics, size,
     WEIGHT: ConstBool, BIAS: ConstBool, PARTS: ConstInt, CHANNELS: ConstInt, BLOCK: ConstInt,

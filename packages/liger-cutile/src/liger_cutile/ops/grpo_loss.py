@@ -15,6 +15,7 @@ from liger_core import grpo_loss
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._exp import exp_like
+from liger_cutile.ops._grid import block_number, one_each
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 
@@ -22,6 +23,10 @@ from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 OCCUPANCY = 8
 # Of a tile of logits: as many 16-byte loads for each thread of 4 warps as fit those registers.
 TILE_BYTES = 8192
+# Of the gradient, blocks for each token, and on a multiprocessor: with the registers of four a thread has all of its loads
+# of a tile under way. On an H200 (tileiras 13.4) that of 8 x 2049 x 151936 in bfloat16 takes 2.307 ms so, 2.378 with two
+# blocks for each token, and 2.720 with a block for each tile and eight on a multiprocessor.
+GRADIENT_PARTS, GRADIENT_OCCUPANCY = 8, 4
 # What a thread loads at once: it has a maximum of its own.
 GROUP_BYTES = 16
 # Tokens that are taken at once between the logits' two readings, and rows of which the means are.
@@ -366,24 +371,23 @@ def _sequence_coefficients(
         ct.store(coefficients, at, coefficient, allow_tma=False)
 
 
-@ct.kernel(occupancy=OCCUPANCY)
+@ct.kernel(occupancy=GRADIENT_OCCUPANCY)
 def _gradient(
-    dlogits: ct.IndexedWithInt64, dloss, logits: ct.IndexedWithInt64, ids, state, coefficients, weights, inverse,
-    BLOCK: ConstInt,
+    dlogits, dloss, logits, ids, state, coefficients, weights, inverse, PARTS: ConstInt, BLOCK: ConstInt
 ):  # fmt: skip
     rows, length = ids.shape
-    across = ct.num_tiles(logits, axis=2, shape=(1, 1, BLOCK))
-    for tile in range(ct.bid(0), rows * (length + 1) * across, ct.num_blocks(0)):
-        position, column = tile // across, tile % across
-        row, place = position // (length + 1), position % (length + 1)
-        at = row, place, column
+    position, part = block_number() // PARTS, block_number() % PARTS
+    row, place = position // (length + 1), position % (length + 1)
+    if row < rows:
+        tiles = ct.num_tiles(dlogits, axis=1, shape=(1, BLOCK))
+        first, last = part * tiles // PARTS, (part + 1) * tiles // PARTS
         coefficient = ct.zeros((), ct.float32)
         if place < length:
             coefficient = ct.load(coefficients, (row, place), ())
         if coefficient == 0.0:
-            ct.store(dlogits, at, ct.zeros((1, 1, BLOCK), dlogits.dtype), allow_tma=False)
+            for column in range(first, last):
+                ct.store(dlogits, (position, column), ct.zeros((1, BLOCK), dlogits.dtype), allow_tma=False)
         else:
-            x = ct.load(logits, at, (1, 1, BLOCK), padding_mode=ZERO, allow_tma=False)
             exp_sum = ct.load(state, (1, row, place), ())
             top = ct.load(state, (2, row, place), ())
             if given(weights):
@@ -391,11 +395,14 @@ def _gradient(
             elif given(dloss):
                 coefficient = coefficient * ct.load(dloss, (row, place), ())
             coefficient = _tempered(coefficient, inverse)
-            exponential = exp_like(_tempered(ct.astype(x, ct.float32) - top, inverse), logits)
+            rate = -coefficient * (1.0 / exp_sum)
             label = ct.astype(ct.load(ids, (row, place), ()), ct.int32)
-            columns = column * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, 1, BLOCK))
-            gradient = coefficient * (ct.where(columns == label, 1.0, 0.0) - exponential * (1.0 / exp_sum))
-            ct.store(dlogits, at, ct.astype(gradient, dlogits.dtype), allow_tma=False)
+            columns = ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
+            for column in range(first, last):
+                x = ct.load(logits, (position, column), (1, BLOCK), padding_mode=ZERO, allow_tma=False)
+                gradient = rate * exp_like(_tempered(ct.astype(x, ct.float32) - top, inverse), logits)
+                gradient = ct.where(columns == label - column * BLOCK, gradient + coefficient, gradient)
+                ct.store(dlogits, (position, column), ct.astype(gradient, dlogits.dtype), allow_tma=False)
 
 
 @opaque(writes=("loss", "kl", "clip", "state", "weights"))
@@ -495,12 +502,19 @@ def _launch_backward(
             weights, TOKENS,
         )  # fmt: skip
         dloss = weights = None
-    block = min(power_of_2(logits.shape[2]), TILE_BYTES // logits.element_size())
-    tiles = rows * (length + 1) * blocks(logits.shape[2], block)
-    launch(
-        _gradient, (min(tiles, MOST_BLOCKS),), dlogits, dloss, logits, ids, state, coefficients, weights,
-        _temperatures(temperature)[1], block,
-    )  # fmt: skip
+    columns = logits.shape[2]
+    block = min(power_of_2(columns), TILE_BYTES // logits.element_size())
+    parts = min(GRADIENT_PARTS, blocks(columns, block))
+    # All rows at once if their distances are one, else those of a sequence.
+    step = rows if logits.stride(0) == (length + 1) * logits.stride(1) else 1
+    for first in range(0, rows, step):
+        some = slice(first, first + step)
+        launch(
+            _gradient, one_each(step * (length + 1) * parts), as_rows(dlogits[some]),
+            dloss[some] if dloss is not None and weights is None else dloss, as_rows(logits[some]), ids[some],
+            state[:, some], coefficients[some], None if weights is None else weights[some],
+            _temperatures(temperature)[1], parts, block,
+        )  # fmt: skip
 
 
 def _with_adjacent_columns(logits: Tensor) -> Tensor:

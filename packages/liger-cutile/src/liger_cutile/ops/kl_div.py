@@ -8,19 +8,22 @@ from liger_core import kl_div
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import (
-    LARGE_TILE_BYTES,
     OCCUPANCY,
-    TILE_BYTES,
+    WRITTEN_BYTES,
+    WRITTEN_OCCUPANCY,
     exp,
     launch_total,
     load,
-    one_each,
+    load_directly,
     persistent,
     place,
     store,
+    store_directly,
     tile_count,
     tile_of,
+    tiles_of,
 )
+from liger_cutile.ops._grid import block_number, one_each
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_one_row
 
@@ -52,20 +55,20 @@ def _forward(
         ct.store(sums, (ct.bid(0),), ct.sum(lanes))
 
 
-@ct.kernel(occupancy=OCCUPANCY)
+@ct.kernel(occupancy=WRITTEN_OCCUPANCY)
 def _backward(
-    dlog_pred, dloss, target, divisor,
+    dlog_pred, dloss, target, factor,
     LOG_TARGET: ConstBool, PER_ELEMENT: ConstBool, EXACT: ConstBool, ROWS: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
-    tiles = tile_count(target, ROWS, BLOCK)
-    for tile in range(ct.bid(0), tiles, ct.num_blocks(0)):
-        # Backwards: what forward read last may be in the cache still.
-        at = place(target, tiles - 1 - tile, ROWS, BLOCK)
-        y = load(target, at, ROWS, BLOCK)
+    # Backwards: what forward read last may be in the cache still.
+    tile = tile_count(target, ROWS, BLOCK) - 1 - block_number()
+    if tile >= 0:
+        at = place(target, tile, ROWS, BLOCK)
+        y = load_directly(target, at, ROWS, BLOCK)
         if LOG_TARGET:
             y = exp(y, EXACT)
-        scale = load(dloss, at, ROWS, BLOCK) if PER_ELEMENT else ct.load(dloss, (0,), ()) / divisor
-        store(dlog_pred, at, -y * scale)
+        scale = load_directly(dloss, at, ROWS, BLOCK) if PER_ELEMENT else ct.load(dloss, (0,), ()) * factor
+        store_directly(dlog_pred, at, -y * scale)
 
 
 @opaque(writes=("loss",))
@@ -78,7 +81,7 @@ def _launch_forward(
         losses, log_pred, target = as_one_row(loss, log_pred, target)
     else:
         log_pred, target = as_one_row(log_pred, target)
-    rows, block = tile_of(log_pred, LARGE_TILE_BYTES if losses is None else TILE_BYTES)
+    rows, block = tile_of(log_pred)
     grid = persistent(log_pred, rows, block)
     if losses is None:
         sums = torch.empty(grid, dtype=torch.float32, device=loss.device)
@@ -95,9 +98,9 @@ def _launch_backward(dlog_pred: Tensor, dloss: Tensor, target: Tensor, reduction
     else:
         dlog_pred, target = as_one_row(dlog_pred, target)
         dloss = dloss.view(1)
-    rows, block = tile_of(dlog_pred)
+    rows, block = tile_of(dlog_pred, WRITTEN_BYTES)
     launch(
-        _backward, (one_each(target, rows, block),), dlog_pred, dloss, target, divisor,
+        _backward, one_each(tiles_of(target, rows, block)), dlog_pred, dloss, target, 1.0 / divisor,
         log_target, reduction == "none", exact, rows, block,
     )  # fmt: skip
 

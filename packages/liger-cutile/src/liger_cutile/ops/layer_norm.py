@@ -8,11 +8,11 @@ from liger_core import layer_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
-from liger_cutile.ops._hints import sized
+from liger_cutile.ops._hints import packed, sized
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._persistent import persistent
 from liger_cutile.ops._rows import as_rows, blocks, whole_rows
-from liger_cutile.ops._tiles import load, load_column, load_vector
+from liger_cutile.ops._tiles import hold_vector, load, load_column, load_vector
 from liger_cutile.ops._totals import launch_totals
 
 # Longer rows are worked on in tiles of LONG_BLOCK columns.
@@ -36,22 +36,23 @@ def _store_statistics(statistics, row, mean, rstd, ROWS):
 
 
 @ct.function
-def _store_scaled(y, place, normed, weight, bias, BLOCK):
-    ys = normed * load_vector(weight, place[1], BLOCK)
+def _scaled(normed, weight, bias, column, dtype, BLOCK, INSIDE):
+    ys = normed * load_vector(weight, column, BLOCK, INSIDE)
     if given(bias):
-        ys += load_vector(bias, place[1], BLOCK)
-    ct.store(y, place, ct.astype(ys, y.dtype))
+        ys += load_vector(bias, column, BLOCK, INSIDE)
+    return ct.astype(ys, dtype)
 
 
 @ct.kernel
-def _forward(y, statistics, x, weight, bias, columns, eps, ROWS: ConstInt, BLOCK: ConstInt):
+def _forward(y, statistics, x, weight, bias, columns, eps, INSIDE: ConstBool, ROWS: ConstInt, BLOCK: ConstInt):
     row = ct.bid(0)
-    xs = load(x, (row, 0), ROWS, BLOCK)
+    xs = load(x, (row, 0), ROWS, BLOCK, INSIDE)
     mean = ct.sum(xs, axis=1, keepdims=True) / columns
-    centred = _centre(xs, mean, 0, columns, BLOCK)
+    centred = xs - mean if INSIDE else _centre(xs, mean, 0, columns, BLOCK)
     rstd = ct.rsqrt(ct.sum(centred * centred, axis=1, keepdims=True) / columns + eps)
     _store_statistics(statistics, row, mean, rstd, ROWS)
-    _store_scaled(y, (row, 0), centred * rstd, weight, bias, BLOCK)
+    ys = _scaled(centred * rstd, weight, bias, 0, y.dtype, BLOCK, INSIDE)
+    ct.store(y, (row, 0), ys, check_bounds=not INSIDE, allow_tma=not INSIDE)
 
 
 @ct.kernel(occupancy=4)
@@ -70,7 +71,7 @@ def _forward_long(y, statistics, x, weight, bias, columns, eps, BLOCK: ConstInt)
     _store_statistics(statistics, row, mean, rstd, 1)
     for column in range(tiles):
         normed = (load(x, (row, column), 1, BLOCK) - mean) * rstd
-        _store_scaled(y, (row, column), normed, weight, bias, BLOCK)
+        ct.store(y, (row, column), _scaled(normed, weight, bias, column, y.dtype, BLOCK, False))
 
 
 @ct.kernel
@@ -80,13 +81,14 @@ def _backward(
 ):  # fmt: skip
     dweight = ct.zeros((ROWS, BLOCK), ct.float32)
     dbias = ct.zeros((ROWS, BLOCK), ct.float32)
+    weights = hold_vector(weight, BLOCK)
     for row in range(ct.bid(0), ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(0)):
         mean = load_column(statistics, 0, row, ROWS)
         rstd = load_column(statistics, 1, row, ROWS)
         dys = load(dy, (row, 0), ROWS, BLOCK)
         normed = (load(x, (row, 0), ROWS, BLOCK) - mean) * rstd
         if given(dx):
-            g = dys * load_vector(weight, 0, BLOCK)
+            g = dys * ct.astype(weights, ct.float32)
             shift = ct.sum(g, axis=1, keepdims=True) / columns
             slope = ct.sum(g * normed, axis=1, keepdims=True) / columns
             dxs = (g - shift - normed * slope) * rstd
@@ -148,24 +150,15 @@ def _launch_forward(
     rows, columns = x.shape
     if bias is not None:
         bias = bias.contiguous()
-    if columns <= LONGEST_FORWARD:
-        tile_rows, block = whole_rows(columns)
-        grid = (blocks(rows, tile_rows),)
-        launch(
-            sized(_forward, tile_rows * block),
-            grid,
-            y,
-            statistics,
-            x,
-            weight,
-            bias,
-            columns,
-            float(eps),
-            tile_rows,
-            block,
-        )
-    else:
+    if columns > LONGEST_FORWARD:
         launch(_forward_long, (rows,), y, statistics, x, weight, bias, columns, float(eps), LONG_BLOCK)
+        return
+    tile_rows, block = whole_rows(columns)
+    # On an H200 8192 x 4096 in bfloat16 takes 0.039 ms without TMA and tests of bounds, and 0.059 with them.
+    inside = columns == block and rows % tile_rows == 0
+    kernel = (packed if inside else sized)(_forward, tile_rows * block)
+    grid = (blocks(rows, tile_rows),)
+    launch(kernel, grid, y, statistics, x, weight, bias, columns, float(eps), inside, tile_rows, block)
 
 
 @opaque(writes=("dx", "dweight", "dbias"))

@@ -1,4 +1,7 @@
-"""Softmax: a row stays in registers; a row too long for that is read twice, with an online sum the first time."""
+"""Softmax: a row stays in registers, and blocks take row after row.
+
+A row too long for that is read twice, with an online sum the first time.
+"""
 
 import math
 
@@ -9,15 +12,18 @@ from torch import Tensor
 from liger_core import softmax
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
+from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._exp import exp_like
-from liger_cutile.ops._hints import sized
+from liger_cutile.ops._hints import resident
 from liger_cutile.ops._launch import ConstInt, launch
 from liger_cutile.ops._rows import as_rows, blocks, whole_rows
 from liger_cutile.ops._tiles import load
+from liger_cutile.ops._widen import widen_again
 
 # Longer rows are worked on in tiles of LONG_BLOCK columns: twice as long, a row spills registers on sm_90 (tileiras 13.4).
 LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
+LONGEST_IN_PARTS = 32768
 LONG_BLOCK = 4096
 
 # Stands for -inf where differences are taken: that of two is 0.
@@ -26,12 +32,14 @@ LEAST = -3.4028234663852886e38
 
 @ct.kernel
 def _forward(y, x, columns, ROWS: ConstInt, BLOCK: ConstInt):
-    row = ct.bid(0)
     lanes = ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
-    # TMA pads with zeros alone.
-    xs = ct.where(lanes < columns, load(x, (row, 0), ROWS, BLOCK), -math.inf)
-    e = exp_like(xs - ct.max(xs, axis=1, keepdims=True), x)
-    ct.store(y, (row, 0), ct.astype(e * (1.0 / ct.sum(e, axis=1, keepdims=True)), y.dtype))
+    for row in range(ct.bid(0), ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(0)):
+        # TMA pads with zeros alone.
+        xs = ct.where(lanes < columns, load(x, (row, 0), ROWS, BLOCK), -math.inf)
+        e = exp_like(xs - ct.max(xs, axis=1, keepdims=True), x)
+        ys = e * (1.0 / ct.sum(e, axis=1, keepdims=True))
+        # On an H200 8192 x 32768 in bfloat16 takes 0.284 ms, and 0.302 where TMA stores it.
+        ct.store(y, (row, 0), ct.astype(ys, y.dtype), allow_tma=False)
 
 
 @ct.kernel(occupancy=4)
@@ -58,12 +66,44 @@ def _forward_long(y, x, columns, BLOCK: ConstInt):
 
 @ct.kernel
 def _backward(dx, dy, y, ROWS: ConstInt, BLOCK: ConstInt):
+    for row in range(ct.bid(0), ct.num_tiles(y, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(0)):
+        ys = load(y, (row, 0), ROWS, BLOCK)
+        dys = load(dy, (row, 0), ROWS, BLOCK)
+        # By the sum of y, which is 1 but for its rounding: so a constant dy gives 0.
+        mean = ct.sum(ys * dys, axis=1, keepdims=True) / ct.sum(ys, axis=1, keepdims=True)
+        ct.store(dx, (row, 0), ct.astype(ys * (dys - mean), dx.dtype))
+
+
+@ct.function
+def _load_part(array, place, BLOCK):
+    """Of a row that fills its tiles, in the array's dtype."""
+    return ct.load(array, place, (1, BLOCK), check_bounds=False, allow_tma=False)
+
+
+@ct.function
+def _add(first, second, other_first, other_second):
+    return first + other_first, second + other_second
+
+
+# Held in bfloat16, a row of 32768 elements is 128 registers a thread. On an H200 8192 of them take 0.41 ms, and 0.53 where
+# they are read twice.
+@ct.kernel(num_worker_warps=8)
+def _backward_parts(dx, dy, y, PARTS: ConstInt, BLOCK: ConstInt):
     row = ct.bid(0)
-    ys = load(y, (row, 0), ROWS, BLOCK)
-    dys = load(dy, (row, 0), ROWS, BLOCK)
-    # By the sum of y, which is 1 but for its rounding: so a constant dy gives 0.
-    mean = ct.sum(ys * dys, axis=1, keepdims=True) / ct.sum(ys, axis=1, keepdims=True)
-    ct.store(dx, (row, 0), ct.astype(ys * (dys - mean), dx.dtype))
+    ys, dys = (), ()
+    total = ct.zeros((1, BLOCK), ct.float32)
+    products = ct.zeros((1, BLOCK), ct.float32)
+    for column in ct.static_iter(range(PARTS)):
+        ys += (_load_part(y, (row, column), BLOCK),)
+        dys += (_load_part(dy, (row, column), BLOCK),)
+        part = ct.astype(ys[column], ct.float32)
+        total += part
+        products += part * ct.astype(dys[column], ct.float32)
+    total, products = ct.reduce((total, products), 1, _add, (0.0, 0.0), keepdims=True)
+    mean = products / total
+    for column in ct.static_iter(range(PARTS)):
+        dxs = widen_again(ys[column]) * (widen_again(dys[column]) - mean)
+        ct.store(dx, (row, column), ct.astype(dxs, dx.dtype), check_bounds=False, allow_tma=False)
 
 
 @ct.kernel(occupancy=3)
@@ -92,7 +132,9 @@ def _launch_forward(y: Tensor, x: Tensor) -> None:
         launch(_forward_long, (rows,), y, x, columns, LONG_BLOCK)
     else:
         tile_rows, block = whole_rows(columns)
-        launch(sized(_forward, tile_rows * block), (blocks(rows, tile_rows),), y, x, columns, tile_rows, block)
+        kernel, at_once = resident(_forward, tile_rows * block)
+        grid = min(blocks(rows, tile_rows), sm_count(x.device) * at_once)
+        launch(kernel, (grid,), y, x, columns, tile_rows, block)
 
 
 @opaque(writes=("dx",))
@@ -100,10 +142,16 @@ def _launch_backward(dx: Tensor, dy: Tensor, y: Tensor) -> None:
     dx, dy, y = as_rows(dx), as_rows(dy), as_rows(y)
     rows, columns = y.shape
     if columns > LONGEST_BACKWARD:
-        launch(_backward_long, (rows,), dx, dy, y, LONG_BLOCK)
+        # Loaded one by one, as at a row's ragged end, or as float16, a row in parts spills.
+        if columns <= LONGEST_IN_PARTS and columns % LONG_BLOCK == 0 and y.dtype is torch.bfloat16:
+            launch(_backward_parts, (rows,), dx, dy, y, columns // LONG_BLOCK, LONG_BLOCK)
+        else:
+            launch(_backward_long, (rows,), dx, dy, y, LONG_BLOCK)
     else:
         tile_rows, block = whole_rows(columns)
-        launch(sized(_backward, tile_rows * block, 2), (blocks(rows, tile_rows),), dx, dy, y, tile_rows, block)
+        kernel, at_once = resident(_backward, tile_rows * block, 2)
+        grid = min(blocks(rows, tile_rows), sm_count(y.device) * at_once)
+        launch(kernel, (grid,), dx, dy, y, tile_rows, block)
 
 
 @implements(softmax)

@@ -9,18 +9,12 @@ from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._exp import exp_like
 from liger_cutile.ops._launch import ConstInt, given, launch
-from liger_cutile.ops._rows import as_one_row, blocks, power_of_2
-from liger_cutile.ops._tiles import load
+from liger_cutile.ops._rows import as_one_row, tiles
+from liger_cutile.ops._tiles import gather, places
 
 # Elements of a tile: eight per thread of four warps, one 16-byte load of bf16 from each tensor.
+# On an H200, 16384 x 28672 in bfloat16: 0.644 ms forward and 1.091 backward, 0.733 and 1.249 by ct.load.
 TILE = 1024
-
-
-@ct.function
-def _place(array, ROWS, BLOCK):
-    """The tile that this block takes: its row and column, in tiles."""
-    across = ct.num_tiles(array, axis=1, shape=(ROWS, BLOCK))
-    return ct.bid(0) // across, ct.bid(0) % across
 
 
 @ct.function
@@ -35,31 +29,31 @@ def _silu(a, array):
 
 @ct.kernel
 def _forward(y, gate, up, gate_multiplier, down_multiplier, ROWS: ConstInt, BLOCK: ConstInt):
-    place = _place(y, ROWS, BLOCK)
-    a = load(gate, place, ROWS, BLOCK) * gate_multiplier
-    us = load(up, place, ROWS, BLOCK)
+    at = places(ROWS, BLOCK)
+    a = gather(gate, at) * gate_multiplier
+    us = gather(up, at)
     silu, _ = _silu(a, gate)
-    ct.store(y, place, ct.astype(silu * us * down_multiplier, y.dtype))
+    ct.scatter(y, at, ct.astype(silu * us * down_multiplier, y.dtype))
 
 
 @ct.kernel
 def _backward(dgate, dup, dy, gate, up, gate_multiplier, down_multiplier, ROWS: ConstInt, BLOCK: ConstInt):
-    place = _place(dy, ROWS, BLOCK)
-    dys = load(dy, place, ROWS, BLOCK) * down_multiplier
-    a = load(gate, place, ROWS, BLOCK) * gate_multiplier
+    at = places(ROWS, BLOCK)
+    dys = gather(dy, at) * down_multiplier
+    a = gather(gate, at) * gate_multiplier
+    us = gather(up, at)
     silu, derivative = _silu(a, gate)
     if given(dup):
-        ct.store(dup, place, ct.astype(dys * silu, dup.dtype))
+        ct.scatter(dup, at, ct.astype(dys * silu, dup.dtype))
     if given(dgate):
-        us = load(up, place, ROWS, BLOCK)
-        ct.store(dgate, place, ct.astype(dys * us * gate_multiplier * derivative, dgate.dtype))
+        ct.scatter(dgate, at, ct.astype(dys * us * gate_multiplier * derivative, dgate.dtype))
 
 
 @opaque(writes=("y",))
 def _launch_forward(y: Tensor, gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float) -> None:
     y, gate, up = as_one_row(y, gate, up)
-    rows, block, grid = _tiles(*y.shape)
-    launch(_forward, grid, y, gate, up, float(gate_multiplier), float(down_multiplier), rows, block)
+    tile_rows, block, down, across = tiles(*y.shape, TILE)
+    launch(_forward, (across, down), y, gate, up, float(gate_multiplier), float(down_multiplier), tile_rows, block)
 
 
 @opaque(writes=("dgate", "dup"))
@@ -74,15 +68,11 @@ def _launch_backward(
 ) -> None:
     dy, gate, up = as_one_row(dy, gate, up)
     dgate, dup = (None if x is None else x.view(dy.shape) for x in (dgate, dup))
-    rows, block, grid = _tiles(*dy.shape)
-    launch(_backward, grid, dgate, dup, dy, gate, up, float(gate_multiplier), float(down_multiplier), rows, block)
-
-
-def _tiles(rows: int, columns: int) -> tuple[int, int, tuple[int]]:
-    """Rows and columns of a tile, and the grid that covers all of them."""
-    block = min(power_of_2(columns), TILE)
-    tile_rows = TILE // block if rows > 1 else 1
-    return tile_rows, block, (blocks(rows, tile_rows) * blocks(columns, block),)
+    tile_rows, block, down, across = tiles(*dy.shape, TILE)
+    launch(
+        _backward, (across, down), dgate, dup, dy, gate, up, float(gate_multiplier), float(down_multiplier),
+        tile_rows, block,
+    )  # fmt: skip
 
 
 @implements(swiglu)

@@ -9,18 +9,23 @@ from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import (
     OCCUPANCY,
+    WRITTEN_BYTES,
+    WRITTEN_OCCUPANCY,
     any_of,
     launch_count,
     launch_total,
     load,
     load_counted,
-    one_each,
+    load_directly,
     persistent,
     place,
     store,
+    store_directly,
     tile_count,
     tile_of,
+    tiles_of,
 )
+from liger_cutile.ops._grid import block_number, one_each
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows
 
@@ -58,21 +63,24 @@ def _forward(losses, signs, sums, p, q, labels, ignore_index: ct.ScalarInt64, RO
             lanes += ct.abs(difference)
         if given(signs):
             sign = ct.where(difference > 0.0, 1, ct.where(difference < 0.0, 2, 0))
-            store(signs, at, ct.sum(ct.reshape(sign, (ROWS, BLOCK // SIGNS, SIGNS)) << _shifts(), axis=2))
+            store_directly(signs, at, ct.sum(ct.reshape(sign, (ROWS, BLOCK // SIGNS, SIGNS)) << _shifts(), axis=2))
     if given(sums):
         ct.store(sums, (ct.bid(0),), ct.sum(lanes))
 
 
-@ct.kernel(occupancy=OCCUPANCY)
+@ct.kernel(occupancy=WRITTEN_OCCUPANCY)
 def _backward(dp, dloss, signs, count, divisor, PER_ELEMENT: ConstBool, ROWS: ConstInt, BLOCK: ConstInt):
-    if given(count):
-        divisor = divisor * ct.load(count, (0,), ())
-    for tile in range(ct.bid(0), tile_count(dp, ROWS, BLOCK), ct.num_blocks(0)):
+    tile = block_number()
+    if tile < tile_count(dp, ROWS, BLOCK):
         at = place(dp, tile, ROWS, BLOCK)
         packed = ct.load(signs, at, (ROWS, BLOCK // SIGNS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-        sign = ct.reshape((ct.expand_dims(packed, 2) >> _shifts()) & 3, (ROWS, BLOCK))
-        scale = 0.5 * load(dloss, at, ROWS, BLOCK) if PER_ELEMENT else ct.load(dloss, (0,), ()) / divisor
-        store(dp, at, ct.where(sign == 1, scale, ct.where(sign == 2, -scale, 0.0)))
+        if given(count):
+            divisor = divisor * ct.load(count, (0,), ())
+        scale = 0.5 * load_directly(dloss, at, ROWS, BLOCK) if PER_ELEMENT else ct.load(dloss, (0,), ()) / divisor
+        packed = ct.expand_dims(packed, 2)
+        positive = ct.reshape((packed & (1 << _shifts())) != 0, (ROWS, BLOCK))
+        negative = ct.reshape((packed & (2 << _shifts())) != 0, (ROWS, BLOCK))
+        store_directly(dp, at, ct.where(positive, scale, ct.where(negative, -scale, 0.0)))
 
 
 @opaque(writes=("loss", "signs", "count"))
@@ -104,9 +112,9 @@ def _launch_forward(
 @opaque(writes=("dp",))
 def _launch_backward(dp: Tensor, dloss: Tensor, signs: Tensor, count: Tensor | None, reduction: str) -> None:
     dloss = as_rows(dloss) if reduction == "none" else dloss.view(1)
-    rows, block = tile_of(dp)
+    rows, block = tile_of(dp, WRITTEN_BYTES)
     launch(
-        _backward, (one_each(dp, rows, block),), dp, dloss, signs, count, _divisor(dp, reduction, count),
+        _backward, one_each(tiles_of(dp, rows, block)), dp, dloss, signs, count, _divisor(dp, reduction, count),
         reduction == "none", rows, block,
     )  # fmt: skip
 

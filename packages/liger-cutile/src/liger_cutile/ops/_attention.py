@@ -1,0 +1,133 @@
+"""Tiles of attention whose positions are split by residue modulo the dilation; those of one are a line, which is dense."""
+
+import cuda.tile as ct
+
+from liger_cutile.ops._exp import exp_like
+
+ZERO = ct.PaddingMode.ZERO
+
+
+@ct.function
+def place(heads, length, dilation, tiles, PARTS):
+    """This block's line, which is a residue of a sample's head; its tile of positions; its part of the columns.
+
+    A line is its sample, head and residue, the dilation, and how many positions it has; and its number among all.
+    """
+    number = ct.bid(0) // PARTS // tiles
+    residue = number % dilation
+    count = ct.cdiv(length - residue, dilation)
+    line = number // dilation // heads, number // dilation % heads, residue, dilation, count, number
+    return line, ct.bid(0) // PARTS % tiles, ct.bid(0) % PARTS
+
+
+@ct.function
+def _index(line, tile, part, BLOCK, WIDTH):
+    """Elements of a tensor whose positions are not split by residue; of positions from `count` on, outside of it."""
+    batch, head, residue, dilation, count, _ = line
+    rows = residue + dilation * ct.minimum(tile * BLOCK + ct.arange(BLOCK, dtype=ct.int32), count)
+    return ct.Slice(batch, 1), ct.Slice(head, 1), rows, ct.Slice(part * WIDTH, WIDTH)
+
+
+@ct.function
+def load(x, line, tile, part, BLOCK, WIDTH):
+    """A tile of a line's positions, and of their columns; ``[BLOCK, WIDTH]``."""
+    if x.ndim == 5:
+        index = line[0], line[1], tile, line[2], part
+        found = ct.load(x, index, (1, 1, BLOCK, 1, WIDTH), padding_mode=ZERO)
+    else:
+        found = ct.load_advanced_indexing(x, _index(line, tile, part, BLOCK, WIDTH), padding_mode=ZERO)
+    return ct.reshape(found, (BLOCK, WIDTH))
+
+
+@ct.function
+def store(x, line, tile, part, value, BLOCK, WIDTH):
+    value = ct.astype(value, x.dtype)
+    if x.ndim == 5:
+        ct.store(x, (line[0], line[1], tile, line[2], part), ct.reshape(value, (1, 1, BLOCK, 1, WIDTH)))
+    else:
+        index = _index(line, tile, part, BLOCK, WIDTH)
+        ct.store_advanced_indexing(x, index, ct.reshape(value, (1, 1, BLOCK, WIDTH)))
+
+
+@ct.function
+def load_line(x, which, tile, line, ROWS, COLUMNS):
+    """A row of what is kept of each line, of a tile of queries; ``[ROWS, COLUMNS]``, one of which is 1."""
+    found = ct.load(x, (line[5], which, tile), (1, 1, ROWS * COLUMNS), padding_mode=ZERO)
+    return ct.reshape(found, (ROWS, COLUMNS))
+
+
+@ct.function
+def store_line(x, which, tile, line, values, BLOCK):
+    ct.store(x, (line[5], which, tile), ct.reshape(values, (1, 1, BLOCK)))
+
+
+@ct.function
+def products(a_tile, a, a_at, b_tile, b, b_at, line, HEAD, CHUNK):
+    """Products of rows of a with rows of b. The tiles are their first CHUNK columns."""
+    A, B = a_tile.shape[0], b_tile.shape[0]
+    sums = ct.mma(a_tile, ct.transpose(b_tile), ct.zeros((A, B), ct.float32))
+    for part in range(1, (HEAD + CHUNK - 1) // CHUNK):
+        b_next = load(b, line, b_at, part, B, CHUNK)
+        sums = ct.mma(load(a, line, a_at, part, A, CHUNK), ct.transpose(b_next), sums)
+    return sums
+
+
+@ct.function
+def means_of(do_tile, do, o, at, line, HEAD, CHUNK):
+    """Of the gradients of each query's weights the mean, weighted by them: the product of its output and do."""
+    SIZE = do_tile.shape[0]
+    sums = ct.astype(load(o, line, at, 0, SIZE, CHUNK), ct.float32) * do_tile
+    for part in range(1, (HEAD + CHUNK - 1) // CHUNK):
+        o_next = ct.astype(load(o, line, at, part, SIZE, CHUNK), ct.float32)
+        sums += o_next * load(do, line, at, part, SIZE, CHUNK)
+    return ct.sum(sums, axis=1, keepdims=True)
+
+
+@ct.function
+def part_of(tile, x, at, line, part, HEAD, CHUNK, WIDTH):
+    """The columns of x that belong to a part of the output. `tile` is x's first CHUNK columns."""
+    if HEAD <= CHUNK and CHUNK == WIDTH:
+        return tile
+    else:
+        return load(x, line, at, part, tile.shape[0], WIDTH)
+
+
+@ct.function
+def sees(row, column, line, reach, ROWS, COLUMNS):
+    """Which of a tile of ROWS positions see which of one of COLUMNS."""
+    rows = row * ROWS + ct.reshape(ct.arange(ROWS, dtype=ct.int32), (ROWS, 1))
+    columns = column * COLUMNS + ct.reshape(ct.arange(COLUMNS, dtype=ct.int32), (1, COLUMNS))
+    return (ct.abs(rows - columns) <= reach) & (rows < line[4]) & (columns < line[4])
+
+
+@ct.function
+def around(tile, line, reach, BLOCK, STEP):
+    """The tiles of STEP positions that a tile of BLOCK positions sees: the first, and the one after the last."""
+    first = tile * BLOCK
+    return ct.maximum(first - reach, 0) // STEP, ct.cdiv(ct.minimum(first + BLOCK + reach, line[4]), STEP)
+
+
+@ct.function
+def near(tile, line, reach, BLOCK, SIDE):
+    """A tile of BLOCK positions and those of SIDE before and after it: of each its number, how far it is seen, its size.
+
+    Where there is none, it is some other, which is not seen: nothing is as near as -1.
+    """
+    before, after = tile * (BLOCK // SIDE) - 1, (tile + 1) * (BLOCK // SIDE)
+    last = ct.cdiv(line[4], SIDE) - 1
+    return (
+        (tile, reach, BLOCK),
+        (ct.maximum(before, 0), ct.where(before >= 0, reach, -1), SIDE),
+        (ct.minimum(after, last), ct.where(after <= last, reach, -1), SIDE),
+    )
+
+
+@ct.function
+def weights_of(scores, maximum, inverse, seen, q):
+    return ct.where(seen, exp_like(scores - maximum, q) * inverse, 0.0)
+
+
+@ct.function
+def dscores_of(weights, dweights, mean, reach, q):
+    # What sees itself alone has no gradient, not even of rounding.
+    return ct.astype(ct.where(reach > 0, weights * (dweights - mean), 0.0), q.dtype)

@@ -435,7 +435,7 @@ def _launch_gradient(
     parts = min(blocks(columns, block), blocks(wanted, n))
     of_columns = slice(first_column, first_column + columns)
     bias, column_weight = (None if x is None else x[of_columns] for x in (bias, weight))
-    dloss = None if dloss is None else dloss.expand(target.shape)
+    dloss = None if dloss is None else dloss.expand_as(target)
     logits = None if logits is None else as_rows(logits)
     most = MOST_BLOCKS // parts
     for begin in range(0, n, most):

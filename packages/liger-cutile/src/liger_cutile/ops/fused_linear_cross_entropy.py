@@ -51,7 +51,7 @@ def _scale(y, x, dloss, totals, BLOCK: ConstInt):
 @opaque(writes=("y",))
 def _launch_scale(y: Tensor, x: Tensor | None, dloss: Tensor, totals: Tensor | None) -> None:
     (y,) = as_one_row(y)
-    x = None if x is None else x.view(y.shape)
+    x = None if x is None else x.view_as(y)
     rows, columns = y.shape
     launch(_scale, (rows * blocks(columns, TILE),), y, x, dloss.view(1), totals, TILE)
 

@@ -314,11 +314,11 @@ def _launch(
     far_apart = any(x is not None and x.stride(0) > LARGEST for x in of_positions)
     some = 1 if far_apart else max(1, MOST_BLOCKS // of_sample)
     for begin in range(0, batch, some):
-        samples = slice(begin, min(begin + some, batch))
+        count = min(some, batch - begin)
         launch(
-            hinted, ((samples.stop - begin) * of_sample,),
-            *[None if x is None else x[samples].flatten(0, 1) for x in of_lines],
-            *[None if x is None else _residues(x[samples], dilation) for x in of_positions],
+            hinted, (count * of_sample,),
+            *[None if x is None else _samples(x, begin, count).flatten(0, 1) for x in of_lines],
+            *[None if x is None else _residues(_samples(x, begin, count), dilation) for x in of_positions],
             head**-0.5 if scale is None else float(scale), heads, length, dilation, tiles, reach,
             head, tiling.chunk, tiling.width, parts, tiling.block, tiling.step,
         )  # fmt: skip
@@ -332,11 +332,16 @@ def _new_of_lines(q: Tensor, rows: int, kernel_size: int, dilation: int) -> Tens
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
+def _samples(x: Tensor, begin: int, count: int) -> Tensor:
+    return x if count == x.shape[0] else x[begin : begin + count]
+
+
 def _residues(x: Tensor, dilation: int) -> Tensor:
     """Samples of x, their positions split by residue where that is a view: where the dilation divides the length."""
     if x.stride(0) > LARGEST:  # of one sample, which a kernel takes for a stride all the same
         x = x[0].expand(x.shape)
-    return x.unflatten(2, (-1, dilation)) if x.shape[2] % dilation == 0 else x
+    batch, heads, length, head = x.shape
+    return x if length % dilation else x.view(batch, heads, length // dilation, dilation, head)
 
 
 @opaque(writes=("statistics", "o"))

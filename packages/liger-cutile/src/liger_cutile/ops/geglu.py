@@ -58,7 +58,7 @@ def _launch_forward(y: Tensor, gate: Tensor, up: Tensor) -> None:
 @opaque(writes=("dgate", "dup"))
 def _launch_backward(dgate: Tensor | None, dup: Tensor | None, dy: Tensor, gate: Tensor, up: Tensor) -> None:
     dy, gate, up = as_one_row(dy, gate, up)
-    dgate, dup = (None if x is None else x.view(dy.shape) for x in (dgate, dup))
+    dgate, dup = (None if x is None else x.view_as(dy) for x in (dgate, dup))
     tile_rows, block, down, across = tiles(*dy.shape, TILE)
     launch(_backward, (across, down), dgate, dup, dy, gate, up, tile_rows, block)
 

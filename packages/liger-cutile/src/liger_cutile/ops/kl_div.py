@@ -132,6 +132,6 @@ def backward(
     needs: Needs, saved: Saved, dloss: Tensor, *, reduction: str, log_target: bool, eps: float
 ) -> tuple[Tensor | None, ...]:
     like, target = saved
-    dlog_pred = torch.empty(target.shape, dtype=like.dtype, device=target.device)
+    dlog_pred = torch.empty(*target.shape, dtype=like.dtype, device=target.device)
     _launch_backward(dlog_pred, dloss, target, reduction, log_target)
     return (dlog_pred,)

@@ -67,7 +67,7 @@ def _launch_backward(
     down_multiplier: float,
 ) -> None:
     dy, gate, up = as_one_row(dy, gate, up)
-    dgate, dup = (None if x is None else x.view(dy.shape) for x in (dgate, dup))
+    dgate, dup = (None if x is None else x.view_as(dy) for x in (dgate, dup))
     tile_rows, block, down, across = tiles(*dy.shape, TILE)
     launch(
         _backward, (across, down), dgate, dup, dy, gate, up, float(gate_multiplier), float(down_multiplier),

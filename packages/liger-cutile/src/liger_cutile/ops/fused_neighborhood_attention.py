@@ -42,6 +42,15 @@ from liger_cutile.ops._rows import LARGEST, blocks, power_of_2
 LEAST = -3.4028234663852886e38
 
 
+@ct.function
+def _store_output(o, statistics, line, own, part, sums, total, maximum, BLOCK, WIDTH):
+    inverse = 1.0 / total
+    store(o, line, own, part, sums * inverse, BLOCK, WIDTH)
+    if given(statistics) and part == 0:
+        store_line(statistics, 0, own, line, maximum, BLOCK)
+        store_line(statistics, 1, own, line, inverse, BLOCK)
+
+
 @ct.kernel
 def _forward(
     statistics, o, q, k, v, scale, heads, length, dilation, tiles, reach,
@@ -65,11 +74,7 @@ def _forward(
             maximum = higher
             total = total * shrink + ct.sum(weights, axis=1, keepdims=True)
             sums = ct.mma(ct.astype(weights, v.dtype), v_tile, sums * shrink)
-        inverse = 1.0 / total
-        store(o, line, own, part, sums * inverse, BLOCK, WIDTH)
-        if given(statistics) and part == 0:
-            store_line(statistics, 0, own, line, maximum, BLOCK)
-            store_line(statistics, 1, own, line, inverse, BLOCK)
+        _store_output(o, statistics, line, own, part, sums, total, maximum, BLOCK, WIDTH)
 
 
 @ct.kernel
@@ -100,11 +105,7 @@ def _forward_near(
         for some, v_tile in ct.static_iter(zip(weights, v_tiles, strict=True)):
             total += ct.sum(some, axis=1, keepdims=True)
             sums = ct.mma(ct.astype(some, v.dtype), v_tile, sums)
-        inverse = 1.0 / total
-        store(o, line, own, part, sums * inverse, BLOCK, WIDTH)
-        if given(statistics):
-            store_line(statistics, 0, own, line, maximum, BLOCK)
-            store_line(statistics, 1, own, line, inverse, BLOCK)
+        _store_output(o, statistics, line, own, part, sums, total, maximum, BLOCK, WIDTH)
 
 
 @ct.kernel

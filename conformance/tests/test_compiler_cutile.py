@@ -36,6 +36,13 @@ def mistyped(y, x, BLOCK: ConstInt):
     ct.store(y, (0, 0), ct.load(x, (0, 0), (1, BLOCK)) + undefined)  # noqa: F821
 
 
+@ct.kernel
+def odd_elements(y, x, ROWS: ConstInt, PAIRS: ConstInt):
+    pairs = ct.reshape(ct.load(x, (ct.bid(0), 0), (1, 2 * PAIRS)), (1, 1, PAIRS, 2))
+    odd = ct.reshape(ct.extract(pairs, (0, 0, 0, 1), (1, 1, PAIRS, 1)), (1, 1, PAIRS))
+    ct.store(y, (ct.bid(0), 0, 0), odd + ct.zeros((1, ROWS, PAIRS), ct.float32))
+
+
 def compile_row(chip: str, columns: int, block: int, dtype: torch.dtype = torch.bfloat16) -> Compiled:
     with CutileCompiler().compiling(chip) as (device, compiled):
         x = torch.empty(64, columns, dtype=dtype, device=device)
@@ -56,6 +63,15 @@ def test_a_right_kernel(chip: str) -> None:
 def test_spills() -> None:
     kernel = compile_row("sm_90", 65536, 65536, torch.float32)
     assert kernel.spills == -(-kernel.uses["bytes of stack"] // 4) > 8
+
+
+def test_accesses_that_are_not_aligned() -> None:
+    """tileiras 13.4 loads every other element two at a time, the odd ones from an address of four bytes too many."""
+    says = r"compiled odd_elements for sm_90 to accesses that aren't aligned: LDG\.E\.64 .*\+0x4\]"
+    with CutileCompiler().compiling("sm_90") as (device, _):
+        x, y = torch.empty(64, 64, device=device), torch.empty(64, 8, 32, device=device)
+        with pytest.raises(RuntimeError, match=says):
+            ct.launch(0, (64,), odd_elements, (y, x, 8, 32))
 
 
 def test_a_layout_that_loses_bulk_copies() -> None:

@@ -73,12 +73,26 @@ def torch_on(chip: Chip) -> Iterator[None]:
 
 def resource_usage(cubin: bytes) -> tuple[int, int, int]:
     """Registers of a thread, bytes of its stack, and bytes of shared memory of an NVIDIA program of one kernel."""
+    text = _cuobjdump(cubin, "-res-usage")
+    registers, stack, shared = (int(re.findall(rf"\b{name}:(\d+)", text)[-1]) for name in ("REG", "STACK", "SHARED"))
+    return registers, stack, shared
+
+
+def misaligned(cubin: bytes) -> tuple[str, ...]:
+    """Loads and stores of several words, at a constant distance from an address that no such access can have."""
+    found = set()
+    for line in _cuobjdump(cubin, "-sass").splitlines():
+        access = re.search(r"\b(?:LDG|STG|LDS|STS)\.(?:\w+\.)*(64|128)\b[^;]*\+(-?0x[0-9a-f]+)\]", line)
+        if access and int(access[2], 16) % (int(access[1]) // 8):
+            found.add(access[0])
+    return tuple(sorted(found))
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    registers, stack, shared = (int(re.findall(rf"\b{name}:(\d+)", text)[-1]) for name in ("REG", "STACK", "SHARED"))
-    return registers, stack, shared
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from liger_conformance.compilers.chips import CHIPS, Chip, resource_usage, torch_on
+from liger_conformance.compilers.chips import CHIPS, Chip, misaligned, resource_usage, torch_on
 from liger_conformance.compilers.compiler import Compiled
 from liger_conformance.interpreters.tileir import capture
 
@@ -97,7 +97,7 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
     """Compile a kernel for a chip, and read what it takes.
 
     Raises:
-        RuntimeError: tileiras fails, with what it says.
+        RuntimeError: tileiras fails, with what it says; or what it makes would fail with a misaligned address.
     """
     with tempfile.TemporaryDirectory() as folder:
         program, cubin, remarks = (Path(folder, name) for name in ("kernel.tileirbc", "kernel.cubin", "remarks.yaml"))
@@ -108,8 +108,13 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"tileiras can't compile {kernel._pyfunc.__name__} for {chip}:\n{done.stderr}")
-        registers, stack, shared = resource_usage(cubin.read_bytes())
+        made = cubin.read_bytes()
+        registers, stack, shared = resource_usage(made)
         said = remarks.read_text()
+    # tileiras 13.4 does that where it splits a small tile as it loads it.
+    if wrong := misaligned(made):
+        name = kernel._pyfunc.__name__
+        raise RuntimeError(f"tileiras compiled {name} for {chip} to accesses that aren't aligned: {'; '.join(wrong)}")
     over = [f"{shared} bytes of shared memory, of {CHIPS[chip].shared}"] if shared > CHIPS[chip].shared else []
     function = kernel._pyfunc
     return Compiled(

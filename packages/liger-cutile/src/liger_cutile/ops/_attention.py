@@ -3,8 +3,7 @@
 import cuda.tile as ct
 
 from liger_cutile.ops._exp import exp_like
-
-ZERO = ct.PaddingMode.ZERO
+from liger_cutile.ops._tiles import ZERO
 
 
 @ct.function

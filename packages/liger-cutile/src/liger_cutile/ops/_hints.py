@@ -6,6 +6,11 @@ Without a hint tileiras gives a kernel that uses TMA all registers of a multipro
 import functools
 from typing import Any
 
+from torch import Tensor
+
+from liger_cutile.ops._device import sm_count
+from liger_cutile.ops._rows import blocks
+
 
 @functools.cache
 def resident(kernel: Any, elements: int, tiles: int = 1) -> tuple[Any, int]:
@@ -19,6 +24,12 @@ def resident(kernel: Any, elements: int, tiles: int = 1) -> tuple[Any, int]:
     if elements <= 8192:
         return kernel.replace_hints(occupancy=2), 2
     return kernel.replace_hints(num_worker_warps=8), 1
+
+
+def by_turns(kernel: Any, x: Tensor, tile_rows: int, block: int, tiles: int = 1) -> tuple[Any, tuple[int]]:
+    """`resident` for tiles of whole rows of x, and a grid of as many blocks as run at once, or as there are tiles."""
+    kernel, at_once = resident(kernel, tile_rows * block, tiles)
+    return kernel, (min(blocks(x.shape[0], tile_rows), sm_count(x.device) * at_once),)
 
 
 def sized(kernel: Any, elements: int, tiles: int = 1) -> Any:

@@ -11,7 +11,7 @@ from liger_core import rms_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
-from liger_cutile.ops._hints import resident
+from liger_cutile.ops._hints import by_turns
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._persistent import persistent
 from liger_cutile.ops._rows import as_rows, blocks, whole_rows
@@ -221,9 +221,8 @@ def launch_forward(
     if columns == block > LONGEST_HELD:
         launch(_forward_inside, (rows,), y, h, inverse_rms, x, residual, weight, *numbers, block)
     else:
-        kernel, at_once = resident(_forward, tile_rows * block, 2)
-        grid = min(blocks(rows, tile_rows), sm_count(x.device) * at_once)
-        launch(kernel, (grid,), y, h, inverse_rms, x, residual, weight, *numbers, tile_rows, block)
+        kernel, grid = by_turns(_forward, x, tile_rows, block, 2)
+        launch(kernel, grid, y, h, inverse_rms, x, residual, weight, *numbers, tile_rows, block)
 
 
 @opaque(writes=("dx", "dweight"))

@@ -12,11 +12,10 @@ from torch import Tensor
 from liger_core import softmax
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._exp import exp_like
-from liger_cutile.ops._hints import resident
+from liger_cutile.ops._hints import by_turns
 from liger_cutile.ops._launch import ConstInt, launch
-from liger_cutile.ops._rows import as_rows, blocks, whole_rows
+from liger_cutile.ops._rows import as_rows, whole_rows
 from liger_cutile.ops._tiles import load
 from liger_cutile.ops._widen import widen_again
 
@@ -132,9 +131,8 @@ def _launch_forward(y: Tensor, x: Tensor) -> None:
         launch(_forward_long, (rows,), y, x, columns, LONG_BLOCK)
     else:
         tile_rows, block = whole_rows(columns)
-        kernel, at_once = resident(_forward, tile_rows * block)
-        grid = min(blocks(rows, tile_rows), sm_count(x.device) * at_once)
-        launch(kernel, (grid,), y, x, columns, tile_rows, block)
+        kernel, grid = by_turns(_forward, x, tile_rows, block)
+        launch(kernel, grid, y, x, columns, tile_rows, block)
 
 
 @opaque(writes=("dx",))
@@ -149,9 +147,8 @@ def _launch_backward(dx: Tensor, dy: Tensor, y: Tensor) -> None:
             launch(_backward_long, (rows,), dx, dy, y, LONG_BLOCK)
     else:
         tile_rows, block = whole_rows(columns)
-        kernel, at_once = resident(_backward, tile_rows * block, 2)
-        grid = min(blocks(rows, tile_rows), sm_count(y.device) * at_once)
-        launch(kernel, (grid,), dx, dy, y, tile_rows, block)
+        kernel, grid = by_turns(_backward, y, tile_rows, block, 2)
+        launch(kernel, grid, dx, dy, y, tile_rows, block)
 
 
 @implements(softmax)

@@ -48,8 +48,8 @@ def make_call(
 ) -> Callable[[], tuple[Tensor | None, ...]]:
     """A function of nothing that returns the results, or, with the backward, the gradients in the order of the arguments.
 
-    The gradient that comes in is 1 for a scalar, as in training, and else random: the same values, rounded to `dtype`, for
-    every implementation. It is made at the first call, which isn't timed.
+    The gradient that comes in is `gradient_into`'s, the same for every implementation. It is made at the first call, which
+    isn't timed.
     """
     if mode == FORWARD:
 
@@ -65,13 +65,14 @@ def make_call(
     def forward_and_backward() -> tuple[Tensor | None, ...]:
         results = [result for result in tensors_of(function(**arguments)) if result.requires_grad]
         if not incoming:
-            incoming.extend(_incoming(result, dtype) for result in results)
+            incoming.extend(gradient_into(result, dtype) for result in results)
         return torch.autograd.grad(results, leaves, incoming, allow_unused=True)
 
     return forward_and_backward
 
 
-def _incoming(result: Tensor, dtype: torch.dtype) -> Tensor:
+def gradient_into(result: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient that comes in for a result: 1 for a scalar, as in training, else random values rounded to `dtype`."""
     if result.dim() == 0:
         return torch.ones_like(result)
     generator = torch.Generator(result.device).manual_seed(result.numel())

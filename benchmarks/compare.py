@@ -1,12 +1,14 @@
 """Ours beside its peers: the same inputs, the same run, one table.
 
     python benchmarks/compare.py --ops rms_norm,swiglu --groups small,large
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/compare.py --groups medium
     python benchmarks/compare.py --render first.csv second.csv
     python benchmarks/compare.py --smoke
 
 Providers are ``ours-LANGUAGE`` for each installed language, ``eager`` (PyTorch as its users write the op), ``compile``
-(torch.compile of the same), ``liger`` and ``liger-cutile`` (liger-kernel). Cases are the timed ones of the conformance
-package. Each provider gets fresh inputs of the same values, because some write over theirs.
+(torch.compile of the same), ``liger``, ``liger-cutile`` and ``liger-cutedsl`` (liger-kernel in its three languages), and
+``quack``. Cases are the timed ones of the conformance package. Each provider gets fresh inputs of the same values, because
+some write over theirs.
 
 How a cell is measured is said in `jobs`. A provider that fails is a row that says why.
 """
@@ -17,7 +19,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import peers
@@ -38,7 +40,12 @@ PEERS: dict[str, Callable[[], peers.Functions]] = {
     "compile": peers.compiled,
     "liger": peers.liger,
     "liger-cutile": lambda: peers.liger("liger_kernel.ops.cutile.ops"),
+    "liger-cutedsl": peers.liger_cutedsl,
+    "quack": peers.quack,
 }
+
+WHERE_INSTALLED = {"liger-cutedsl": ("liger_kernel", "cutlass"), "quack": ("quack",)}
+"""Peers that are compared by default where these modules are."""
 
 
 def failures() -> tuple[type[Exception], ...]:
@@ -48,19 +55,23 @@ def failures() -> tuple[type[Exception], ...]:
         TypeError,
         ValueError,
         AttributeError,
+        LookupError,
         ImportError,
+        OSError,
         AssertionError,
         torch.OutOfMemoryError,
     ]
-    for module, name in (("triton.errors", "TritonError"), ("cuda.tile", "TileError")):
-        with contextlib.suppress(ImportError):
-            found.append(getattr(import_module(module), name))
+    compilers = {"triton.errors": "TritonError", "cuda.tile": "TileError", "cutlass.base_dsl.common": "DSLBaseError"}
+    # What was raised was imported.
+    found += [getattr(sys.modules[module], name) for module, name in compilers.items() if module in sys.modules]
     return tuple(found)
 
 
 def default_providers(device: str) -> list[str]:
-    """Every language that runs on a device, then the peers."""
-    return [*(f"ours-{b.language}" for b in backends() if b.missing(device) is None), "eager", "compile", "liger"]
+    """Every language that runs on a device, then the peers; those of `WHERE_INSTALLED` where they are."""
+    ours = [f"ours-{b.language}" for b in backends() if b.missing(device) is None]
+    found = [name for name, modules in WHERE_INSTALLED.items() if all(map(find_spec, modules))]
+    return [*ours, "eager", "compile", "liger", *found]
 
 
 @contextlib.contextmanager
@@ -129,12 +140,17 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(
             f"--{option}", type=lambda text: text.split(","), default=[*known], help=f"of {', '.join(known)}"
         )
-    what = "default: every installed language, eager, compile and liger"
-    parser.add_argument("--providers", type=lambda text: text.split(","), help=what)
+    names["providers"] = ["ours-torch", *(f"ours-{b.language}" for b in backends()), *PEERS]
+    what = f"of {', '.join(names['providers'])}; default: every language that runs here, eager, compile, liger"
+    parser.add_argument(
+        "--providers",
+        type=lambda text: text.split(","),
+        help=f"{what}, and {' and '.join(WHERE_INSTALLED)} where installed",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--device", default=liger_core.infer_device())
     parser.add_argument("--out", type=Path, default=records.RECORDS, help="directory of the record")
-    parser.add_argument("--name", default="compare", help="the record's name")
+    parser.add_argument("--name", help="the record's name; default: compare, with the groups unless all are measured")
     parser.add_argument(
         "--render", type=Path, nargs="+", metavar="CSV", help="measure nothing: make one record of these"
     )
@@ -144,9 +160,10 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if options.smoke:
         options.device, options.groups = "cpu", ["small"]
+    if options.name is None:
+        options.name = "-".join(["compare", *(options.groups if set(options.groups) != set(TIMED) else ())])
     providers = ["ours-torch", "eager"] if options.smoke else default_providers(options.device)
     options.providers = options.providers or providers
-    names["providers"] = ["ours-torch", *(f"ours-{b.language}" for b in backends()), *PEERS]
     for option, known in names.items():
         if unknown := [name for name in getattr(options, option) if name not in known]:
             parser.error(f"--{option}: {', '.join(unknown)}; it takes {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""What the kernels are compared with: the formula that a user of PyTorch writes, and liger-kernel's functions.
+"""What the kernels are compared with: the formula that a user of PyTorch writes, and the functions of other libraries.
 
 Each function is named after its op and takes the contract's arguments by name, those of the timed cases. A case with
 another option is a TypeError, which `compare.py` reports.
@@ -215,4 +215,60 @@ def liger(module: str = "liger_kernel.ops") -> Functions:
         "sparsemax": lambda x: ops.LigerSparsemaxFunction.apply(x, -1),
         "swiglu": lambda gate, up: ops.LigerSiLUMulFunction.apply(gate, up),
         "tvd": lambda p, q: ops.LigerTVDLossFunction.apply(p, q),
+    }
+
+
+def liger_cutedsl() -> Functions:
+    """liger-kernel 0.8.5's functions in CuTe DSL, demanded by name: where that can't run, they raise.
+
+    Raises:
+        ImportError: liger-kernel isn't installed.
+    """
+    functional = import_module("liger_kernel.functional")
+    impl = "nvidia-cutedsl"
+    return {
+        "cross_entropy": lambda logits, target: functional.cross_entropy(logits, target, impl=impl)[0],
+        "fused_add_rms_norm": lambda x, residual, weight: functional.fused_add_rms_norm(
+            x, residual, weight, 1e-6, impl=impl
+        ),
+        "fused_linear_cross_entropy": lambda x, linear_weight, target: functional.fused_linear_cross_entropy(
+            x, linear_weight, target, impl=impl
+        )[0],
+        "fused_linear_jsd": lambda student_x, student_weight, teacher_x, teacher_weight: functional.fused_linear_jsd(
+            student_x, student_weight, teacher_x, teacher_weight, impl=impl
+        ),
+        "geglu": lambda gate, up: functional.geglu(gate, up, impl=impl),
+        "jsd": lambda student_logprobs, teacher_logprobs: functional.jsd(student_logprobs, teacher_logprobs, impl=impl),
+        "kl_div": lambda log_pred, target, log_target=False: functional.kl_div(
+            log_pred, target, log_target=log_target, impl=impl
+        ),
+        "layer_norm": lambda x, weight, bias: functional.layer_norm(x, weight, bias, 1e-5, impl=impl),
+        "rms_norm": lambda x, weight: functional.rms_norm(x, weight, 1e-6, impl=impl),
+        "rope": lambda q, k, cos, sin: functional.rope(q, k, cos, sin, impl=impl),
+        "softmax": lambda x: functional.softmax(x, impl=impl),
+        "swiglu": lambda gate, up: functional.swiglu(gate, up, impl=impl),
+    }
+
+
+def quack() -> Functions:
+    """quack-kernels 0.6.5, in CuTe DSL: the ops that it differentiates and that take the contract's layout.
+
+    Raises:
+        ImportError: quack-kernels isn't installed, or lacks what it needs.
+    """
+    library = import_module("quack")
+
+    def linear_cross_entropy(x: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+        # Imported when called: the other ops don't need what this module needs.
+        module = import_module("quack.linear_cross_entropy")
+        return module.chunked_linear_cross_entropy(x, linear_weight, target)
+
+    return {
+        "cross_entropy": lambda logits, target: library.cross_entropy(logits, target),
+        "fused_add_rms_norm": lambda x, residual, weight: library.rmsnorm(
+            x, weight, residual=residual, eps=1e-6, prenorm=True
+        ),
+        "fused_linear_cross_entropy": linear_cross_entropy,
+        "rms_norm": lambda x, weight: library.rmsnorm(x, weight, eps=1e-6),
+        "softmax": lambda x: library.softmax(x),
     }

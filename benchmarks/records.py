@@ -31,6 +31,8 @@ PACKAGES = (
     "liger-triton-ascend",
     "liger-cutile",
     "liger-kernel",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
 )
 
 Row = Mapping[str, object]
@@ -64,7 +66,12 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The commit of the working tree, with ``+changes`` when it has any; ``unknown`` outside a repository."""
+    """The commit of the working tree, with ``+changes`` when it has any; ``unknown`` outside a repository.
+
+    The variable LIGER_COMMIT overrides it, for a copy of the tree that is no repository.
+    """
+    if given := os.environ.get("LIGER_COMMIT"):
+        return given
     try:
         found = _git("rev-parse", "--short=10", "HEAD")
         return found + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")

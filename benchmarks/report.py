@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from records import table
+from timing import HOST_CALLS, HOST_REPEATS
 
 OURS, PEER = "liger-core", "liger-kernel"
 NOT_RUN = "not run"
@@ -19,6 +20,11 @@ MEASURES = (RESOLVE, RESOLVE_DEMANDED, RESOLVE_AND_RUN, CALL, CALL_GRAD, CALL_BA
 
 AUTOGRAD = "autograd.Function alone"
 """The floor of a call with gradients: PyTorch's part of it."""
+
+KERNEL, KERNEL_SAVING, KERNEL_BACKWARD = "kernel.forward", "kernel.forward, saving", "kernel.backward"
+HOST_MEASURES = (KERNEL, KERNEL_SAVING, KERNEL_BACKWARD, CALL, CALL_GRAD, CALL_BACKWARD)
+LAUNCHES = ("by the package", "by the language")
+"""What `host.py` times of an op, and of a launch."""
 
 Row = dict[str, Any]
 
@@ -79,6 +85,29 @@ def import_facts(rows: Sequence[Row]) -> str:
             cost = f"{readable(row['cpu'])} of CPU time and adds {row['modules']} modules, {among}"
             lines.append(f"- `import {row['module']}` after `import torch` takes {cost}")
     return "\n".join(lines)
+
+
+def host_tables(rows: Sequence[Row]) -> str:
+    """The rows of `host.py`, one line an op and language; what was not run below."""
+    how = f"the mean of {HOST_CALLS} calls, the least of {HOST_REPEATS} such means"
+    parts = [
+        f"Microseconds: {how}. Ops at their `small` case, in bfloat16.",
+        f"## A launch with nine arguments\n\n{_by_measure(rows, LAUNCHES)}",
+        f"## A call\n\n{_by_measure(rows, HOST_MEASURES)}",
+    ]
+    notes = [f"- {row['what']} in {row['language']}: {row['note']}" for row in rows if row["note"]]
+    if notes:
+        parts.append("## Not run\n\n" + "\n".join(notes))
+    return "\n\n".join(parts)
+
+
+def _by_measure(rows: Sequence[Row], measures: Sequence[str]) -> str:
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        if row["measure"] in measures:
+            found.setdefault((row["what"], row["language"]), {})[row["measure"]] = row["us"]
+    lines = [[*place, *(times.get(measure, "") for measure in measures)] for place, times in found.items()]
+    return table(["", "language", *measures], lines)
 
 
 def speed_table(rows: Sequence[Row]) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import compare
+import host
+import noop_language
 import peers
 import pytest
 import records
@@ -19,8 +24,10 @@ from calls import make_call, shrunk
 from jobs import COLUMNS, Job, error_of, measure, truth_of
 from traffic import FORWARD, FULL, MODES, MOVES, PRODUCTS, work_of
 
+import liger_core
 from liger_conformance.case import Case, cases_of
-from liger_core.contract import ops
+from liger_core.backend import backends
+from liger_core.contract import Once, ops
 
 
 def small_job(op: str, mode: str) -> Job:
@@ -57,6 +64,35 @@ def test_eager_computes_what_the_contract_says(op: str, mode: str) -> None:
 def test_liger_takes_the_arguments_of_the_timed_cases(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "import_module", lambda name: None)
     inspect.signature(peers.liger()[op]).bind(**small_job(op, FORWARD).arguments())
+
+
+@pytest.mark.parametrize("functions", [peers.liger_cutedsl, peers.quack], ids=lambda functions: functions.__name__)
+def test_other_peers_take_the_arguments_of_the_timed_cases(
+    functions: Callable[[], peers.Functions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "import_module", lambda name: None)
+    for op, function in functions().items():
+        inspect.signature(function).bind(**small_job(op, FORWARD).arguments())
+
+
+def test_a_peer_that_is_absent_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("quack", "liger_kernel"):
+        monkeypatch.setitem(sys.modules, module, None)
+    rows = compare.main(["--smoke", "--ops=softmax", "--providers=quack,liger-cutedsl", "--modes=forward"])
+    assert [row["provider"] for row in rows] == ["quack", "liger-cutedsl"]
+    for row, module in zip(rows, ("quack", "liger_kernel"), strict=True):
+        assert row["note"].startswith("ModuleNotFoundError")
+        assert module in row["note"]
+
+
+def test_peers_in_cutedsl_are_compared_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "find_spec", lambda module: None)
+    alone = compare.default_providers("cpu")
+    assert alone[-3:] == ["eager", "compile", "liger"]
+    monkeypatch.setattr(compare, "find_spec", lambda module: None if module == "cutlass" else module)
+    assert compare.default_providers("cpu") == [*alone, "quack"]
+    monkeypatch.setattr(compare, "find_spec", lambda module: module)
+    assert compare.default_providers("cpu") == [*alone, "liger-cutedsl", "quack"]
 
 
 def test_bytes_of_an_embedding_are_those_of_the_rows_looked_up() -> None:
@@ -125,6 +161,108 @@ def test_render_joins_the_runs_of_one_machine(tmp_path: Path) -> None:
         compare.main(["--render", *map(str, files), "--out", str(tmp_path)])
 
 
+def test_render_keeps_the_order_of_a_run_per_group(tmp_path: Path) -> None:
+    head = {"machine": "H200", "versions": "torch 2", "date": "2026-01-02", "commit": "abc"}
+    groups, files = ("large", "medium", "small"), []
+    for group in groups:
+        name = compare.parse(["--device=cuda", f"--groups={group}"]).name
+        rows = [
+            dict.fromkeys(COLUMNS, "") | {"op": op, "case": group, "provider": provider, "mode": FORWARD, "ms": "2"}
+            for op in ("rms_norm", "swiglu")
+            for provider in ("ours-x", "eager")
+        ]
+        head["load"] = f"{len(files)} of 64 cores"
+        files.append(records.write_csv(records.path_of(name, head, tmp_path), head, rows, COLUMNS))
+    assert len(set(files)) == 3, "runs at the same time must not write over each other's records"
+    compare.main(["--render", *map(str, files), "--out", str(tmp_path)])
+    _, rows = records.read_csv(tmp_path / "2026-01-02-compare-h200.csv")
+    assert [row["case"] for row in rows] == [group for group in groups for _ in range(4)]
+    page = (tmp_path / "2026-01-02-compare-h200.md").read_text()
+    assert "| op       | large, forward | medium, forward | small, forward |" in page
+    assert "| swiglu   | 1.00× eager    | 1.00× eager     | 1.00× eager    |" in page
+
+
+def test_commit_can_be_given_to_a_tree_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LIGER_COMMIT", "1c208ca")
+    assert records.head_of("cpu")["commit"] == "1c208ca"
+    monkeypatch.delenv("LIGER_COMMIT")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))  # no repository
+    assert records.head_of("cpu")["commit"] == "unknown"
+
+
+def test_host_costs_of_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = host.main(["--smoke", "--ops=rms_norm"])
+    assert [(row["what"], row["measure"]) for row in rows] == [
+        (what, measure)
+        for what in (report.AUTOGRAD, "F.rms_norm", "rms_norm")
+        for measure in (report.CALL, report.CALL_GRAD, report.CALL_BACKWARD)
+    ]
+    assert all(float(row["us"]) > 0 and row["language"] == "torch" and not row["note"] for row in rows)
+    assert ",".join(rows[-1].values()) in capsys.readouterr().out
+    *_, line = report.host_tables(rows).splitlines()
+    assert line.split("|")[1:3] == [f" {'rms_norm':23} ", " torch    "]
+    assert [float(cell) for cell in line.split("|")[6:9]] == [float(row["us"]) for row in rows[-3:]]
+
+
+def test_host_costs_of_a_kernel() -> None:
+    arguments = ops["rms_norm"].bind((), {"x": torch.ones(2, 8), "weight": torch.ones(8)})
+    kernel = noop_language.on("cpu").kernel("rms_norm")
+    seconds = host.kernel_times(kernel, ops["rms_norm"], arguments, "cpu")
+    assert list(seconds) == [report.KERNEL, report.KERNEL_SAVING, report.KERNEL_BACKWARD]
+    assert all(0 < time < 1e-3 for time in seconds.values())
+
+
+def test_host_costs_of_a_call_that_is_refused_are_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*call: Any) -> None:
+        raise liger_core.Unsupported("not on this machine")
+
+    monkeypatch.setattr(ops["rms_norm"], "call", refuse)
+    rows = host.measure(ops["rms_norm"], host.small_case("rms_norm", smoke=True), "torch", "cpu")
+    assert [row["note"] for row in rows] == ["not run: not on this machine"]
+    assert "- rms_norm in torch: not run: not on this machine" in report.host_tables(rows)
+
+
+def test_each_backward_of_the_host_costs_gets_its_tensors() -> None:
+    taken = []
+
+    def backward(needs: Any, saved: Any, dy: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        taken.append(saved[-1].take())
+        return dy, None
+
+    kernel: Any = SimpleNamespace(forward=lambda needs, x, **_: (x, (None, Once(x))), backward=backward)
+    x = torch.ones(2, 8)
+    host.kernel_times(kernel, ops["rms_norm"], ops["rms_norm"].bind((), {"x": x, "weight": torch.ones(8)}), "cpu")
+    assert len(taken) > 1
+    assert all(tensors is not None and tensors[0] is x for tensors in taken)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--device=cpu"], "not run: there is no accelerator here"),
+        (["--smoke", "--ops=rms_nrom"], "rms_nrom; it takes cross_entropy,"),
+        (["--device=cuda", "--languages=acme"], "acme; it takes torch,"),
+    ],
+)
+def test_wrong_arguments_of_the_host_costs(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        host.parse(words)
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("language", host.LAUNCHES)
+def test_both_launches_run_the_kernel(language: str, device: str) -> None:
+    backend = next((backend for backend in backends() if backend.language == language), None)
+    if backend is None:
+        pytest.skip(f"not run: liger-{language} is not installed")
+    if why := backend.missing(device):
+        pytest.skip(f"not run: {why}")
+    for launch in import_module(f"launches.{language}").launches(device):
+        y = launch()
+        torch.testing.assert_close(y, torch.full_like(y, 1 + 1 + 1e-6 + 0.5 + 8))
+        y.zero_()
+
+
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.parent.name)
 def test_readmes_show_what_their_records_say(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -187,6 +325,15 @@ def test_device_times_lie_between_events_and_after_a_flush(monkeypatch: pytest.M
     assert times == pytest.approx([2e-3] * 30)
     one = ["flush", "event", "call", "event"]
     assert device.log == ["call"] * 2 + one * 5 + ["wait"] + one * 30 + ["wait"]
+
+
+def test_host_times_await_nothing_inside_a_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda name: device)
+    ends = iter([0.0, 9.0, 20.0, 26.0, 30.0, 39.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ends))
+    assert timing.host_time(lambda: device.log.append("call"), "fake", calls=2, repeats=3) == 3.0
+    assert device.log == ["call"] * 5 + ["wait", "call", "call"] * 3 + ["wait"]
 
 
 def test_peak_memory_is_that_of_one_call_beyond_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ takes it: before each call a buffer larger than any L2 cache is cleared, so that
 until all the calls are queued. A call whose host side takes longer than its kernels and the clearing is bound by the
 host, and its time shows that: so it would in training.
 
-On a CPU a time is the host's, with caches as they are.
+On a CPU a time is the host's, with caches as they are. `host_time` is the host's part of a call on any device.
 
 Nothing here names a vendor: `torch.get_device_module` gives the module with the events of cuda, npu and xpu.
 """
@@ -30,6 +30,9 @@ FLUSH = 256 << 20
 
 LEAST, MOST = 10, 2000
 """Bounds of the number of times that a call is timed; three times will do on a CPU, where a call may take seconds."""
+
+HOST_CALLS, HOST_REPEATS = 20, 25
+"""Calls in a repeat of `host_time`, and repeats."""
 
 
 def times_of(call: Call, device: str, seconds: float = 0.2) -> list[float]:
@@ -73,6 +76,26 @@ def _queue(call: Call, module: Any, buffer: torch.Tensor, rounds: int) -> list[f
         end.record()
     module.synchronize()
     return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+def host_time(call: Call, device: str, calls: int = HOST_CALLS, repeats: int = HOST_REPEATS) -> float:
+    """What a call costs its caller, in seconds: the mean of some calls, the least of several repeats.
+
+    In a repeat nothing is awaited, and before each all of the device's work is. The calls are few, because a device whose
+    queue is full makes launches wait.
+    """
+    module = torch.get_device_module(device)
+    for _ in range(5):
+        call()
+    least = float("inf")
+    for _ in range(repeats):
+        module.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        least = min(least, time.perf_counter() - start)
+    module.synchronize()
+    return least / calls
 
 
 def release(device: str) -> None:

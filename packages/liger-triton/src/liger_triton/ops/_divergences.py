@@ -15,18 +15,26 @@ from triton.language.extra import libdevice
 from liger_triton.ops._device import sm_count
 from liger_triton.ops._launch import kernel
 
-# Of a tile: two 16-byte loads from each tensor, for each thread of 4 warps.
-TILE_BYTES = 4096
-# Programs per multiprocessor where each adds up several tiles: all run at once with up to 64 registers a thread.
-PROGRAMS = 8
+TILE = 1024
+"""Elements of a tile; half as many where they are loaded one by one."""
+WRITTEN_TILE = 4096
+"""The same where more is written than read: on an H200, tvd's backward of 4096 rows of 128256 bf16 takes 6 % less."""
+PROGRAMS = 64
+"""Programs per multiprocessor where each adds up several tiles: on an H200, jsd of 4096 rows of 128256 bf16 takes 0.541 ms,
+with the gradient 0.789; with 12 programs 0.590 and 0.831."""
 
 
 @triton.jit
-def place(tile, rows, columns, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The rows and columns of a tile, and which of its elements exist."""
-    row = (tile // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (tile % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return row, column, (row < rows) & (column < columns)
+def place(tile, rows, columns, blocks, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows and columns of a tile, and which of its elements exist: all, in tiles that divide one row, with WHOLE."""
+    if WHOLE:
+        row, column = 0, tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = tl.full((ROWS, BLOCK), True, tl.int1)
+    else:
+        row = (tile // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = (tile % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = (row < rows) & (column < columns)
+    return row, column, inside
 
 
 @triton.jit
@@ -130,7 +138,7 @@ def _scale(x, factor, size, BLOCK: tl.constexpr):
 class Tiles(NamedTuple):
     """How a tensor is divided into `count` tiles of `height` rows by `width` columns, `blocks` of them side by side.
 
-    `rows` and `columns` are the tensor's, or 1 and all its elements.
+    `rows` and `columns` are the tensor's, or 1 and all its elements. `whole`: so they are, and the tiles divide them.
     """
 
     rows: int
@@ -139,17 +147,14 @@ class Tiles(NamedTuple):
     height: int
     width: int
     count: int
+    whole: bool
 
 
-def tiles_of(x: Tensor, flat: bool = False, size: int | None = None) -> Tiles:
-    """The tiles of a tensor of two dimensions. A `flat` one, whose elements are all adjacent, is one long row.
-
-    `size` is how many elements a tile has where they are loaded 16 bytes at once.
-    """
+def tiles_of(x: Tensor, flat: bool = False, size: int = TILE) -> Tiles:
+    """The tiles of a tensor of two dimensions. A `flat` one, whose elements are all adjacent, is one long row."""
     rows, columns = x.shape
     if flat:
         rows, columns = 1, rows * columns
-    size = size or TILE_BYTES // x.element_size()
     if columns % 16:
         size //= 2  # where elements are loaded one by one, registers are short
     # Comparisons, so that a dynamic size stays dynamic while torch.compile traces.
@@ -158,12 +163,13 @@ def tiles_of(x: Tensor, flat: bool = False, size: int | None = None) -> Tiles:
         width *= 2
     height = 1 if flat else size // width
     blocks = (columns + width - 1) // width
-    return Tiles(rows, columns, blocks, height, width, (rows + height - 1) // height * blocks)
+    count = (rows + height - 1) // height * blocks
+    return Tiles(rows, columns, blocks, height, width, count, flat and columns % width == 0)
 
 
-def new_sums(tiles: Tiles, device: torch.device, programs: int = PROGRAMS) -> Tensor:
-    """Memory for the sum of each program of a grid of `programs` per multiprocessor, which add up several tiles each."""
-    return torch.empty(min(tiles.count, programs * sm_count(device)), dtype=torch.float32, device=device)
+def new_sums(tiles: Tiles, device: torch.device) -> Tensor:
+    """Memory for the sum of each program of a grid in which each adds up several tiles."""
+    return torch.empty(min(tiles.count, PROGRAMS * sm_count(device)), dtype=torch.float32, device=device)
 
 
 def count_of(labels: Tensor, ignore_index: int) -> Tensor:
@@ -182,6 +188,8 @@ def total(sums: Tensor, count: Tensor | None, divisor: int) -> Tensor:
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
     """x, multiplied in place by a float32 scalar; nothing is read or written when that is 1. `x` is contiguous."""
-    programs = min((x.numel() + 2047) // 2048, PROGRAMS * sm_count(x.device))
+    programs = min(
+        (x.numel() + 2047) // 2048, 16 * sm_count(x.device)
+    )  # as many as run at once: most often none has work
     _scale[(programs,)](x, factor, x.numel(), BLOCK=2048, num_warps=4)
     return x

@@ -7,27 +7,27 @@ from torch import Tensor
 
 from liger_core import tvd
 from liger_core.contract import Needs, Saved, implements
-from liger_triton.ops._divergences import count_of, new_sums, place, tiles_of, total, weight_of
+from liger_triton.ops._divergences import WRITTEN_TILE, count_of, new_sums, place, tiles_of, total, weight_of
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
 
 @triton.jit
-def _groups(tile, row, rows, columns, blocks, BLOCK: tl.constexpr):
-    """A tile's groups of eight columns, which of them exist, and how many a row has."""
+def _groups(tile, rows, columns, blocks, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a tile's groups of eight columns are, and which of them exist."""
     groups = (columns + 7) // 8
-    group = (tile % blocks).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
-    return group, (row < rows) & (group < groups), groups
+    row, group, inside = place(tile, rows, groups, blocks, WHOLE, ROWS, BLOCK // 8)
+    return row * groups + group, inside
 
 
 @kernel
 def _forward(
     losses, signs, sums, p, q, labels, rows, columns, blocks, p_stride, q_stride, ignore_index,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sum_lanes = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * blocks, tl.num_programs(0)):
-        row, column, inside = place(tile, rows, columns, blocks, ROWS, BLOCK)
+        row, column, inside = place(tile, rows, columns, blocks, WHOLE, ROWS, BLOCK)
         counted = inside
         if labels is not None:
             counted &= tl.load(labels + row, row < rows, other=ignore_index) != ignore_index
@@ -41,8 +41,8 @@ def _forward(
             # Eight elements' signs are one int16: 1 for a positive difference, 2 for a negative one.
             sign = tl.where(difference > 0.0, 1, tl.where(difference < 0.0, 2, 0))
             sign = tl.reshape(sign << (2 * tl.arange(0, BLOCK) % 16)[None, :], (ROWS, BLOCK // 8, 8))
-            group, group_inside, groups = _groups(tile, row, rows, columns, blocks, BLOCK)
-            tl.store(signs + row * groups + group, tl.sum(sign, 2), group_inside)
+            group, group_inside = _groups(tile, rows, columns, blocks, WHOLE, ROWS, BLOCK)
+            tl.store(signs + group, tl.sum(sign, 2), group_inside)
     if losses is None:
         tl.store(sums + tl.program_id(0), tl.sum(sum_lanes))
 
@@ -50,11 +50,12 @@ def _forward(
 @kernel(do_not_specialize=["divisor"])
 def _backward(
     dp, dloss, signs, count, rows, columns, blocks, dloss_stride, divisor,
-    PER_ELEMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PER_ELEMENT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, column, inside = place(tl.program_id(0), rows, columns, blocks, ROWS, BLOCK)
-    group, group_inside, groups = _groups(tl.program_id(0), row, rows, columns, blocks, BLOCK)
-    sign = tl.load(signs + row * groups + group, group_inside, other=0).to(tl.int32)
+    tile = tl.program_id(0)
+    row, column, inside = place(tile, rows, columns, blocks, WHOLE, ROWS, BLOCK)
+    group, group_inside = _groups(tile, rows, columns, blocks, WHOLE, ROWS, BLOCK)
+    sign = tl.load(signs + group, group_inside, other=0).to(tl.int32)
     sign = tl.broadcast_to(sign[:, :, None], (ROWS, BLOCK // 8, 8))
     sign = tl.reshape(sign, (ROWS, BLOCK)) >> (2 * tl.arange(0, BLOCK) % 16)[None, :]
     if PER_ELEMENT:
@@ -82,7 +83,7 @@ def forward(
     ignore_index: int = -100,
 ) -> tuple[Tensor, Saved]:
     rows, columns = p.shape
-    tiles = tiles_of(p)
+    tiles = tiles_of(p, labels is None and columns % 8 == 0 and p.is_contiguous() and q.is_contiguous())
     losses = torch.empty_like(p, memory_format=torch.contiguous_format) if reduction == "none" else None
     signs = torch.empty((rows, (columns + 7) // 8), dtype=torch.int16, device=p.device) if needs[0] else None
     sums = new_sums(tiles, p.device)
@@ -90,8 +91,8 @@ def forward(
     ps, p_stride = as_rows(p)
     qs, q_stride = as_rows(q)
     _forward[(sums.shape[0],)](
-        losses, signs, sums, ps, qs, labels, rows, columns, tiles.blocks, p_stride, q_stride, ignore_index,
-        ROWS=tiles.height, BLOCK=tiles.width, num_warps=4,
+        losses, signs, sums, ps, qs, labels, tiles.rows, tiles.columns, tiles.blocks, p_stride, q_stride, ignore_index,
+        WHOLE=tiles.whole, ROWS=tiles.height, BLOCK=tiles.width, num_warps=4,
     )  # fmt: skip
     count = count_of(labels, ignore_index) if labels is not None and reduction in ("batchmean", "mean") else None
     if losses is None:
@@ -106,11 +107,12 @@ def backward(
     like, signs, count = saved
     rows, columns = signs.shape[0], like.shape[1]
     dp = torch.empty((rows, columns), dtype=like.dtype, device=like.device)
-    tiles = tiles_of(dp)
     per_element = reduction == "none"
+    tiles = tiles_of(dp, columns % 8 == 0 and (not per_element or dloss.is_contiguous()), WRITTEN_TILE)
     dloss, dloss_stride = as_rows(dloss) if per_element else (dloss, 0)
     _backward[(tiles.count,)](
-        dp, dloss, signs, count, rows, columns, tiles.blocks, dloss_stride, _divisor(rows, columns, reduction, count),
-        PER_ELEMENT=per_element, ROWS=tiles.height, BLOCK=tiles.width, num_warps=4,
+        dp, dloss, signs, count, tiles.rows, tiles.columns, tiles.blocks, dloss_stride,
+        _divisor(rows, columns, reduction, count),
+        PER_ELEMENT=per_element, WHOLE=tiles.whole, ROWS=tiles.height, BLOCK=tiles.width, num_warps=4,
     )  # fmt: skip
     return (dp,)

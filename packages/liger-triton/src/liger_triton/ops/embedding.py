@@ -10,8 +10,9 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows, power_of_2
 
-FORWARD_TILE, FORWARD_WARPS = 2048, 4
-"""Elements a program gathers: it waits for an index first, so it takes more than a streaming kernel would."""
+FORWARD_TILE, FORWARD_COLUMNS, FORWARD_WARPS = 4096, 128, 4
+"""Elements and columns that a program gathers. All rows' first columns come before the next ones, so that a row that is
+asked for twice is still in the cache: on an H200, 65536 of 128256 rows of 4096 bf16 take 0.253 ms, by whole rows 0.263."""
 MOST_RANKED = 65536
 """Indices that are sorted here: on an H200, 16384 in 0.015 ms and 65536 in 0.051, where torch.sort takes 0.088 and 0.092.
 The work grows with their square."""
@@ -26,11 +27,11 @@ BACKWARD_BLOCK, BACKWARD_WARPS = 2048, 4
 
 @kernel
 def _look_up(
-    y, indices, weight, rows, vocabulary, columns, blocks, row_stride, column_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    y, indices, weight, rows, vocabulary, columns, row_stride, column_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tiles = tl.cdiv(rows, ROWS)
+    row = (tl.program_id(0) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     index = tl.load(indices + row, row < rows, other=0).to(tl.int64)[:, None]
     row = row[:, None]
     inside = (row < rows) & (column < columns)
@@ -152,11 +153,11 @@ def forward(needs: Needs, indices: Tensor, weight: Tensor, *, padding_idx: int |
     vocabulary, columns = weight.shape
     rows = indices.numel()
     y = torch.empty((*indices.shape, columns), dtype=weight.dtype, device=weight.device)
-    block = min(power_of_2(columns), FORWARD_TILE)
+    block = min(power_of_2(columns), FORWARD_COLUMNS)
     tile_rows, blocks = FORWARD_TILE // block, (columns + block - 1) // block
     row_stride, column_stride = weight.stride()
     _look_up[((rows + tile_rows - 1) // tile_rows * blocks,)](
-        y, indices.contiguous(), weight, rows, vocabulary, columns, blocks, row_stride, column_stride,
+        y, indices.contiguous(), weight, rows, vocabulary, columns, row_stride, column_stride,
         ROWS=tile_rows, BLOCK=block, num_warps=FORWARD_WARPS,
     )  # fmt: skip
     # The weight itself is not saved, so that it may change before backward: an empty tensor holds its rows and dtype.

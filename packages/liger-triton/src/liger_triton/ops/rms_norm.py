@@ -52,11 +52,11 @@ def _load_scale(weight, column, inside, offset):
 
 
 @triton.jit
-def _scaled(xs, r, weight, column, inside, offset, ROUND: tl.constexpr, NATIVE: tl.constexpr):
+def _scaled(xs, r, ws, offset, ROUND: tl.constexpr, NATIVE: tl.constexpr):
     """x · r · (offset + weight)."""
     y = xs.to(tl.float32) * r
-    if weight is not None:
-        scale = _round(_load_scale(weight, column, inside, offset), weight.dtype.element_ty, NATIVE)
+    if ws is not None:
+        scale = _round(tl.cast(offset, tl.float32) + ws.to(tl.float32), ws.dtype, NATIVE)
         y = _round(y, xs.dtype, ROUND) * scale
     return y
 
@@ -69,13 +69,15 @@ def _forward(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
+    # The weight before the row, so that nothing waits for it after the sum.
+    ws = None if weight is None else tl.load(weight + column, column < columns, other=0.0)
     xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside)
     if h is not None:
         tl.store(h + row * columns + column, xs, inside)
     r = _inverse_rms(tl.sum(_square(xs, NATIVE, BLOCK), 1, keep_dims=True), columns, eps, xs.dtype, NATIVE)
     if inverse_rms is not None:
         tl.store(inverse_rms + row, r, row < rows)
-    ys = _scaled(xs, r, weight, column, column < columns, offset, ROUND, NATIVE)
+    ys = _scaled(xs, r, ws, offset, ROUND, NATIVE)
     tl.store(y + row * columns + column, ys, inside)
 
 
@@ -99,7 +101,8 @@ def _forward_long(
         xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside)
         if h is not None:
             tl.store(h + row * columns + column, xs, inside)
-        ys = _scaled(xs, r, weight, column, inside, offset, ROUND, NATIVE)
+        ws = None if weight is None else tl.load(weight + column, inside, other=0.0)
+        ys = _scaled(xs, r, ws, offset, ROUND, NATIVE)
         tl.store(y + row * columns + column, ys, inside)
 
 
@@ -196,6 +199,8 @@ def launch_forward(
     rounds, native = casting_mode != "gemma", casting_mode == "none"
     if columns <= LONGEST_FORWARD:
         tile_rows, block, warps = tile_of(columns)
+        if block == 8192:
+            warps = 8  # on an H200, 16384 rows of bf16 take 0.134 ms, with 16 warps 0.137
         _forward[((rows + tile_rows - 1) // tile_rows,)](
             y, h, inverse_rms, x, residual, weight, rows, columns, x_stride, residual_stride, eps, offset,
             ROUND=rounds, NATIVE=native, ROWS=tile_rows, BLOCK=block, num_warps=warps,

@@ -13,7 +13,7 @@ from liger_conformance.compare import compare
 from liger_conformance.running import Target, baseline_and_truth, evaluate, only
 from liger_core.contract import ops
 from liger_cutile import backend
-from liger_cutile.ops import _grid
+from liger_cutile.ops import _grid, embedding
 
 DEVICE = liger_core.infer_device()
 if why := backend.missing(DEVICE):
@@ -192,6 +192,11 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("embedding", "a long run of padding", look_up(skewed, padding_idx=0)),
     ("embedding", "chunks without a run", look_up(lambda make: make.integers(0, 900, 2600), vocabulary=900)),
     ("kl_div", "several tiles a block", case("kl_div", rows=140, vocabulary=1030)),
+    (
+        "kl_div",
+        "several tiles a block, of the target's logarithm",
+        case("kl_div", rows=140, vocabulary=1030, log_target=True),
+    ),
     ("tvd", "several tiles a block", case("tvd", rows=140, vocabulary=1030, ignored=0.3)),
     ("jsd", "several tiles a block", case("jsd", rows=140, vocabulary=1030)),
     ("jsd", "several tiles a block, with labels", case("jsd", rows=140, vocabulary=1030, ignored=0.3)),
@@ -200,7 +205,7 @@ CASES: tuple[tuple[str, str, Build], ...] = (
 )
 
 LONG_GRIDS = (
-    ("kl_div", case("kl_div", rows=7, vocabulary=1030)),
+    ("kl_div", case("kl_div", rows=7, vocabulary=1030, reduction="none")),
     ("tvd", case("tvd", rows=7, vocabulary=1030)),
     ("grpo_loss", case("grpo_loss", batch=2, length=3, vocabulary=70, masked=0.3)),
 )
@@ -218,6 +223,23 @@ def test_grids_of_several_rows(monkeypatch: pytest.MonkeyPatch, name: str, build
     """More blocks than a dimension of a grid may have: the last row of blocks isn't full."""
     monkeypatch.setattr(_grid, "MOST_BLOCKS", 5)
     check(name, build, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("rows", [1, 64, 65, 1024, 1100, 2600])
+def test_sort_of_indices(rows: int, dtype: torch.dtype) -> None:
+    """Equal indices stay in order, and those out of range come first."""
+    indices = Make(torch.float32, DEVICE).integers(-3, 300, rows, dtype=dtype)
+    keys, order = embedding._sort(indices, 290)
+    expected_keys, expected_order = torch.sort(indices.masked_fill(indices >= 290, -1).clamp(min=-1), stable=True)
+    assert torch.equal(keys.to(dtype), expected_keys)
+    assert torch.equal(order.long(), expected_order)
+
+
+def test_more_indices_than_are_sorted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch sorts them, to 64-bit numbers."""
+    monkeypatch.setattr(embedding, "MOST_RANKED", 2599)
+    check("embedding", look_up(skewed), torch.bfloat16)
 
 
 def check(name: str, build: Build, dtype: torch.dtype) -> None:

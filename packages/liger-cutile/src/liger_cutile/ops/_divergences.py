@@ -7,9 +7,10 @@ run to run, without atomics.
 import cuda.tile as ct
 from torch import Tensor
 
+from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._launch import ConstInt, given, launch
-from liger_cutile.ops._rows import blocks, power_of_2
+from liger_cutile.ops._rows import as_one_row, blocks, power_of_2
 from liger_cutile.ops._tiles import ZERO
 
 # Of a tile that is read by TMA, and blocks on a multiprocessor: without the hint, the compiler gives one all registers.
@@ -147,6 +148,15 @@ def _total(total, sums, count, divisor, BLOCK: ConstInt):
     ct.store(total, (0,), ct.sum(lanes) / divisor)
 
 
+@ct.kernel(occupancy=WRITTEN_OCCUPANCY)
+def _scale(x, factor, ROWS: ConstInt, BLOCK: ConstInt):
+    by = ct.load(factor, (0,), ())
+    if by != 1.0:
+        for tile in range(ct.bid(0), tile_count(x, ROWS, BLOCK), ct.num_blocks(0)):
+            at = place(x, tile, ROWS, BLOCK)
+            store_directly(x, at, load_directly(x, at, ROWS, BLOCK) * by)
+
+
 def tile_of(x: Tensor, tile_bytes: int = TILE_BYTES) -> tuple[int, int]:
     """Rows and columns of the tiles of a tensor of two dimensions."""
     size = tile_bytes // x.element_size()
@@ -174,3 +184,11 @@ def launch_count(count: Tensor, labels: Tensor, ignore_index: int) -> None:
 def launch_total(total: Tensor, sums: Tensor, count: Tensor | None, divisor: float) -> None:
     """Write Σ sums / divisor, and divided by `count` when there is one, to ``float32[1]``."""
     launch(_total, (1,), total, sums, count, float(divisor), 1024)
+
+
+@opaque(writes=("x",))
+def launch_scale(x: Tensor, factor: Tensor) -> None:
+    """Multiply a contiguous tensor of two dimensions by a scalar; it isn't read where that is 1."""
+    (x,) = as_one_row(x)
+    rows, block = tile_of(x, WRITTEN_BYTES)
+    launch(_scale, (persistent(x, rows, block, WRITTEN_OCCUPANCY),), x, factor.view(1), rows, block)

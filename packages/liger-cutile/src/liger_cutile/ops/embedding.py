@@ -10,9 +10,18 @@ from liger_core.opaque import opaque
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 
-# Elements that a block of the forward gathers, and most columns of one of the backward.
-FORWARD_TILE = 2048
+# Elements and columns that a block of the forward gathers. All rows' first columns come before the next ones, so that a row
+# that is asked for twice is still in the cache.
+FORWARD_TILE, FORWARD_COLUMNS = 4096, 128
+# Most columns of a block of the backward.
 BACKWARD_BLOCK = 2048
+# Indices that are sorted here: on an H200, 16384 in 0.010 ms and 65536 in 0.032, where torch.sort takes 0.082 and 0.075.
+MOST_RANKED = 65536
+# Indices that a block sorts by comparing each with each, sorted parts that are merged at a time, and indices whose places
+# among them a block finds.
+PART, PARTS, MERGED = 64, 16, 32
+# More than any index.
+LARGEST = (1 << 31) - 1
 # Sorted positions that are summed ahead, by a block of their own, where all of them have the same index.
 CHUNK = 64
 # Rows of dy that a block has under way.
@@ -33,6 +42,47 @@ def _look_up(y, indices, weight, ROWS: ConstInt, BLOCK: ConstInt):
 def _columns(column, BLOCK):
     """The columns of the tile number `column`, ``[1, BLOCK]``."""
     return ct.reshape(column * BLOCK + ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
+
+
+@ct.kernel
+def _sort_parts(keys, order, indices, vocabulary, PART: ConstInt):
+    """Sort each part by itself: the place of an index is how many are less, or equal and before it. Out of range is -1."""
+    start = ct.bid(0) * PART
+    position = start + ct.arange(PART, dtype=ct.int32)
+    exists = position < indices.shape[0]
+    index = ct.gather(indices, position)
+    key = ct.astype(ct.where((index >= 0) & (index < vocabulary), index, -1), ct.int32)
+    other, value, at = ct.where(exists, key, LARGEST), ct.reshape(key, (PART, 1)), ct.reshape(position, (PART, 1))
+    first = (other < value) | ((other == value) & (position < at))
+    place = start + ct.sum(ct.where(first, 1, 0), axis=1)
+    ct.scatter(keys, place, key, mask=exists)
+    ct.scatter(order, place, position, mask=exists)
+
+
+@ct.kernel
+def _merge_parts(keys, order, part_keys, part_order, size, PARTS: ConstInt, MERGED: ConstInt):
+    """Merge each PARTS parts: the place of an index is how many are first in each of them, by binary search."""
+    position = ct.bid(0) * MERGED + ct.arange(MERGED, dtype=ct.int32)
+    exists = position < keys.shape[0]
+    key = ct.gather(part_keys, position)
+    own = ct.bid(0) * MERGED // size
+    first = own // PARTS * PARTS
+    part = first + ct.arange(PARTS, dtype=ct.int32)
+    # An equal one is first where its part is.
+    limit = ct.reshape(key, (MERGED, 1)) + ct.where(part < own, 1, 0)
+    # Transposed, neighbouring threads would search in different parts: tileiras 13.4 deals out the rows first.
+    count = ct.zeros((MERGED, PARTS), ct.int32)
+    step = size // 2
+    while step > 0:
+        last = ct.gather(part_keys, part * size + count + (step - 1), padding_value=LARGEST)
+        count += ct.where(last < limit, step, 0)
+        step = step // 2
+    last = ct.gather(part_keys, part * size + count, padding_value=LARGEST)
+    count += ct.where(last < limit, 1, 0)
+    count = ct.where(part == own, ct.reshape(position, (MERGED, 1)) - own * size, count)
+    place = first * size + ct.sum(count, axis=1)
+    ct.scatter(keys, place, key, mask=exists)
+    ct.scatter(order, place, ct.gather(part_order, position), mask=exists)
 
 
 @ct.function
@@ -98,7 +148,7 @@ def _sum_runs(
 def _launch_forward(y: Tensor, indices: Tensor, weight: Tensor) -> None:
     y, indices = as_rows(y), indices.reshape(-1)
     rows, columns = y.shape
-    block = min(power_of_2(columns), FORWARD_TILE)
+    block = min(power_of_2(columns), FORWARD_COLUMNS)
     tile_rows = FORWARD_TILE // block
     launch(_look_up, (blocks(rows, tile_rows), blocks(columns, block)), y, indices, weight, tile_rows, block)
 
@@ -108,7 +158,7 @@ def _launch_backward(dweight: Tensor, dy: Tensor, indices: Tensor, padding: int)
     dy = as_rows(dy)
     rows, columns = dy.shape
     vocabulary = dweight.shape[0]
-    keys, order = torch.sort(indices.reshape(-1), stable=True)
+    keys, order = _sort(indices.reshape(-1), vocabulary)
     block = min(power_of_2(columns), BACKWARD_BLOCK)
     across = blocks(columns, block)
     # So that a frequent index, such as padding, doesn't keep its block for long, chunks that lie inside a run are summed
@@ -123,6 +173,20 @@ def _launch_backward(dweight: Tensor, dy: Tensor, indices: Tensor, padding: int)
         CHUNK, AT_ONCE, block, FOUND,
     )  # fmt: skip
     launch(_sum_runs, (vocabulary, across), dweight, dy, partial, order, starts, padding, CHUNK, AT_ONCE, block)
+
+
+def _sort(indices: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The indices in order, those out of range at the ends, and where each was."""
+    rows = indices.shape[0]
+    if rows > MOST_RANKED:
+        return torch.sort(indices, stable=True)
+    keys, order, *spare = (torch.empty(rows, dtype=torch.int32, device=indices.device) for _ in range(4))
+    launch(_sort_parts, (blocks(rows, PART),), keys, order, indices, vocabulary, PART)
+    size = PART
+    while size < rows:
+        launch(_merge_parts, (blocks(rows, MERGED),), *spare, keys, order, size, PARTS, MERGED)
+        (keys, order), spare, size = spare, (keys, order), size * PARTS
+    return keys, order
 
 
 @implements(embedding)

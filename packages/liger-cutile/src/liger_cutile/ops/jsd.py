@@ -14,21 +14,18 @@ from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import (
     OCCUPANCY,
     TILE_BYTES,
-    WRITTEN_BYTES,
-    WRITTEN_OCCUPANCY,
     above_mixture,
     any_of,
     exp,
     finite,
     launch_count,
+    launch_scale,
     launch_total,
     load,
     load_counted,
-    load_directly,
     persistent,
     place,
     store,
-    store_directly,
     tile_count,
     tile_of,
 )
@@ -124,15 +121,6 @@ def _divergences(
         ct.store(sums, (ct.bid(0),), ct.sum(lanes))
 
 
-@ct.kernel(occupancy=WRITTEN_OCCUPANCY)
-def _scale(x, factor, ROWS: ConstInt, BLOCK: ConstInt):
-    by = ct.load(factor, (0,), ())
-    if by != 1.0:
-        for tile in range(ct.bid(0), tile_count(x, ROWS, BLOCK), ct.num_blocks(0)):
-            at = place(x, tile, ROWS, BLOCK)
-            store_directly(x, at, load_directly(x, at, ROWS, BLOCK) * by)
-
-
 @opaque(writes=("loss", "dstudent", "count"))
 def _launch_forward(
     loss: Tensor,
@@ -164,13 +152,6 @@ def _launch_backward(
     if dloss is not None:
         dloss = dloss.view(1)
     _run(False, dstudent, dloss, student, teacher, labels, count, beta, ignore_index)
-
-
-@opaque(writes=("dstudent",))
-def _launch_scale(dstudent: Tensor, dloss: Tensor) -> None:
-    (x,) = as_one_row(dstudent)
-    rows, block = tile_of(x, WRITTEN_BYTES)
-    launch(_scale, (persistent(x, rows, block, WRITTEN_OCCUPANCY),), x, dloss.view(1), rows, block)
 
 
 def _run(
@@ -236,5 +217,5 @@ def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_i
         # For a backward before this one has taken what was made: the same bits again.
         _launch_backward(dstudent, None if last else dloss, student, teacher, labels, count, beta, ignore_index)
     if last:
-        _launch_scale(dstudent, dloss)
+        launch_scale(dstudent, dloss)
     return (dstudent,)

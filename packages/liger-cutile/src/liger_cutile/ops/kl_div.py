@@ -1,17 +1,23 @@
-"""KL divergence: both tensors are read once; backward needs the target alone."""
+"""KL divergence: both tensors are read once, for the loss and for its gradient, which needs the target alone.
+
+The gradient is made in forward, for a loss whose own gradient is 1; where that is another, as of a loss that is multiplied
+by a weight, backward scales it, a pass more that reads and writes it. It is made in backward for a loss of each element,
+in a trace, and in float16, where it could underflow before it is scaled.
+"""
 
 import cuda.tile as ct
 import torch
 from torch import Tensor
 
 from liger_core import kl_div
-from liger_core.contract import Needs, Saved, implements
+from liger_core.contract import Needs, Once, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import (
     OCCUPANCY,
     WRITTEN_BYTES,
     WRITTEN_OCCUPANCY,
     exp,
+    launch_scale,
     launch_total,
     load,
     load_directly,
@@ -30,27 +36,31 @@ from liger_cutile.ops._rows import as_one_row
 
 @ct.function
 def _term(x, t, eps, LOG_TARGET, EXACT):
+    """A term of the divergence, and the probability of the target."""
     if LOG_TARGET:
         y = exp(t, EXACT)
         log_y = t
     else:
         y = t
         log_y = ct.log(ct.maximum(t, eps, propagate_nan=True))
-    return ct.where(y == 0.0, 0.0, y * (log_y - x))
+    return ct.where(y == 0.0, 0.0, y * (log_y - x)), y
 
 
 @ct.kernel(occupancy=OCCUPANCY)
 def _forward(
-    losses, sums, log_pred, target, eps, LOG_TARGET: ConstBool, EXACT: ConstBool, ROWS: ConstInt, BLOCK: ConstInt
+    losses, sums, dlog_pred, log_pred, target, eps, factor,
+    LOG_TARGET: ConstBool, EXACT: ConstBool, ROWS: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
     lanes = ct.zeros((ROWS, BLOCK), ct.float32)
     for tile in range(ct.bid(0), tile_count(target, ROWS, BLOCK), ct.num_blocks(0)):
         at = place(target, tile, ROWS, BLOCK)
-        term = _term(load(log_pred, at, ROWS, BLOCK), load(target, at, ROWS, BLOCK), eps, LOG_TARGET, EXACT)
+        term, y = _term(load(log_pred, at, ROWS, BLOCK), load(target, at, ROWS, BLOCK), eps, LOG_TARGET, EXACT)
         if given(losses):
             store(losses, at, term)
         else:
             lanes += term
+        if given(dlog_pred):
+            store(dlog_pred, at, -y * factor)
     if given(sums):
         ct.store(sums, (ct.bid(0),), ct.sum(lanes))
 
@@ -67,13 +77,22 @@ def _backward(
         y = load_directly(target, at, ROWS, BLOCK)
         if LOG_TARGET:
             y = exp(y, EXACT)
-        scale = load_directly(dloss, at, ROWS, BLOCK) if PER_ELEMENT else ct.load(dloss, (0,), ()) * factor
-        store_directly(dlog_pred, at, -y * scale)
+        if PER_ELEMENT:
+            factor = load_directly(dloss, at, ROWS, BLOCK)
+        elif given(dloss):
+            factor = ct.load(dloss, (0,), ()) * factor
+        store_directly(dlog_pred, at, -y * factor)
 
 
-@opaque(writes=("loss",))
+@opaque(writes=("loss", "dlog_pred"))
 def _launch_forward(
-    loss: Tensor, log_pred: Tensor, target: Tensor, reduction: str, log_target: bool, eps: float
+    loss: Tensor,
+    dlog_pred: Tensor | None,
+    log_pred: Tensor,
+    target: Tensor,
+    reduction: str,
+    log_target: bool,
+    eps: float,
 ) -> None:
     divisor, exact = _divisor(log_pred, reduction), log_pred.dtype is torch.float32
     losses = sums = None
@@ -81,23 +100,29 @@ def _launch_forward(
         losses, log_pred, target = as_one_row(loss, log_pred, target)
     else:
         log_pred, target = as_one_row(log_pred, target)
+    if dlog_pred is not None:
+        dlog_pred = dlog_pred.view_as(log_pred)
     rows, block = tile_of(log_pred)
     grid = persistent(log_pred, rows, block)
     if losses is None:
         sums = torch.empty(grid, dtype=torch.float32, device=loss.device)
-    launch(_forward, (grid,), losses, sums, log_pred, target, float(eps), log_target, exact, rows, block)
+    launch(
+        _forward, (grid,), losses, sums, dlog_pred, log_pred, target, float(eps), 1.0 / divisor,
+        log_target, exact, rows, block,
+    )  # fmt: skip
     if sums is not None:
         launch_total(loss.view(1), sums, None, divisor)
 
 
 @opaque(writes=("dlog_pred",))
-def _launch_backward(dlog_pred: Tensor, dloss: Tensor, target: Tensor, reduction: str, log_target: bool) -> None:
+def _launch_backward(dlog_pred: Tensor, dloss: Tensor | None, target: Tensor, reduction: str, log_target: bool) -> None:
+    """`dloss` is 1 for None."""
     divisor, exact = _divisor(dlog_pred, reduction), dlog_pred.dtype is torch.float32
     if reduction == "none":
         dlog_pred, dloss, target = as_one_row(dlog_pred, dloss, target)
     else:
         dlog_pred, target = as_one_row(dlog_pred, target)
-        dloss = dloss.view(1)
+        dloss = None if dloss is None else dloss.view(1)
     rows, block = tile_of(dlog_pred, WRITTEN_BYTES)
     launch(
         _backward, one_each(tiles_of(target, rows, block)), dlog_pred, dloss, target, 1.0 / divisor,
@@ -123,15 +148,28 @@ def forward(
         loss = torch.empty_like(log_pred, memory_format=torch.contiguous_format)
     else:
         loss = torch.empty((), dtype=torch.float32, device=log_pred.device)
-    _launch_forward(loss, log_pred, target, reduction, log_target, eps)
+    scales = reduction != "none" and log_pred.dtype is not torch.float16
+    now = needs[0] and scales and not torch.compiler.is_compiling()
+    dlog_pred = torch.empty_like(log_pred, memory_format=torch.contiguous_format) if now else None
+    _launch_forward(loss, dlog_pred, log_pred, target, reduction, log_target, eps)
+    if not needs[0]:
+        return loss, ()
     # Of log_pred only the dtype is needed.
-    return loss, (log_pred.new_empty(0), target) if needs[0] else ()
+    saved = log_pred.new_empty(0), target
+    return loss, (*saved, Once(dlog_pred)) if now else saved
 
 
 def backward(
     needs: Needs, saved: Saved, dloss: Tensor, *, reduction: str, log_target: bool, eps: float
 ) -> tuple[Tensor | None, ...]:
-    like, target = saved
-    dlog_pred = torch.empty(*target.shape, dtype=like.dtype, device=target.device)
-    _launch_backward(dlog_pred, dloss, target, reduction, log_target)
+    like, target, *last = saved
+    made = last[0].take() if last else None
+    if made is not None:
+        (dlog_pred,) = made
+    else:
+        dlog_pred = torch.empty(*target.shape, dtype=like.dtype, device=target.device)
+        # For a backward before this one has taken what was made: the same bits again.
+        _launch_backward(dlog_pred, None if last else dloss, target, reduction, log_target)
+    if last:
+        launch_scale(dlog_pred, dloss)
     return (dlog_pred,)

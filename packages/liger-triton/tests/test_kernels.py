@@ -178,7 +178,7 @@ def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypa
         monkeypatch.setattr(f"liger_triton.ops.{module}.sm_count", lambda device: 1)
         monkeypatch.setattr(f"liger_triton.ops.{module}.shared_memory", lambda device: 227 << 10)
     monkeypatch.setattr("liger_triton.ops._divergences.sm_count", lambda device: 1)
-    monkeypatch.setattr("liger_triton.ops.jsd.PROGRAMS", 1)
+    monkeypatch.setattr("liger_triton.ops._divergences.PROGRAMS", 1)
     monkeypatch.setattr("liger_triton.ops.embedding.MOST_RANKED", 4096)
     monkeypatch.setattr("liger_triton.ops.grpo_loss.TILE", 32)  # tokens, so that a few rows are several tiles
     arguments = build(Make(dtype, DEVICE))

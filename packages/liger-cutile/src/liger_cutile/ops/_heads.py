@@ -1,11 +1,15 @@
 """Tensors of heads, ``[B, ., ., D]``, for kernels that index all four dimensions."""
 
-from collections.abc import Iterator
+import functools
 
 import cuda.tile as ct
+import torch
 from torch import Tensor
 
-from liger_cutile.ops._rows import LARGEST
+from liger_cutile.ops._rows import LARGEST, blocks, power_of_2
+
+# Columns of heads in a tile: of each half of a head, or pairs of columns.
+TILE = 2048
 
 
 @ct.function
@@ -17,17 +21,58 @@ def load_heads(array, place, shape, CHECK):
     return ct.astype(ct.load(array, place, shape, check_bounds=CHECK), ct.float32)
 
 
-def within_reach(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
-    """The tensors as they are; or sample by sample, where the distance of two samples is too long for a kernel.
+@functools.lru_cache
+def tiling(columns: int, rest: int, length: int, q_heads: int, k_heads: int) -> tuple[int, bool, tuple[int, ...]]:
+    """How heads are cut into blocks, each of some tokens and all their heads.
+
+    Args:
+        columns: of a head that are rotated.
+        rest: its other columns.
+        length: tokens of a sample.
+        q_heads: heads of q, or 1 where there is no q.
+        k_heads: heads of k, or 1 where there is no k.
+
+    Returns:
+        How many blocks take a sample, whether all their tiles lie inside of q and k, and of a block: its tokens; of q,
+        and of k, how many tiles and their heads; columns of half a head.
+    """
+    half = power_of_2(columns // 2)
+    most = max(1, TILE // max(half, power_of_2(rest)))
+    q_tile, k_tile = min(power_of_2(q_heads, 1), most), min(power_of_2(k_heads, 1), most)
+    tokens = min(max(1, most // max(q_tile, k_tile)), power_of_2(length, 1))
+    whole = half * 2 == columns and length % tokens == 0 and q_heads % q_tile == 0 and k_heads % k_tile == 0
+    tiles = blocks(q_heads, q_tile), q_tile, blocks(k_heads, k_tile), k_tile
+    return blocks(length, tokens), whole, (tokens, *tiles, half)
+
+
+def like(x: Tensor | None) -> Tensor | None:
+    """A tensor for what is made of x: without gaps, its second and third dimensions in the order of x's."""
+    if x is None:
+        return None
+    _, outer, inner, _ = x.stride()
+    if outer >= inner:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    _, second, third, columns = x.shape
+    return x.new_empty_strided(x.shape, (second * third * columns, columns, second * columns, 1))
+
+
+def far_apart(*tensors: Tensor | None) -> bool:
+    """Whether the distance of two samples is too long for a kernel."""
+    return any(x is not None and x.stride()[0] > LARGEST for x in tensors)
+
+
+def within_reach(*tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
+    """The tensors as they are; or sample by sample, where they are too far apart.
 
     A tensor of one sample goes with every sample of the others.
     """
-    if all(x is None or x.stride(0) <= LARGEST for x in tensors):
-        yield tensors
-        return
-    for sample in range(max(x.shape[0] for x in tensors if x is not None)):
-        # A single sample's distance from the next is of no account.
-        yield tuple(
+    if not far_apart(*tensors):
+        return [tensors]
+    # A single sample's distance from the next is of no account.
+    return [
+        tuple(
             None if x is None else x[sample % x.shape[0]].as_strided((1, *x.shape[1:]), (0, *x.stride()[1:]))
             for x in tensors
         )
+        for sample in range(max(x.shape[0] for x in tensors if x is not None))
+    ]

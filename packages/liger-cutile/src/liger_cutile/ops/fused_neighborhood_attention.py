@@ -35,6 +35,7 @@ from liger_cutile.ops._attention import (
 )
 from liger_cutile.ops._device import multiplies_from_shared
 from liger_cutile.ops._exp import exp_like
+from liger_cutile.ops._heads import far_apart, like
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstInt, given, launch
 from liger_cutile.ops._rows import LARGEST, blocks, power_of_2
 
@@ -249,9 +250,11 @@ def _backward_near(
 
 
 class Tiling(NamedTuple):
-    """Sizes of tiles.
+    """Sizes of tiles, and of windows.
 
     Attributes:
+        dilation: as small as it may be without a difference.
+        reach: how far a position sees in steps of it; likewise.
         chunk: columns at a time, of the products that make the scores.
         width: columns of the output that a block makes.
         block: positions of a block.
@@ -259,6 +262,8 @@ class Tiling(NamedTuple):
         near: whether all that a block sees is in the tiles of `step` positions beside it, and fits registers.
     """
 
+    dilation: int
+    reach: int
     chunk: int
     width: int
     block: int
@@ -266,20 +271,26 @@ class Tiling(NamedTuple):
     near: bool
 
 
-def _tiling(q: Tensor, kernel_size: int, dilation: int) -> Tiling:
+@functools.lru_cache
+def _choose_tiling(length: int, head: int, size: int, device: torch.device, kernel_size: int, dilation: int) -> Tiling:
     """Chosen by what compiles without spills, or next to none (tileiras 13.4).
 
     On an H200, (1, 16, 8192, 128) and (2, 16, 2048, 64) in bfloat16, kernel_size 7: near takes 0.047 and 0.022 ms forward,
     0.136 and 0.039 backward; not near, 0.071 and 0.036, 0.186 and 0.131.
     """
-    width = power_of_2(q.shape[3])
-    _, reach = _window(q.shape[2], kernel_size, dilation)
-    if q.element_size() == 4:  # no tensor cores: each thread holds what its elements of a product are made of
-        return Tiling(16, min(width, 32), 32, 16, near=False)
-    block = 64 if multiplies_from_shared(q.device) else 32
+    width = power_of_2(head)
+    window = dilation, reach = _window(length, kernel_size, dilation)
+    if size == 4:  # no tensor cores: each thread holds what its elements of a product are made of
+        return Tiling(*window, 16, min(width, 32), 32, 16, near=False)
+    block = 64 if multiplies_from_shared(device) else 32
     if width <= 128 and reach <= 16:
-        return Tiling(width, width, block, 16, near=True)
-    return Tiling(min(width, 256), min(width, 256), block, 32 if reach <= 32 else block, near=False)
+        return Tiling(*window, width, width, block, 16, near=True)
+    return Tiling(*window, min(width, 256), min(width, 256), block, 32 if reach <= 32 else block, near=False)
+
+
+def _tiling(q: Tensor, kernel_size: int, dilation: int) -> Tiling:
+    _, _, length, head = q.shape
+    return _choose_tiling(length, head, q.element_size(), q.device, kernel_size, dilation)
 
 
 @functools.cache
@@ -298,29 +309,33 @@ def _window(length: int, kernel_size: int, dilation: int) -> tuple[int, int]:
 
 def _launch(
     kernel: Any,
+    tiling: Tiling,
     of_lines: tuple[Tensor | None, ...],
     of_positions: tuple[Tensor | None, ...],
     q: Tensor,
-    kernel_size: int,
-    dilation: int,
     scale: float | None,
 ) -> None:
     """Launch a kernel that takes tensors of `_new_of_lines` and some of q's shape."""
     batch, heads, length, head = q.shape
-    dilation, reach = _window(length, kernel_size, dilation)
-    tiling = _tiling(q, kernel_size, dilation)
+    dilation = tiling.dilation
     hinted = _hinted(kernel, tiling, q.element_size())
     tiles, parts = blocks(blocks(length, dilation), tiling.block), blocks(head, tiling.width)
-    of_sample = heads * dilation * tiles * parts
-    far_apart = any(x is not None and x.stride(0) > LARGEST for x in of_positions)
-    some = 1 if far_apart else max(1, MOST_BLOCKS // of_sample)
+    lines = heads * dilation
+    of_sample = lines * tiles * parts
+    apart = far_apart(*of_positions)
+    some = 1 if apart else max(1, MOST_BLOCKS // of_sample)
     for begin in range(0, batch, some):
         count = min(some, batch - begin)
+        own_lines, positions = of_lines, of_positions
+        if count < batch or apart:
+            own_lines = [None if x is None else x[begin * lines : (begin + count) * lines] for x in of_lines]
+            positions = [None if x is None else _samples(x, begin, count) for x in of_positions]
+        if length % dilation == 0:  # positions are split by residue
+            shape = count, heads, length // dilation, dilation, head
+            positions = [None if x is None else x.view(*shape) for x in positions]
         launch(
-            hinted, (count * of_sample,),
-            *[None if x is None else _samples(x, begin, count).flatten(0, 1) for x in of_lines],
-            *[None if x is None else _residues(_samples(x, begin, count), dilation) for x in of_positions],
-            head**-0.5 if scale is None else float(scale), heads, length, dilation, tiles, reach,
+            hinted, (count * of_sample,), *own_lines, *positions,
+            head**-0.5 if scale is None else float(scale), heads, length, dilation, tiles, tiling.reach,
             head, tiling.chunk, tiling.width, parts, tiling.block, tiling.step,
         )  # fmt: skip
 
@@ -329,20 +344,14 @@ def _new_of_lines(q: Tensor, rows: int, kernel_size: int, dilation: int) -> Tens
     """Memory for some float32 numbers per query, those of a residue of a sample's head together."""
     batch, heads, length, _ = q.shape
     dilation, _ = _window(length, kernel_size, dilation)
-    shape = batch, heads * dilation, rows, blocks(length, dilation)
+    shape = batch * heads * dilation, rows, blocks(length, dilation)
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def _samples(x: Tensor, begin: int, count: int) -> Tensor:
-    return x if count == x.shape[0] else x[begin : begin + count]
-
-
-def _residues(x: Tensor, dilation: int) -> Tensor:
-    """Samples of x, their positions split by residue where that is a view: where the dilation divides the length."""
-    if x.stride(0) > LARGEST:  # of one sample, which a kernel takes for a stride all the same
-        x = x[0].expand(x.shape)
-    batch, heads, length, head = x.shape
-    return x if length % dilation else x.view(batch, heads, length // dilation, dilation, head)
+    if count == 1:  # a kernel takes the distance from the next one for a stride all the same
+        return x[begin].expand(1, *x.shape[1:])
+    return x[begin : begin + count]
 
 
 @opaque(writes=("statistics", "o"))
@@ -356,8 +365,8 @@ def _launch_forward(
     dilation: int,
     scale: float | None,
 ) -> None:
-    kernel = _forward_near if _tiling(q, kernel_size, dilation).near else _forward
-    _launch(kernel, (statistics,), (o, q, k, v), q, kernel_size, dilation, scale)
+    tiling = _tiling(q, kernel_size, dilation)
+    _launch(_forward_near if tiling.near else _forward, tiling, (statistics,), (o, q, k, v), q, scale)
 
 
 @opaque(writes=("dq", "dk", "dv"))
@@ -375,27 +384,21 @@ def _launch_backward(
     dilation: int,
     scale: float | None,
 ) -> None:
-    if _tiling(q, kernel_size, dilation).near:
-        _launch(_backward_near, (statistics,), (dq, dk, dv, o, do, q, k, v), q, kernel_size, dilation, scale)
+    tiling = _tiling(q, kernel_size, dilation)
+    if tiling.near:
+        _launch(_backward_near, tiling, (statistics,), (dq, dk, dv, o, do, q, k, v), q, scale)
         return
     mean = None if dk is None else _new_of_lines(q, 1, kernel_size, dilation)
     if dq is not None or mean is not None:
-        _launch(_backward_queries, (mean, statistics), (dq, o, do, q, k, v), q, kernel_size, dilation, scale)
+        _launch(_backward_queries, tiling, (mean, statistics), (dq, o, do, q, k, v), q, scale)
     if dk is not None or dv is not None:
-        _launch(_backward_keys, (statistics, mean), (dk, dv, do, q, k, v), q, kernel_size, dilation, scale)
-
-
-def _new(q: Tensor) -> Tensor:
-    """A tensor without gaps, laid out like q: the heads of a token together, as in a transposed view, or apart."""
-    if q.stride(1) >= q.stride(2):
-        return torch.empty_like(q, memory_format=torch.contiguous_format)
-    _, heads, length, head = q.shape
-    return q.new_empty_strided(q.shape, (length * heads * head, head, heads * head, 1))
+        _launch(_backward_keys, tiling, (statistics, mean), (dk, dv, do, q, k, v), q, scale)
 
 
 def _adjacent(x: Tensor) -> Tensor:
     """x with adjacent columns, and with strides that a kernel takes, but for that of samples."""
-    return x if x.stride(3) == 1 and max(x.stride(1), x.stride(2)) <= LARGEST else x.contiguous()
+    _, heads, positions, columns = x.stride()
+    return x if columns == 1 and max(heads, positions) <= LARGEST else x.contiguous()
 
 
 @implements(fused_neighborhood_attention)
@@ -410,7 +413,7 @@ def forward(
     scale: float | None = None,
 ) -> tuple[Tensor, Saved]:
     q, k, v = _adjacent(q), _adjacent(k), _adjacent(v)
-    o = _new(q)
+    o = like(q)
     if True not in needs:
         _launch_forward(None, o, q, k, v, kernel_size, dilation, scale)
         return o, ()
@@ -424,6 +427,6 @@ def backward(
     needs: Needs, saved: Saved, do: Tensor, *, kernel_size: int, dilation: int, scale: float | None
 ) -> tuple[Tensor | None, ...]:
     q, k, v, o, statistics = saved
-    dq, dk, dv = (_new(q) if need else None for need in needs)
+    dq, dk, dv = (like(q) if need else None for need in needs)
     _launch_backward(dq, dk, dv, statistics, o, _adjacent(do), q, k, v, kernel_size, dilation, scale)
     return dq, dk, dv

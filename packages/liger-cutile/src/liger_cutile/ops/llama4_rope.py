@@ -7,13 +7,9 @@ from torch import Tensor
 from liger_core import llama4_rope
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._heads import load_heads, within_reach
+from liger_cutile.ops._heads import load_heads, tiling, within_reach
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import blocks, power_of_2
 from liger_cutile.ops._tiles import gather
-
-# Elements at a time.
-TILE = 4096
 
 
 @ct.function
@@ -57,18 +53,13 @@ def _launch(
     yq: Tensor | None, yk: Tensor | None, q: Tensor | None, k: Tensor | None, freqs: Tensor, backward: bool
 ) -> None:
     _, length, _, head_size = (k if q is None else q).shape
-    pairs = power_of_2(head_size // 2)
-    most = max(1, TILE // (2 * pairs))
-    q_count, k_count = (1 if x is None else x.shape[2] for x in (q, k))
-    q_heads, k_heads = min(power_of_2(q_count, 1), most), min(power_of_2(k_count, 1), most)
-    tokens = min(max(1, most // max(q_heads, k_heads)), power_of_2(length, 1))
-    whole = pairs * 2 == head_size and length % tokens == 0 and q_count % q_heads == 0 and k_count % k_heads == 0
-    tiles = blocks(q_count, q_heads), q_heads, blocks(k_count, k_heads), k_heads
-    for own_yq, own_yk, own_q, own_k in within_reach(yq, yk, q, k):
-        grid = (blocks(length, tokens), (own_k if own_q is None else own_q).shape[0])
-        launch(
-            _rotate, grid, own_yq, own_yk, own_q, own_k, freqs.flatten(1), backward, not whole, tokens, *tiles, pairs
-        )  # fmt: skip
+    q_heads, k_heads = 1 if q is None else q.shape[2], 1 if k is None else k.shape[2]
+    across, whole, tile = tiling(head_size, 0, length, q_heads, k_heads)
+    freqs = freqs.flatten(1)
+    for tensors in within_reach(yq, yk, q, k):
+        own_yq, own_yk, _, _ = tensors
+        samples = (own_yk if own_yq is None else own_yq).shape[0]
+        launch(_rotate, (across, samples), *tensors, freqs, backward, not whole, *tile)
 
 
 def _as_real(freqs_cis: Tensor) -> Tensor:

@@ -8,16 +8,16 @@ from torch import Tensor
 from liger_core import qwen2vl_mrope
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._heads import within_reach
+from liger_cutile.ops._heads import far_apart, like, tiling, within_reach
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import blocks, power_of_2
-from liger_cutile.ops.rope import TILE, _columns, _like, _rotate_heads
+from liger_cutile.ops._rows import LARGEST
+from liger_cutile.ops.rope import _columns, _rotate_heads
 
 
 @ct.function
 def _load_angles(table, batch, token, plane, column, CHECK):
     """Of each column in its plane, float32: the cosines or sines of one half."""
-    angles = ct.gather(table, (batch, plane, token, column), check_bounds=CHECK)
+    angles = ct.gather(table, (plane, batch, token, column), check_bounds=CHECK)
     return ct.astype(angles, ct.float32)
 
 
@@ -54,9 +54,11 @@ def _launch(
     mrope_section: Sequence[int],
     backward: bool,
 ) -> None:
-    # With the samples first, as in q and k.
-    for tensors in within_reach(yq, yk, q, k, cos.transpose(0, 1), sin.transpose(0, 1)):
-        _launch_samples(*tensors, mrope_section, backward)
+    if not far_apart(yq, yk, q, k) and max(cos.stride()[1], sin.stride()[1]) <= LARGEST:
+        _launch_samples(yq, yk, q, k, cos, sin, mrope_section, backward)
+        return
+    for *own, own_cos, own_sin in within_reach(yq, yk, q, k, cos.transpose(0, 1), sin.transpose(0, 1)):
+        _launch_samples(*own, own_cos.transpose(0, 1), own_sin.transpose(0, 1), mrope_section, backward)
 
 
 def _launch_samples(
@@ -70,17 +72,11 @@ def _launch_samples(
     backward: bool,
 ) -> None:
     batch, _, length, columns = (k if q is None else q).shape
-    half = power_of_2(columns // 2)
-    most = max(1, TILE // half)
-    q_count, k_count = (1 if x is None else x.shape[1] for x in (q, k))
-    q_heads, k_heads = min(power_of_2(q_count, 1), most), min(power_of_2(k_count, 1), most)
-    tokens = min(max(1, most // max(q_heads, k_heads)), power_of_2(length, 1))
-    whole = half * 2 == columns and length % tokens == 0 and q_count % q_heads == 0 and k_count % k_heads == 0
+    q_heads, k_heads = 1 if q is None else q.shape[1], 1 if k is None else k.shape[1]
+    across, whole, tile = tiling(columns, 0, length, q_heads, k_heads)
     launch(
-        _rotate, (blocks(length, tokens), batch),
-        *_columns(yq, columns)[:2], *_columns(yk, columns)[:2], q, k, cos, sin,
-        backward, cos.shape[0] > 1, not whole, mrope_section[0], mrope_section[1], columns, tokens,
-        blocks(q_count, q_heads), q_heads, blocks(k_count, k_heads), k_heads, half,
+        _rotate, (across, batch), *_columns(yq, columns)[:2], *_columns(yk, columns)[:2], q, k, cos, sin,
+        backward, cos.shape[1] > 1, not whole, mrope_section[0], mrope_section[1], columns, *tile,
     )  # fmt: skip
 
 
@@ -88,7 +84,7 @@ def _launch_samples(
 def forward(
     needs: Needs, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]
 ) -> tuple[tuple[Tensor, Tensor], Saved]:
-    yq, yk = _like(q), _like(k)
+    yq, yk = like(q), like(k)
     _launch(yq, yk, q, k, cos, sin, mrope_section, False)
     return (yq, yk), (cos, sin) if True in needs else ()
 
@@ -100,6 +96,6 @@ def backward(
     dq, dk = dq if needs_q else None, dk if needs_k else None
     if dq is None and dk is None:
         return None, None
-    yq, yk = _like(dq), _like(dk)
+    yq, yk = like(dq), like(dk)
     _launch(yq, yk, dq, dk, *saved, mrope_section, True)
     return yq, yk

@@ -1,18 +1,14 @@
 """Rotary embedding: a block takes all heads of q and k of some tokens, so it reads the tokens' angles once."""
 
 import cuda.tile as ct
-import torch
 from torch import Tensor
 
 from liger_core import rope
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._heads import load_heads, within_reach
+from liger_cutile.ops._heads import like, load_heads, tiling, within_reach
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import blocks, power_of_2
-
-# Elements of each half at a time.
-TILE = 2048
+from liger_cutile.ops._rows import power_of_2
 
 
 @ct.function
@@ -63,18 +59,14 @@ def _launch(
 def _launch_samples(
     yq: Tensor | None, yk: Tensor | None, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool
 ) -> None:
-    columns = cos.shape[2]
+    tables, _, columns = cos.shape
     batch, _, length, head_size = (k if q is None else q).shape
-    half, rest = power_of_2(columns // 2), power_of_2(head_size - columns)
-    most = max(1, TILE // max(half, rest))
-    q_count, k_count = (1 if x is None else x.shape[1] for x in (q, k))
-    q_heads, k_heads = min(power_of_2(q_count, 1), most), min(power_of_2(k_count, 1), most)
-    tokens = min(max(1, most // max(q_heads, k_heads)), power_of_2(length, 1))
-    whole = half * 2 == columns and length % tokens == 0 and q_count % q_heads == 0 and k_count % k_heads == 0
+    rest = head_size - columns
+    q_heads, k_heads = 1 if q is None else q.shape[1], 1 if k is None else k.shape[1]
+    across, whole, tile = tiling(columns, rest, length, q_heads, k_heads)
     launch(
-        _rotate, (blocks(length, tokens), batch), *_columns(yq, columns), *_columns(yk, columns), q, k, cos, sin,
-        backward, cos.shape[0] > 1, not whole, columns, tokens,
-        blocks(q_count, q_heads), q_heads, blocks(k_count, k_heads), k_heads, half, rest,
+        _rotate, (across, batch), *_columns(yq, columns), *_columns(yk, columns), q, k, cos, sin,
+        backward, tables > 1, not whole, columns, *tile, power_of_2(rest),
     )  # fmt: skip
 
 
@@ -85,24 +77,15 @@ def _columns(y: Tensor | None, columns: int) -> tuple[Tensor | None, ...]:
     """
     if y is None:
         return None, None, None
-    half = columns // 2
-    first, second, rest = y.split_with_sizes((half, half, y.shape[3] - columns), -1)
-    return first, second, rest if rest.shape[3] else None
-
-
-def _like(x: Tensor | None) -> Tensor | None:
-    """The output for q or k: without gaps, and its heads and tokens in the order of x's."""
-    if x is None:
-        return None
-    batch, heads, length, head_size = x.shape
-    if x.stride(1) >= x.stride(2):
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    return x.new_empty((batch, length, heads, head_size)).transpose(1, 2)
+    half, rest = columns // 2, y.shape[3] - columns
+    if rest:
+        return y.split_with_sizes((half, half, rest), 3)
+    return *y.split_with_sizes((half, half), 3), None
 
 
 @implements(rope)
 def forward(needs: Needs, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[tuple[Tensor, Tensor], Saved]:
-    yq, yk = _like(q), _like(k)
+    yq, yk = like(q), like(k)
     _launch(yq, yk, q, k, cos, sin, False)
     return (yq, yk), (cos, sin) if True in needs else ()
 
@@ -112,6 +95,6 @@ def backward(needs: Needs, saved: Saved, dq: Tensor | None, dk: Tensor | None) -
     dq, dk = dq if needs_q else None, dk if needs_k else None
     if dq is None and dk is None:
         return None, None
-    yq, yk = _like(dq), _like(dk)
+    yq, yk = like(dq), like(dk)
     _launch(yq, yk, dq, dk, *saved, True)
     return yq, yk

@@ -174,7 +174,7 @@ def forward(needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None, eps: f
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     statistics, saved = None, ()
     if True in needs:  # the mean and 1 / √(variance + eps) of each row
-        statistics = torch.empty((2, rows), dtype=torch.float32, device=x.device)
+        statistics = torch.empty(2 * rows, dtype=torch.float32, device=x.device)
         saved = (x, weight, bias, statistics)
     x, x_stride = as_rows(x)
     weight = weight.contiguous()

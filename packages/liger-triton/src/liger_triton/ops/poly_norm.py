@@ -216,7 +216,7 @@ def forward(needs: Needs, x: Tensor, weight: Tensor, bias: Tensor, eps: float = 
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     inverse_rms, saved = None, ()
     if True in needs:  # of x, x² and x³ in each row
-        inverse_rms = torch.empty((3, rows), dtype=torch.float32, device=x.device)
+        inverse_rms = torch.empty(3 * rows, dtype=torch.float32, device=x.device)
         saved = (x, weight, bias, inverse_rms)
     x, x_stride = as_rows(x)
     weight = weight.contiguous()
@@ -251,7 +251,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, eps: float) -> tuple[Ten
             stages = 3 if tile_rows == 1 and 3 * 2 * tile * x.element_size() < shared_memory(x.device) else 1
             most = max(1, min(3, 8192 // tile)) if stages > 1 else 16 // warps
             programs = min(programs, sm_count(x.device) * most)
-        partial = torch.empty((4, programs), dtype=torch.float32, device=x.device)
+        partial = torch.empty(4 * programs, dtype=torch.float32, device=x.device)
     if fits:
         _backward[(programs,)](
             dx, partial, dy, x, weight.contiguous(), inverse_rms, rows, columns, dy_stride, x_stride,

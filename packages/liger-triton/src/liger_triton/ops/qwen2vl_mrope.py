@@ -75,19 +75,23 @@ def _rotate(
 def _launch(
     q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], backward: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    if cos.stride(3) != 1 or cos.stride() != sin.stride():
+    plane_stride, table_batch, table_token, adjacent = cos.stride()
+    if adjacent != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
+        plane_stride, table_batch, table_token, _ = cos.stride()
+    if cos.shape[1] == 1:
+        table_batch = 0
     first = k if q is None else q
     batch, _, length, head_size = first.shape
-    token_major = first.stride(1) < first.stride(2)
+    _, by_head, by_token, _ = first.stride()
+    token_major = by_head < by_token
     q, yq, q_heads, q_strides = _heads(q, token_major)
     k, yk, k_heads, k_strides = _heads(k, token_major)
     columns = power_of_2(head_size // 2)
     most = max(1, TILE // columns)
     q_block, k_block = min(power_of_2(q_heads, 1), most), min(power_of_2(k_heads, 1), most)
     _rotate[(batch * length,)](
-        yq, yk, q, k, cos, sin, length, cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1), cos.stride(2),
-        *q_strides, *k_strides,
+        yq, yk, q, k, cos, sin, length, plane_stride, table_batch, table_token, *q_strides, *k_strides,
         BACKWARD=backward, TOKEN_MAJOR=token_major, TIME=mrope_section[0], HEIGHT=mrope_section[1],
         Q_HEADS=q_heads, K_HEADS=k_heads, HALF=head_size // 2, Q_BLOCK=q_block, K_BLOCK=k_block, COLUMNS=columns,
         num_warps=min(max(1, max(q_block, k_block) * columns // 128), 8),
@@ -99,14 +103,16 @@ def _heads(x: Tensor | None, token_major: bool) -> tuple[Tensor | None, Tensor |
     """q or k with adjacent columns, its output, its heads, and its strides but the last."""
     if x is None:
         return None, None, 1, (0, 0, 0)
-    if x.stride(3) != 1:
+    strides = x.stride()
+    if strides[3] != 1:
         x = x.contiguous()
+        strides = x.stride()
     _, heads, length, size = x.shape
     if token_major:
         y = x.new_empty_strided(x.shape, (length * heads * size, size, heads * size, 1))
     else:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return x, y, heads, (x.stride(0), x.stride(1), x.stride(2))
+    return x, y, heads, strides[:3]
 
 
 @implements(qwen2vl_mrope)

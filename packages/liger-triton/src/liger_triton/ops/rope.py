@@ -97,9 +97,11 @@ def _launch(
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """cos and sin, laid out alike with adjacent columns, and the distances of their batches and tokens."""
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+    strides = cos.stride()
+    if strides[-1] != 1 or strides != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, 0 if cos.dim() == 2 or cos.shape[0] == 1 else cos.stride(0), cos.stride(-2)
+        strides = cos.stride()
+    return cos, sin, 0 if cos.dim() == 2 or cos.shape[0] == 1 else strides[0], strides[-2]
 
 
 def _heads(x: Tensor | None) -> tuple[Tensor | None, Tensor | None, bool, int, tuple[int, ...]]:
@@ -109,10 +111,11 @@ def _heads(x: Tensor | None) -> tuple[Tensor | None, Tensor | None, bool, int, t
     """
     if x is None:
         return None, None, False, 1, (0, 0, 0)
-    if x.stride(3) != 1:
-        x = x.contiguous()
-    _, heads, length, head_size = x.shape
     strides = x.stride()
+    if strides[3] != 1:
+        x = x.contiguous()
+        strides = x.stride()
+    _, heads, length, head_size = x.shape
     tokens_first = strides[1] < strides[2]
     dense = (length * heads * head_size, head_size, heads * head_size, 1)
     if not tokens_first:

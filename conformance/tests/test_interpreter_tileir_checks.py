@@ -345,6 +345,8 @@ def test_stride_beyond_32_bits():
 def test_grid_beyond_24_bits():
     with pytest.raises(ValueError, match="axis 0 of the grid has 16777216 blocks"):
         launch(1 << 24, copied, torch.zeros(1, 16), torch.zeros(1, 16), 16)
+    with pytest.raises(ValueError, match="axis 1 of the grid has 65536 blocks; it takes 0 to 65535"):
+        ct.launch(0, (1, 1 << 16), copied, (torch.zeros(1, 16), torch.zeros(1, 16), 16))
     launch(0, copied, torch.zeros(1, 16), torch.zeros(1, 16), 16)
 
 

@@ -30,8 +30,8 @@ from liger_conformance.interpreters.tileir.program import Program
 
 ARCHITECTURE = "sm_100"
 """What kernels are written to bytecode for: it has every element type."""
-MOST_BLOCKS = (1 << 24) - 1
-"""In each dimension of a grid."""
+MOST_BLOCKS = ((1 << 24) - 1, 65535, 65535)
+"""In the dimensions of a grid."""
 
 _TYPESTR = {
     torch.float64: "<f8", torch.float32: "<f4", torch.float16: "<f2", torch.bool: "|b1",
@@ -212,7 +212,7 @@ def launch(stream: Any, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any
 def check_grid(grid: tuple[int, ...]) -> tuple[int, int, int]:
     """A grid in three dimensions, or ValueError when one of them is more than cuda.tile takes."""
     x, y, z = (*grid, *(1,) * (3 - len(grid)))
-    for axis, blocks in enumerate((x, y, z)):
-        if not 0 <= blocks <= MOST_BLOCKS:
-            raise ValueError(f"axis {axis} of the grid has {blocks} blocks; it takes 0 to {MOST_BLOCKS}")
+    for axis, (blocks, most) in enumerate(zip((x, y, z), MOST_BLOCKS, strict=True)):
+        if not 0 <= blocks <= most:
+            raise ValueError(f"axis {axis} of the grid has {blocks} blocks; it takes 0 to {most}")
     return x, y, z

@@ -6,6 +6,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
+from liger_cutile.ops._launch import MOST_DOWN
 from liger_cutile.ops._rows import LARGEST, blocks, power_of_2
 
 # Columns of heads in a tile: of each half of a head, or pairs of columns.
@@ -62,17 +63,21 @@ def far_apart(*tensors: Tensor | None) -> bool:
 
 
 def within_reach(*tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
-    """The tensors as they are; or sample by sample, where they are too far apart.
+    """The tensors as they are; or some samples at a time, or one where they are too far apart.
 
-    A tensor of one sample goes with every sample of the others.
+    A tensor of one sample goes with every sample of the others, of which the first tensor that there is has as many.
     """
-    if not far_apart(*tensors):
+    samples, apart = next(x.shape[0] for x in tensors if x is not None), far_apart(*tensors)
+    if samples <= MOST_DOWN and not apart:
         return [tensors]
+    most = 1 if apart else MOST_DOWN
+    return [tuple(_samples(x, begin, most) for x in tensors) for begin in range(0, samples, most)]
+
+
+def _samples(x: Tensor | None, begin: int, most: int) -> Tensor | None:
+    if x is None or x.shape[0] == 1 < most:
+        return x
+    if most > 1:
+        return x[begin : begin + most]
     # A single sample's distance from the next is of no account.
-    return [
-        tuple(
-            None if x is None else x[sample % x.shape[0]].as_strided((1, *x.shape[1:]), (0, *x.stride()[1:]))
-            for x in tensors
-        )
-        for sample in range(max(x.shape[0] for x in tensors if x is not None))
-    ]
+    return x[begin % x.shape[0]].as_strided((1, *x.shape[1:]), (0, *x.stride()[1:]))

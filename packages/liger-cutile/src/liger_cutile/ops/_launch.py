@@ -19,7 +19,7 @@
 - Arrays are rows and columns, 2-D (`as_rows`), and indexed by tile. Tile IR computes addresses with 64 bits,
   from sizes and strides of 32: so a tensor may have more than 2^31 elements, and no dimension of it may.
 - cuda.tile compiles a kernel as if its arguments didn't overlap: no kernel gets the same memory twice and writes to it.
-- A grid has at most `MOST_BLOCKS` blocks in each dimension.
+- A grid has at most `MOST_BLOCKS` blocks in its first dimension, and `MOST_DOWN` in the others.
 """
 
 import os
@@ -33,6 +33,7 @@ ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
 
 MOST_BLOCKS = (1 << 24) - 1
+MOST_DOWN = (1 << 16) - 1
 
 # The interpreter, which runs a kernel at once, has no streams.
 _INTERPRETED = os.environ.get("CUTILE_INTERPRET") == "1"

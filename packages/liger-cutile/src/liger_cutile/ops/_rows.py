@@ -38,11 +38,10 @@ def whole_rows(columns: int) -> tuple[int, int]:
     return max(1, 2048 // block), block
 
 
-def tiles(rows: int, columns: int, elements: int, most_columns: int = 1024) -> tuple[int, int, int, int]:
-    """Rows and columns of a tile of so many elements, or fewer, and how many tiles there are along each."""
+def tiles(rows: int, columns: int, elements: int, most_columns: int = 1024) -> tuple[int, int, int]:
+    """Rows and columns of a tile of so many elements, or fewer, and how many tiles cover a row."""
     block = min(power_of_2(columns), most_columns)
-    tile_rows = min(elements // block, power_of_2(rows, 1))
-    return tile_rows, block, blocks(rows, tile_rows), blocks(columns, block)
+    return min(elements // block, power_of_2(rows, 1)), block, blocks(columns, block)
 
 
 def blocks(size: int, block: int) -> int:

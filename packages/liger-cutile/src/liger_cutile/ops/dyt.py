@@ -8,8 +8,9 @@ from liger_core import dyt
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
+from liger_cutile.ops._grid import within_grid
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import as_rows, tiles
+from liger_cutile.ops._rows import as_rows, blocks, tiles
 from liger_cutile.ops._tiles import gather, load, places
 from liger_cutile.ops._totals import launch_total, launch_totals
 
@@ -96,8 +97,11 @@ def _launch_forward(y: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Te
     if beta is not None:
         beta = beta.contiguous()
     exact = x.dtype is torch.float32
-    tile_rows, block, down, across = tiles(*x.shape, FORWARD_TILE)
-    launch(_forward, (across, down), y, x, alpha, gamma, beta, exact, tile_rows, block)
+    tile_rows, block, across = tiles(*x.shape, FORWARD_TILE)
+    for some in within_grid(tile_rows, y, x):
+        launch(
+            _forward, (across, blocks(some[0].shape[0], tile_rows)), *some, alpha, gamma, beta, exact, tile_rows, block
+        )
 
 
 @opaque(writes=("dx", "dalpha", "dgamma", "dbeta"))
@@ -115,9 +119,9 @@ def _launch_backward(
     if dx is not None:
         dx = as_rows(dx)
     exact = torch.float32 in (x.dtype, alpha.dtype, gamma.dtype)
-    tile_rows, block, strips, across = tiles(*x.shape, BACKWARD_TILE, BACKWARD_COLUMNS)
+    tile_rows, block, across = tiles(*x.shape, BACKWARD_TILE, BACKWARD_COLUMNS)
     # More strips than these would only wait for the others, and each has sums of its own.
-    strips = max(1, min(strips, sm_count(x.device) // across))
+    strips = max(1, min(blocks(x.shape[0], tile_rows), sm_count(x.device) // across))
     needs_gamma, needs_beta = dgamma is not None, dbeta is not None
     partial = scalars = None
     if needs_gamma or needs_beta:

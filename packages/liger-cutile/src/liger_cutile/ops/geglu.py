@@ -7,8 +7,9 @@ from torch import Tensor
 from liger_core import geglu
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
+from liger_cutile.ops._grid import within_grid
 from liger_cutile.ops._launch import ConstInt, given, launch
-from liger_cutile.ops._rows import as_one_row, tiles
+from liger_cutile.ops._rows import as_one_row, blocks, tiles
 from liger_cutile.ops._tiles import gather, places
 from liger_cutile.ops.swiglu import TILE
 
@@ -51,16 +52,18 @@ def _backward(dgate, dup, dy, gate, up, ROWS: ConstInt, BLOCK: ConstInt):
 @opaque(writes=("y",))
 def _launch_forward(y: Tensor, gate: Tensor, up: Tensor) -> None:
     y, gate, up = as_one_row(y, gate, up)
-    tile_rows, block, down, across = tiles(*y.shape, TILE)
-    launch(_forward, (across, down), y, gate, up, tile_rows, block)
+    tile_rows, block, across = tiles(*y.shape, TILE)
+    for some in within_grid(tile_rows, y, gate, up):
+        launch(_forward, (across, blocks(some[0].shape[0], tile_rows)), *some, tile_rows, block)
 
 
 @opaque(writes=("dgate", "dup"))
 def _launch_backward(dgate: Tensor | None, dup: Tensor | None, dy: Tensor, gate: Tensor, up: Tensor) -> None:
     dy, gate, up = as_one_row(dy, gate, up)
     dgate, dup = (None if x is None else x.view_as(dy) for x in (dgate, dup))
-    tile_rows, block, down, across = tiles(*dy.shape, TILE)
-    launch(_backward, (across, down), dgate, dup, dy, gate, up, tile_rows, block)
+    tile_rows, block, across = tiles(*dy.shape, TILE)
+    for some in within_grid(tile_rows, dgate, dup, dy, gate, up):
+        launch(_backward, (across, blocks(some[2].shape[0], tile_rows)), *some, tile_rows, block)
 
 
 @implements(geglu)

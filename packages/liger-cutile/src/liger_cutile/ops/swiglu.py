@@ -8,8 +8,9 @@ from liger_core import swiglu
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._exp import exp_like
+from liger_cutile.ops._grid import within_grid
 from liger_cutile.ops._launch import ConstInt, given, launch
-from liger_cutile.ops._rows import as_one_row, tiles
+from liger_cutile.ops._rows import as_one_row, blocks, tiles
 from liger_cutile.ops._tiles import gather, places
 
 # Elements of a tile: eight per thread of four warps, one 16-byte load of bf16 from each tensor.
@@ -52,8 +53,10 @@ def _backward(dgate, dup, dy, gate, up, gate_multiplier, down_multiplier, ROWS: 
 @opaque(writes=("y",))
 def _launch_forward(y: Tensor, gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float) -> None:
     y, gate, up = as_one_row(y, gate, up)
-    tile_rows, block, down, across = tiles(*y.shape, TILE)
-    launch(_forward, (across, down), y, gate, up, float(gate_multiplier), float(down_multiplier), tile_rows, block)
+    tile_rows, block, across = tiles(*y.shape, TILE)
+    for some in within_grid(tile_rows, y, gate, up):
+        grid = across, blocks(some[0].shape[0], tile_rows)
+        launch(_forward, grid, *some, float(gate_multiplier), float(down_multiplier), tile_rows, block)
 
 
 @opaque(writes=("dgate", "dup"))
@@ -68,11 +71,10 @@ def _launch_backward(
 ) -> None:
     dy, gate, up = as_one_row(dy, gate, up)
     dgate, dup = (None if x is None else x.view_as(dy) for x in (dgate, dup))
-    tile_rows, block, down, across = tiles(*dy.shape, TILE)
-    launch(
-        _backward, (across, down), dgate, dup, dy, gate, up, float(gate_multiplier), float(down_multiplier),
-        tile_rows, block,
-    )  # fmt: skip
+    tile_rows, block, across = tiles(*dy.shape, TILE)
+    for some in within_grid(tile_rows, dgate, dup, dy, gate, up):
+        grid = across, blocks(some[2].shape[0], tile_rows)
+        launch(_backward, grid, *some, float(gate_multiplier), float(down_multiplier), tile_rows, block)
 
 
 @implements(swiglu)

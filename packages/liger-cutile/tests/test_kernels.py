@@ -94,6 +94,15 @@ def heads(q_heads: int, k_heads: int, size: int, columns: int, length: int = 3) 
     }
 
 
+def parts_of_ties(make: Make) -> dict[str, Any]:
+    """Ties within a lane, also with tau, and a row without anything finite."""
+    x = (make.randn(4, 8192) * 2).round() / 4
+    x[0] = -torch.inf
+    x[1, 8:] = -torch.inf
+    x[2, 1024::1024] = x[2, 0] = 9.0
+    return {"x": x}
+
+
 def sequence_first(make: Make) -> dict[str, Any]:
     """Batches inside the sequence, as Megatron lays them out."""
     return {
@@ -148,6 +157,8 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("fused_add_rms_norm", "a forward that reads twice", fused_norm(3, 16400)),
     ("layer_norm", "several tiles of rows a block", layer(400, 40)),
     ("layer_norm", "rows that fill their tile", layer(48, 128)),
+    ("layer_norm", "pairs of rows, several a block", layer(10, 2048, mean=10.0)),
+    ("layer_norm", "an odd number of rows that fill their tile", layer(5, 2048)),
     ("layer_norm", "a backward of two kernels", layer(70, 8193)),
     ("layer_norm", "a forward that reads thrice", layer(3, 16400, mean=100.0)),
     ("poly_norm", "several tiles of rows a block", polynomial(400, 40)),
@@ -157,7 +168,10 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("group_norm", "a long group in parts, whole tiles", groups(1, 8, 4096, 1, mean=100.0)),
     ("group_norm", "long groups", groups(3, 6, 5001, 2, mean=100.0)),
     ("group_norm", "long groups of many channels", groups(3, 1500, 7, 1)),
-    ("group_norm", "long groups, whole tiles, no weight", groups(2, 8, 4096, 2, mean=100.0, weight=False)),
+    ("group_norm", "long groups, whole tiles, no weight", groups(2, 24, 4096, 2, mean=100.0, weight=False)),
+    ("group_norm", "long groups that a block holds", groups(5, 360, 1024, 30, mean=100.0)),
+    ("group_norm", "long groups that a block holds forward", groups(5, 60, 6144, 30, mean=100.0)),
+    ("group_norm", "long groups that a block holds, no weight", groups(5, 360, 1024, 30, weight=False)),
     ("group_norm", "several groups a block", groups(3, 44, 8, 11)),
     ("group_norm", "several groups a block, not aligned", groups(3, 44, 7, 11)),
     ("softmax", "several tiles of rows a block", lambda make: {"x": make.randn(900, 40)}),
@@ -165,6 +179,10 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("softmax", "a backward that reads twice", lambda make: {"x": make.randn(2, 20485)}),
     ("softmax", "the longest row in registers", lambda make: {"x": make.randn(2, 32768)}),
     ("softmax", "a row read twice", lambda make: {"x": make.randn(2, 32769) * 4}),
+    ("sparsemax", "a row in parts", lambda make: {"x": make.randn(3, 10240)}),
+    ("sparsemax", "a row in parts, all of it in the support", lambda make: {"x": make.randn(2, 8192) * 1e-5}),
+    ("sparsemax", "a row in parts, of ties and -inf", parts_of_ties),
+    ("sparsemax", "the longest row in parts", lambda make: {"x": make.randn(2, 32768)}),
     ("sparsemax", "the longest row in registers", lambda make: {"x": make.randn(2, 16384)}),
     ("sparsemax", "a row read twice", lambda make: {"x": make.randn(2, 16385)}),
     ("fused_neighborhood_attention", "windows up to the ends of the sides", attention(140, kernel_size=33)),
@@ -188,6 +206,7 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("qwen2vl_mrope", "a head larger than a block", planes(2, 1, (200, 1000, 1300))),
     ("qwen2vl_mrope", "tiles that fit", planes(8, 4, (4, 4, 8), length=16)),
     ("embedding", "one run over many chunks", look_up(lambda make: make.integers(3, 4, 2600))),
+    ("embedding", "a long run of the last index", look_up(lambda make: make.integers(40, 41, 2600), vocabulary=41)),
     ("embedding", "runs longer than a chunk", look_up(skewed)),
     ("embedding", "a long run of padding", look_up(skewed, padding_idx=0)),
     ("embedding", "chunks without a run", look_up(lambda make: make.integers(0, 900, 2600), vocabulary=900)),
@@ -210,6 +229,18 @@ LONG_GRIDS = (
     ("grpo_loss", case("grpo_loss", batch=2, length=3, vocabulary=70, masked=0.3)),
 )
 
+HIGH_GRIDS = (
+    ("swiglu", halves(90, 40)),
+    ("geglu", halves(90, 40)),
+    ("dyt", tanh(600, 40)),
+    ("group_norm", groups(5, 44, 8, 11)),
+    ("group_norm", groups(5, 6, 5001, 2)),
+    ("group_norm", groups(5, 360, 1024, 30)),
+    ("rope", case("rope", batch=5, length=3, q_heads=2, k_heads=1, head=16)),
+    ("llama4_rope", case("llama4_rope", batch=5, length=3, q_heads=2, k_heads=1, head=16)),
+    ("qwen2vl_mrope", case("qwen2vl_mrope", batch=5, length=3, q_heads=2, k_heads=1, sections=(2, 3, 3))),
+)
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "work", "build"), CASES, ids=[f"{name}-{work}" for name, work, _ in CASES])
@@ -222,6 +253,14 @@ def test_values(name: str, work: str, build: Build, dtype: torch.dtype) -> None:
 def test_grids_of_several_rows(monkeypatch: pytest.MonkeyPatch, name: str, build: Build) -> None:
     """More blocks than a dimension of a grid may have: the last row of blocks isn't full."""
     monkeypatch.setattr(_grid, "MOST_BLOCKS", 5)
+    check(name, build, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("name", "build"), HIGH_GRIDS, ids=[name for name, _ in HIGH_GRIDS])
+def test_grids_that_are_too_high(monkeypatch: pytest.MonkeyPatch, name: str, build: Build) -> None:
+    """More blocks than the second dimension of a grid may have: several launches, the last with fewer."""
+    for module in ("_grid", "_heads", "qwen2vl_mrope", "group_norm"):
+        monkeypatch.setattr(f"liger_cutile.ops.{module}.MOST_DOWN", 2)
     check(name, build, torch.bfloat16)
 
 

@@ -8,10 +8,11 @@ from liger_core import poly_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
-from liger_cutile.ops._hints import sized
+from liger_cutile.ops._hints import by_turns
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._persistent import persistent
 from liger_cutile.ops._rows import as_rows, blocks, whole_rows
+from liger_cutile.ops._sums import add_four, add_three
 from liger_cutile.ops._tiles import ZERO, load, load_column, load_vector
 
 # Longer rows are worked on in tiles of LONG_BLOCK columns.
@@ -20,16 +21,6 @@ LONGEST_BACKWARD = 8192
 LONG_BLOCK = 4096
 # Blocks of the long backward on a multiprocessor.
 LONG_BLOCKS = 2
-
-
-@ct.function
-def _add_three(a1, b1, c1, a2, b2, c2):
-    return a1 + a2, b1 + b2, c1 + c2
-
-
-@ct.function
-def _add_four(a1, b1, c1, d1, a2, b2, c2, d2):
-    return a1 + a2, b1 + b2, c1 + c2, d1 + d2
 
 
 @ct.function
@@ -43,7 +34,7 @@ def _squares(xs):
 @ct.function
 def _inverse_rms(squares, columns, eps):
     """What x, x² and x³ are multiplied by, from their squares; all three are summed in one exchange between the warps."""
-    sum1, sum2, sum3 = ct.reduce(squares, 1, _add_three, (0.0, 0.0, 0.0), keepdims=True)
+    sum1, sum2, sum3 = ct.reduce(squares, 1, add_three, (0.0, 0.0, 0.0), keepdims=True)
     return ct.rsqrt(sum1 / columns + eps), ct.rsqrt(sum2 / columns + eps), ct.rsqrt(sum3 / columns + eps)
 
 
@@ -78,11 +69,11 @@ def _polynomial(xs, factors, weight, bias):
 
 @ct.kernel
 def _forward(y, inverse_rms, x, weight, bias, columns, eps, ROWS: ConstInt, BLOCK: ConstInt):
-    row = ct.bid(0)
-    xs = load(x, (row, 0), ROWS, BLOCK)
-    factors = _inverse_rms(_squares(xs), columns, eps)
-    _store_inverse_rms(inverse_rms, row, factors, ROWS)
-    ct.store(y, (row, 0), ct.astype(_polynomial(xs, factors, weight, bias), y.dtype))
+    for row in range(ct.bid(0), ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(0)):
+        xs = load(x, (row, 0), ROWS, BLOCK)
+        factors = _inverse_rms(_squares(xs), columns, eps)
+        _store_inverse_rms(inverse_rms, row, factors, ROWS)
+        ct.store(y, (row, 0), ct.astype(_polynomial(xs, factors, weight, bias), y.dtype))
 
 
 @ct.kernel(occupancy=3)
@@ -139,7 +130,7 @@ def _backward(dx, partial, dy, x, weight, inverse_rms, columns, ROWS: ConstInt, 
         dys = load(dy, (row, 0), ROWS, BLOCK)
         product = dys * xs
         powers = dys, product, product * xs, product * xs * xs
-        sums = ct.reduce(powers, 1, _add_four, (0.0, 0.0, 0.0, 0.0), keepdims=True)
+        sums = ct.reduce(powers, 1, add_four, (0.0, 0.0, 0.0, 0.0), keepdims=True)
         if given(dx):
             ct.store(dx, (row, 0), ct.astype(_gradient(xs, dys, factors, sums, columns, weight), dx.dtype))
         if given(partial):
@@ -172,7 +163,7 @@ def _backward_long(dx, partial, dy, x, weight, inverse_rms, columns, ROWS: Const
             sums1 += product
             sums2 += product * xs
             sums3 += product * xs * xs
-        sums = ct.reduce((sums0, sums1, sums2, sums3), 1, _add_four, (0.0, 0.0, 0.0, 0.0), keepdims=True)
+        sums = ct.reduce((sums0, sums1, sums2, sums3), 1, add_four, (0.0, 0.0, 0.0, 0.0), keepdims=True)
         if given(dx):
             for back in range(tiles):
                 place = row, tiles - 1 - back
@@ -205,7 +196,8 @@ def _launch_forward(y: Tensor, inverse_rms: Tensor | None, x: Tensor, weight: Te
     rows, columns = x.shape
     if columns <= LONGEST_FORWARD:
         tile_rows, block = whole_rows(columns)
-        kernel, grid = sized(_forward, tile_rows * block), (blocks(rows, tile_rows),)
+        # On an H200 8192 x 4096 in bfloat16 takes 0.040 ms so, and 0.055 with a block for each row.
+        kernel, grid = by_turns(_forward, x, tile_rows, block, 2)
         launch(kernel, grid, y, inverse_rms, x, weight, bias, columns, float(eps), tile_rows, block)
     else:
         launch(_forward_long, (rows,), y, inverse_rms, x, weight, bias, columns, float(eps), LONG_BLOCK)

@@ -16,6 +16,7 @@ from liger_cutile.ops._exp import exp_like
 from liger_cutile.ops._hints import by_turns
 from liger_cutile.ops._launch import ConstInt, launch
 from liger_cutile.ops._rows import as_rows, whole_rows
+from liger_cutile.ops._sums import add_two
 from liger_cutile.ops._tiles import load
 from liger_cutile.ops._widen import widen_again
 
@@ -79,11 +80,6 @@ def _load_part(array, place, BLOCK):
     return ct.load(array, place, (1, BLOCK), check_bounds=False, allow_tma=False)
 
 
-@ct.function
-def _add(first, second, other_first, other_second):
-    return first + other_first, second + other_second
-
-
 # Held in bfloat16, a row of 32768 elements is 128 registers a thread. On an H200 8192 of them take 0.41 ms, and 0.53 where
 # they are read twice.
 @ct.kernel(num_worker_warps=8)
@@ -98,7 +94,7 @@ def _backward_parts(dx, dy, y, PARTS: ConstInt, BLOCK: ConstInt):
         part = ct.astype(ys[column], ct.float32)
         total += part
         products += part * ct.astype(dys[column], ct.float32)
-    total, products = ct.reduce((total, products), 1, _add, (0.0, 0.0), keepdims=True)
+    total, products = ct.reduce((total, products), 1, add_two, (0.0, 0.0), keepdims=True)
     mean = products / total
     for column in ct.static_iter(range(PARTS)):
         dxs = widen_again(ys[column]) * (widen_again(dys[column]) - mean)

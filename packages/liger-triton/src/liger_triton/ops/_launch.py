@@ -1,6 +1,7 @@
 """Launches that cost little: a compiled kernel is found again by what its compilation depends on.
 
-At small sizes an op takes as long as its Python. `triton.jit` looks a compiled kernel up in 10 to 20 µs; here it takes 5.
+At small sizes an op takes as long as its Python. On an H200's host a launch with nine arguments takes 7.7 µs by this, and
+11.7 by `triton.jit`.
 """
 
 import functools

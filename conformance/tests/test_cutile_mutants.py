@@ -76,7 +76,7 @@ MUTANTS = [
     Mutant("the angles of the first sample", "rope", "at = (ct.bid(1) if BATCHED else 0,", "at = (0,", VALUES, "odd"),
     Mutant("samples write to the first", "rope", "at = (ct.bid(1), head,", "at = (0, head,", EVERY_ELEMENT, "one-table",
            "KernelBug: race"),
-    Mutant("bounds that are not checked", "rope", "cos.shape[0] > 1, not whole", "cos.shape[0] > 1, False", VALUES,
+    Mutant("bounds that are not checked", "rope", "tables > 1, not whole", "tables > 1, False", VALUES,
            "odd", "KernelBug: bounds", may_run_on_a_gpu=False),
 ]  # fmt: skip
 

@@ -71,13 +71,14 @@ def within_reach(*tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
     if samples <= MOST_DOWN and not apart:
         return [tensors]
     most = 1 if apart else MOST_DOWN
-    return [tuple(_samples(x, begin, most) for x in tensors) for begin in range(0, samples, most)]
+    return [tuple(samples_of(x, begin, most) for x in tensors) for begin in range(0, samples, most)]
 
 
-def _samples(x: Tensor | None, begin: int, most: int) -> Tensor | None:
-    if x is None or x.shape[0] == 1 < most:
+def samples_of(x: Tensor | None, begin: int, count: int) -> Tensor | None:
+    """Up to `count` samples of a tensor, from `begin` on; of a tensor of one sample, that one."""
+    if x is None or x.shape[0] == 1 < count:
         return x
-    if most > 1:
-        return x[begin : begin + most]
-    # A single sample's distance from the next is of no account.
-    return x[begin % x.shape[0]].as_strided((1, *x.shape[1:]), (0, *x.stride()[1:]))
+    if count > 1:
+        return x[begin : begin + count]
+    # A kernel takes a single sample's distance from the next for a stride all the same.
+    return x[begin % x.shape[0]].expand(1, *x.shape[1:])

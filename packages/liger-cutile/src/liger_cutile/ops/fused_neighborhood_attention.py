@@ -35,7 +35,7 @@ from liger_cutile.ops._attention import (
 )
 from liger_cutile.ops._device import multiplies_from_shared
 from liger_cutile.ops._exp import exp_like
-from liger_cutile.ops._heads import far_apart, like
+from liger_cutile.ops._heads import far_apart, like, samples_of
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstInt, given, launch
 from liger_cutile.ops._rows import LARGEST, blocks, power_of_2
 
@@ -329,7 +329,7 @@ def _launch(
         own_lines, positions = of_lines, of_positions
         if count < batch or apart:
             own_lines = [None if x is None else x[begin * lines : (begin + count) * lines] for x in of_lines]
-            positions = [None if x is None else _samples(x, begin, count) for x in of_positions]
+            positions = [samples_of(x, begin, count) for x in of_positions]
         if length % dilation == 0:  # positions are split by residue
             shape = count, heads, length // dilation, dilation, head
             positions = [None if x is None else x.view(*shape) for x in positions]
@@ -346,12 +346,6 @@ def _new_of_lines(q: Tensor, rows: int, kernel_size: int, dilation: int) -> Tens
     dilation, _ = _window(length, kernel_size, dilation)
     shape = batch * heads * dilation, rows, blocks(length, dilation)
     return torch.empty(shape, dtype=torch.float32, device=q.device)
-
-
-def _samples(x: Tensor, begin: int, count: int) -> Tensor:
-    if count == 1:  # a kernel takes the distance from the next one for a stride all the same
-        return x[begin].expand(1, *x.shape[1:])
-    return x[begin : begin + count]
 
 
 @opaque(writes=("statistics", "o"))

@@ -26,7 +26,7 @@ import peers
 import records
 import report
 import torch
-from calls import DTYPES, shrunk
+from calls import DTYPES, refuse_unknown, shrunk
 from jobs import COLUMNS, Job, Row, measure, truth_of
 from traffic import MODES
 
@@ -113,10 +113,8 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
 
 def write(head: records.Head, rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Write the CSV and the Markdown of a record."""
-    path = records.path_of(options.name, head, options.out)
-    written = records.write_csv(path, head, rows, COLUMNS)
-    page = records.write_markdown(path, "Side by side with the peers", head, report.comparison(rows))
-    print(f"# written: {written} {page}", flush=True)
+    title = "Side by side with the peers"
+    records.write(options.name, head, rows, COLUMNS, title, report.comparison(rows), options.out)
 
 
 def render(files: Sequence[Path], options: argparse.Namespace) -> None:
@@ -164,9 +162,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         options.name = "-".join(["compare", *(options.groups if set(options.groups) != set(TIMED) else ())])
     providers = ["ours-torch", "eager"] if options.smoke else default_providers(options.device)
     options.providers = options.providers or providers
-    for option, known in names.items():
-        if unknown := [name for name in getattr(options, option) if name not in known]:
-            parser.error(f"--{option}: {', '.join(unknown)}; it takes {', '.join(known)}")
+    refuse_unknown(parser, options, names)
     if options.device == "cpu" and not options.smoke and not options.render:
         parser.error("there is no accelerator here; --smoke runs tiny sizes on the CPU")
     return options
@@ -187,7 +183,7 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
         render(options.render, options)
         return []
     head = records.head_of(options.device)
-    print("\n".join(f"# {key}: {value}" for key, value in head.items()), ",".join(COLUMNS), sep="\n", flush=True)
+    print(records.comment(head) + ",".join(COLUMNS), flush=True)
     rows: list[Row] = []
     for op in options.ops:
         for job in jobs_of(options, op):

@@ -27,7 +27,7 @@ import peers
 import records
 import report
 import torch
-from calls import Arguments, Function, arguments_of, gradient_into, make_call, shrunk
+from calls import Arguments, Function, arguments_of, gradient_into, make_call, refuse_unknown, shrunk
 from timing import host_time, release
 from torch import Tensor
 from traffic import FULL
@@ -164,9 +164,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     if options.smoke:
         options.device, options.languages = "cpu", ["torch"]
     options.languages = options.languages or installed
-    for option, known in names.items():
-        if unknown := [name for name in getattr(options, option) if name not in known]:
-            parser.error(f"--{option}: {', '.join(unknown)}; it takes {', '.join(known)}")
+    refuse_unknown(parser, options, names)
     if options.device == "cpu" and not options.smoke:
         parser.error("not run: there is no accelerator here; --smoke runs the reference at tiny sizes on the CPU")
     return options
@@ -183,7 +181,7 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
     options = parse(words)
     device, smoke = options.device, options.smoke
     head = records.head_of(device)
-    print("\n".join(f"# {key}: {value}" for key, value in head.items()), ",".join(COLUMNS), sep="\n", flush=True)
+    print(records.comment(head) + ",".join(COLUMNS), flush=True)
     rows: list[Row] = []
 
     def add(found: Sequence[Row]) -> None:
@@ -204,10 +202,8 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
         for language in languages:
             add(measure(ops[op], small_case(op, smoke), language, device))
         if not smoke:
-            path = records.path_of("host", head, options.out)
-            written = records.write_csv(path, head, rows, COLUMNS)
-            page = records.write_markdown(path, "Host costs of a launch and of a call", head, report.host_tables(rows))
-            print(f"# written: {written} {page}", flush=True)
+            title = "Host costs of a launch and of a call"
+            records.write("host", head, rows, COLUMNS, title, report.host_tables(rows), options.out)
     return rows
 
 

@@ -109,12 +109,25 @@ def write_json(path: Path, head: Head, rows: Iterable[Row]) -> Path:
     return path
 
 
+def comment(head: Head) -> str:
+    """The head, a line for each key, as it stands at the beginning of a CSV."""
+    return "".join(f"# {key}: {value}\n" for key, value in head.items())
+
+
+def write(
+    name: str, head: Head, rows: Sequence[Row], columns: Sequence[str], title: str, body: str, directory: Path
+) -> None:
+    """Write a record as a CSV and as a page, and print where."""
+    path = path_of(name, head, directory)
+    print("# written:", write_csv(path, head, rows, columns), write_markdown(path, title, head, body), flush=True)
+
+
 def write_csv(path: Path, head: Head, rows: Sequence[Row], columns: Sequence[str]) -> Path:
     """Write the rows, after a line ``# key: value`` for each entry of the head."""
     path = path.parent / f"{path.name}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        file.writelines(f"# {key}: {value}\n" for key, value in head.items())
+        file.write(comment(head))
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

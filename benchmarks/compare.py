@@ -27,7 +27,7 @@ import records
 import report
 import torch
 from calls import DTYPES, refuse_unknown, shrunk
-from jobs import COLUMNS, Job, Row, measure, truth_of
+from jobs import COLUMNS, LONG, TURNS, Job, Measured, Row, measure, median_ms, truth_of
 from traffic import MODES
 
 import liger_core
@@ -85,24 +85,40 @@ def functions_of(provider: str) -> Iterator[peers.Functions]:
 
 
 def compare(job: Job, providers: Sequence[str]) -> list[Row]:
-    """A row for each provider."""
+    """A row for each provider. They are timed in turns."""
     try:
         truth = truth_of(job)
     except torch.OutOfMemoryError:
         truth = None
-    rows = []
+    rows: dict[str, Row] = {}
+    measured: dict[str, Measured] = {}
     for provider in providers:
         try:
             with functions_of(provider) as functions:
                 if job.op.name in functions:
-                    row = measure(job, provider, functions[job.op.name], truth)
+                    measured[provider] = measure(job, functions[job.op.name], truth)
                 else:
-                    row = job.row(provider, note=f"{provider} has no {job.op.name}")
-            rows.append(row)
+                    rows[provider] = job.row(provider, note=f"{provider} has no {job.op.name}")
         except failures() as error:
-            text = " ".join(str(error).split())
-            rows.append(job.row(provider, note=f"{type(error).__name__}: {text[:200]}"))
-    return with_ratios(rows)
+            rows[provider] = job.row(provider, note=reason(error))
+    del truth
+    times: dict[str, list[float]] = {provider: [] for provider in measured}
+    for _ in range(TURNS):
+        for provider in [p for p in measured if p not in rows and min(times[p], default=0.0) < LONG]:
+            try:
+                with functions_of(provider):
+                    times[provider].append(median_ms(measured[provider].call, job.device))
+            except failures() as error:
+                rows[provider] = job.row(provider, note=reason(error))
+    for provider, found in measured.items():
+        rows.setdefault(provider, found.row(job, provider, min(times[provider])))
+    return with_ratios([rows[provider] for provider in providers])
+
+
+def reason(error: Exception) -> str:
+    """Why a provider failed, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:

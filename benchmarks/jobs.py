@@ -1,8 +1,10 @@
 """One cell of the comparison: a provider's function on a case, timed and checked.
 
-A time is the median of `triton.testing.do_bench`, which clears the L2 cache before each call. Memory is the peak beyond
-the inputs. The error is that of the first result, or with the backward the largest of the gradients': the norm of the
-difference to the reference in float32 (float64 for float32 inputs), over the norm of the latter.
+A time is the least of the medians that `triton.testing.do_bench` gives in several turns; it clears the L2 cache before each
+call. The providers take turns, so that all of them meet the host in its slow moments and in its quick ones, which differ
+twofold where the host is what is timed. Memory is the peak beyond the inputs. The error is that of the first result, or with
+the backward the largest of the gradients': the norm of the difference to the reference in float32 (float64 for float32
+inputs), over the norm of the latter.
 """
 
 from __future__ import annotations
@@ -18,6 +20,12 @@ from traffic import FORWARD, FULL, Work, work_of
 
 from liger_conformance.case import Case
 from liger_core.contract import Op
+
+TURNS = 3
+"""How often each provider is timed; once, where a call takes longer than `LONG`: the host doesn't show there."""
+
+LONG = 10.0
+"""Milliseconds."""
 
 COLUMNS = ("op", "case", "dtype", "provider", "mode", "ms", "ratio", "gbps", "tflops", "peak_mib", "error", "note")
 
@@ -78,12 +86,26 @@ def median_ms(call: Callable[[], Any], device: str) -> float:
         return median_of(call, device) * 1e3
     from triton.testing import do_bench
 
-    median: Any = do_bench(call, warmup=30, rep=150, return_mode="median")
+    median: Any = do_bench(call, warmup=25, rep=50, return_mode="median")
     return median
 
 
-def measure(job: Job, provider: str, function: Function, truth: Sequence[Tensor | None] | None) -> Row:
-    """Time one provider on one job."""
+class Measured(NamedTuple):
+    """A provider on one job: the call to be timed, and all of its row but the time."""
+
+    call: Callable[[], Any]
+    work: Work
+    columns: dict[str, str]
+
+    def row(self, job: Job, provider: str, ms: float) -> Row:
+        """The row, with a time in milliseconds."""
+        rates = self.work.rates(ms / 1e3)
+        found = {key: f"{rates[unit]:.4g}" for key, unit in (("gbps", "GB/s"), ("tflops", "TFLOP/s")) if unit in rates}
+        return job.row(provider, ms=f"{ms:.5f}", **found, **self.columns)
+
+
+def measure(job: Job, function: Function, truth: Sequence[Tensor | None] | None) -> Measured:
+    """Everything of a provider's function on one job but its time."""
     release(job.device)
     arguments = job.arguments()
     call = make_call(function, arguments, job.mode, job.dtype)
@@ -94,17 +116,9 @@ def measure(job: Job, provider: str, function: Function, truth: Sequence[Tensor 
     work = work_of(job.op.name, job.mode, {**arguments, "result": result})
     del result
     peak = peak_memory(call, job.device)
-    ms = median_ms(call, job.device)
-    return job.row(
-        provider,
-        ms=f"{ms:.5f}",
-        **_rates(work, ms),
-        peak_mib="" if peak is None else f"{peak / 2**20:.1f}",
-        error="" if error is None else f"{error:.2e}",
-        note="" if truth is not None else "not checked: the reference needs more memory than the device has",
-    )
-
-
-def _rates(work: Work, ms: float) -> dict[str, str]:
-    rates = work.rates(ms / 1e3)
-    return {key: f"{rates[unit]:.4g}" for key, unit in (("gbps", "GB/s"), ("tflops", "TFLOP/s")) if unit in rates}
+    columns = {
+        "peak_mib": "" if peak is None else f"{peak / 2**20:.1f}",
+        "error": "" if error is None else f"{error:.2e}",
+        "note": "" if truth is not None else "not checked: the reference needs more memory than the device has",
+    }
+    return Measured(call, work, columns)

@@ -97,7 +97,8 @@ def test_peers_in_cutedsl_are_compared_where_they_are_installed(monkeypatch: pyt
 
 def test_bytes_of_an_embedding_are_those_of_the_rows_looked_up() -> None:
     case = Case("few-rows", "small", rows=4, hidden=8, vocabulary=32)
-    row = measure(Job(ops["embedding"], case, torch.float32, "cpu", FULL), "ours-torch", ops["embedding"], None)
+    job = Job(ops["embedding"], case, torch.float32, "cpu", FULL)
+    row = measure(job, ops["embedding"], None).row(job, "ours-torch", ms=2.0)
     looked_up, weight = 4 * 8 * 4, 32 * 8 * 4
     assert float(row["gbps"]) == pytest.approx((3 * looked_up + weight) / float(row["ms"]) / 1e6, rel=0.01)
     assert row["note"].startswith("not checked")
@@ -126,6 +127,30 @@ def test_a_provider_that_fails_is_a_row_that_says_why(monkeypatch: pytest.Monkey
     rows = compare.main(["--smoke", "--ops=rms_norm", "--providers=eager", "--modes=forward"])
     assert [row["note"] for row in rows] == ["ValueError: not today"]
     assert "eager, rms_norm small-shrunk forward: ValueError: not today" in report.comparison(rows)
+
+
+def test_providers_are_timed_in_turns_and_the_least_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([3.0, 50.0, 2.0, 4.0])
+    monkeypatch.setattr(compare, "median_ms", lambda call, device: next(times))
+    rows = compare.main(["--smoke", "--ops=rms_norm", "--modes=forward"])
+    # The reference thrice; eager once, because it took longer than LONG.
+    assert [(row["provider"], row["ms"], row["ratio"]) for row in rows] == [
+        ("ours-torch", "2.00000", "1.000"),
+        ("eager", "50.00000", "25.000"),
+    ]
+
+
+def test_a_provider_that_fails_in_a_later_turn_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter([3.0, ValueError("not again")])
+
+    def median_ms(call: Any, device: str) -> float:
+        if isinstance(turn := next(turns), Exception):
+            raise turn
+        return turn
+
+    monkeypatch.setattr(compare, "median_ms", median_ms)
+    rows = compare.main(["--smoke", "--ops=rms_norm", "--providers=eager", "--modes=forward"])
+    assert [(row["ms"], row["note"]) for row in rows] == [("", "ValueError: not again")]
 
 
 @pytest.mark.parametrize(

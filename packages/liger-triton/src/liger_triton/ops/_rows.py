@@ -47,6 +47,16 @@ def power_of_2(size: int, least: int = 16) -> int:
     return power
 
 
+def tile_read_twice(columns: int) -> tuple[int, int, int]:
+    """What a program takes that reads its rows a second time from the cache: as `tile_of`, which is for rows held.
+
+    What isn't held takes no registers, so more programs are at work while others wait for their sums. That holds as
+    long as the first read asks the cache to keep the row and the second to let it go (``evict_last``, ``evict_first``).
+    """
+    block = power_of_2(columns)
+    return max(1, 4096 // block), block, 4 if block <= 4096 else 8
+
+
 def tile_of(columns: int) -> tuple[int, int, int]:
     """What a program takes that holds whole rows in registers: rows, columns (each a power of two), and its warps.
 

@@ -1,4 +1,4 @@
-"""RMS norm: a row stays in registers from its statistics to its output; a row too long for that is read twice."""
+"""RMS norm: a row is read again from the cache for its output; with a residual, it stays in registers if it fits."""
 
 import torch
 import triton
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from liger_core import rms_norm
 from liger_core.contract import Needs, Saved, implements
-from liger_triton.ops._device import shared_memory, sm_count
+from liger_triton.ops._device import shared_memory, sm_count, warp_size
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._partial_sums import total
-from liger_triton.ops._rows import as_rows, multiply, tile_of
+from liger_triton.ops._rows import as_rows, multiply, tile_of, tile_read_twice
 
-# Longer rows don't fit the registers of 16 warps: 64 columns a thread in the forward, which keeps x; 32 in the
+# Longer rows don't fit the registers of 16 warps: 64 columns a thread in the forward, which adds up x; 32 in the
 # backward, which keeps x, dy and the sum of dweight, and spills 24 to 48 registers at that length on sm_90.
 LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
@@ -25,9 +25,9 @@ def _round(value, dtype: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _load(x, residual, x_at, residual_at, inside):
+def _load(x, residual, x_at, residual_at, inside, EVICT: tl.constexpr = ""):
     """x, or x + residual rounded to x's dtype."""
-    xs = tl.load(x + x_at, inside, other=0.0)
+    xs = tl.load(x + x_at, inside, other=0.0, eviction_policy=EVICT)
     if residual is not None:
         xs = (xs.to(tl.float32) + tl.load(residual + residual_at, inside, other=0.0).to(tl.float32)).to(xs.dtype)
     return xs
@@ -69,14 +69,20 @@ def _forward(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
-    # The weight before the row, so that nothing waits for it after the sum.
-    ws = None if weight is None else tl.load(weight + column, column < columns, other=0.0)
-    xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside)
+    ws = None
+    if residual is not None and weight is not None:  # before the row, so that nothing waits for it after the sum
+        ws = tl.load(weight + column, column < columns, other=0.0, eviction_policy="evict_last")
+    keep: tl.constexpr = "evict_last" if residual is None else ""
+    xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside, keep)
     if h is not None:
         tl.store(h + row * columns + column, xs, inside)
     r = _inverse_rms(tl.sum(_square(xs, NATIVE, BLOCK), 1, keep_dims=True), columns, eps, xs.dtype, NATIVE)
     if inverse_rms is not None:
         tl.store(inverse_rms + row, r, row < rows)
+    if residual is None:
+        xs = tl.load(x + row * x_stride + column, inside, other=0.0, eviction_policy="evict_first")
+        if weight is not None:
+            ws = tl.load(weight + column, column < columns, other=0.0, eviction_policy="evict_last")
     ys = _scaled(xs, r, ws, offset, ROUND, NATIVE)
     tl.store(y + row * columns + column, ys, inside)
 
@@ -198,9 +204,7 @@ def launch_forward(
         weight = weight.contiguous()
     rounds, native = casting_mode != "gemma", casting_mode == "none"
     if columns <= LONGEST_FORWARD:
-        tile_rows, block, warps = tile_of(columns)
-        if block == 8192:
-            warps = 8  # on an H200, 16384 rows of bf16 take 0.134 ms, with 16 warps 0.137
+        tile_rows, block, warps = _tile_of_forward(columns, residual is not None, x.device)
         _forward[((rows + tile_rows - 1) // tile_rows,)](
             y, h, inverse_rms, x, residual, weight, rows, columns, x_stride, residual_stride, eps, offset,
             ROUND=rounds, NATIVE=native, ROWS=tile_rows, BLOCK=block, num_warps=warps,
@@ -211,6 +215,19 @@ def launch_forward(
             ROUND=rounds, NATIVE=native, BLOCK=4096, num_warps=8,
         )  # fmt: skip
     return y, h, inverse_rms
+
+
+def _tile_of_forward(columns: int, fused: bool, device: torch.device) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program. Times are of an H200 (triton 3.6) in bfloat16, in ms."""
+    if fused:
+        tile_rows, block, warps = tile_of(columns)
+        if block <= 4096:  # 2048 x 2048: 0.0133, by four warps 0.0144; 8192 x 4096: 0.0712, by eight 0.0718
+            return tile_rows, block, max(2, warps // 2)
+        # 16384 x 8192: 0.263, by 16 warps 0.266
+        return tile_rows, block, 1024 // warp_size(device) if block == 8192 else warps
+    tile_rows, block, warps = tile_read_twice(columns)
+    # 16384 x 8192: 0.130, by eight warps 0.133, held 0.134. 16384 x 16384: 0.263, by 16 warps 0.275.
+    return tile_rows, block, 16 if block == 8192 else warps
 
 
 def launch_backward(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -202,6 +203,9 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
     print(records.comment(head) + ",".join(COLUMNS), flush=True)
     rows: list[Row] = []
     for op in options.ops:
+        if not options.smoke:  # what has been imported till here stays: `release` needn't look at it again
+            gc.collect()
+            gc.freeze()
         for job in jobs_of(options, op):
             found = compare(job, options.providers)
             rows += found

@@ -86,7 +86,7 @@ def median_ms(call: Callable[[], Any], device: str) -> float:
         return median_of(call, device) * 1e3
     from triton.testing import do_bench
 
-    median: Any = do_bench(call, warmup=25, rep=50, return_mode="median")
+    median: Any = do_bench(call, warmup=15, rep=40, return_mode="median")
     return median
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from liger_conformance.interpreters.tileir import capture
 from liger_conformance.known import KnownSpills, matches
 
 ct = pytest.importorskip("cuda.tile", exc_type=ImportError) if capture.stand_in_for_libcuda() else None
+rms_norm = pytest.importorskip("liger_cutile.ops.rms_norm")
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow  # .ci/run has them beside the lane that they test
 ConstInt = ct.Constant[int]
@@ -72,6 +75,33 @@ def test_accesses_that_are_not_aligned() -> None:
         x, y = torch.empty(64, 64, device=device), torch.empty(64, 8, 32, device=device)
         with pytest.raises(RuntimeError, match=says):
             ct.launch(0, (64,), odd_elements, (y, x, 8, 32))
+
+
+def test_a_bulk_store_whose_buffer_is_written_before_it_is_read(tmp_path: Path) -> None:
+    """What tileiras 13.4 makes of fused_add_rms_norm where both of its results are stored in bulk: on an H200, wrong rows."""
+    source = Path(rms_norm.__file__).read_text()
+    for right, wrong in (
+        ("sums, check_bounds=not INSIDE, allow_tma=False", "sums, check_bounds=not INSIDE"),
+        ("LONGEST_HELD_FUSED = 256", "LONGEST_HELD_FUSED = 4096"),
+    ):
+        assert right in source
+        source = source.replace(right, wrong)
+    file = tmp_path / "both_in_bulk.py"
+    file.write_text(source)
+    spec = spec_from_file_location(file.stem, file)
+    both_in_bulk = module_from_spec(spec)
+    spec.loader.exec_module(both_in_bulk)
+
+    def launch(module: Any, device: str) -> None:
+        x = torch.empty(64, 2048, dtype=torch.bfloat16, device=device)
+        y, h, residual, weight = (torch.empty_like(t) for t in (x, x, x, x[0]))
+        module.launch_forward(y, h, None, x, residual, weight, 1e-6, 0.0, "llama")
+
+    with CutileCompiler().compiling("sm_90") as (device, compiled):
+        launch(rms_norm, device)
+        assert len(compiled) == 1
+        with pytest.raises(RuntimeError, match=r"compiled _forward for sm_90 to bulk stores .*UTMASTG.*SYNCS\.ARRIVE"):
+            launch(both_in_bulk, device)
 
 
 def test_a_layout_that_loses_bulk_copies() -> None:

@@ -88,6 +88,23 @@ def misaligned(cubin: bytes) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def overwritten(cubin: bytes) -> tuple[str, ...]:
+    """Bulk stores whose shared memory is handed back, to be written again, before they have read it.
+
+    That is a barrier's arrival after the store, with no wait (``DEPBAR``) between.
+    """
+    found, store = set(), None
+    for line in _cuobjdump(cubin, "-sass").splitlines():
+        if instruction := re.search(r"\b(UTMASTG|DEPBAR|EXIT|SYNCS\.ARRIVE)\b[^;]*", line):
+            if instruction[1] == "UTMASTG":
+                store = instruction[0].strip()
+            elif instruction[1] == "SYNCS.ARRIVE" and store:
+                found.add(f"{store}, {instruction[0].strip()}")
+            else:
+                store = None
+    return tuple(sorted(found))
+
+
 def _cuobjdump(cubin: bytes, option: str) -> str:
     from triton import knobs
 

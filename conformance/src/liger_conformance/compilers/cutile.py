@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from liger_conformance.compilers.chips import CHIPS, Chip, misaligned, resource_usage, torch_on
+from liger_conformance.compilers.chips import CHIPS, Chip, misaligned, overwritten, resource_usage, torch_on
 from liger_conformance.compilers.compiler import Compiled
 from liger_conformance.interpreters.tileir import capture
 from liger_conformance.interpreters.tileir.bytecode import Module
@@ -113,10 +113,15 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
         made = cubin.read_bytes()
         registers, stack, shared = resource_usage(made)
         said = remarks.read_text()
-    # tileiras 13.4 does that where it splits a small tile as it loads it. To disassemble takes longer than to compile.
-    if _splits(code) and (wrong := misaligned(made)):
-        name = kernel._pyfunc.__name__
+    # What tileiras 13.4 gets wrong. To disassemble takes longer than to compile, so only what may be wrong is.
+    name = kernel._pyfunc.__name__
+    if _splits(code) and (wrong := misaligned(made)):  # a small tile that it splits as it loads it
         raise RuntimeError(f"tileiras compiled {name} for {chip} to accesses that aren't aligned: {'; '.join(wrong)}")
+    if _bulk_stores(said) > 1 and (wrong := overwritten(made)):  # some loops with two of them
+        raise RuntimeError(
+            f"tileiras compiled {name} for {chip} to bulk stores whose shared memory is handed back before they have read"
+            f" it: {'; '.join(wrong)}; allow_tma=False for one of them mends it"
+        )
     over = [f"{shared} bytes of shared memory, of {CHIPS[chip].shared}"] if shared > CHIPS[chip].shared else []
     function = kernel._pyfunc
     return Compiled(
@@ -195,6 +200,11 @@ def _instructions(text: str) -> dict[str, int]:
     bulk = sum(instruction.startswith("TMA") for _, _, instruction in chosen)
     cores = sum("TensorCore" in name for _, name, _ in chosen)
     return {"bulk copies": bulk, "matrix products": cores}
+
+
+def _bulk_stores(text: str) -> int:
+    """Places that store with the tensor memory accelerator."""
+    return len({remark.place for remark in _remarks(text) if remark.instruction.startswith("TMA Store")})
 
 
 def _lost(text: str, chip: Chip) -> tuple[str, ...]:

@@ -56,21 +56,36 @@ def test_writes_to_nothing_it_is_given(target: Target, case: Case, dtype: torch.
     assert_unchanged(returned, outputs, "backward")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,))
-def test_same_bits_again(target: Target, case: Case, dtype: torch.dtype) -> None:
-    """The same inputs give the same bits, also where allocations start as NaN: every element is written, and always alike."""
+def check_repeats(target: Target, case: Case, dtype: torch.dtype, times: int) -> None:
+    """Every second time, memory starts as NaN."""
     op = target.op
     arguments = arguments_of(target, case, dtype)
     with only(target):
         plain = evaluate(op, op, arguments).items()
-        with Poison():
-            poisoned = evaluate(op, op, arguments).items()
-        differing = [name for name, value in plain.items() if not same_bits(value, poisoned[name])]
-        if differing:
-            again = evaluate(op, op, arguments).items()
-            alike = all(same_bits(plain[name], again[name]) for name in differing)
-            why = "when memory starts as NaN: an element is not written" if alike else "from run to run"
-            raise AssertionError(f"{', '.join(differing)} not the same {why}")
+        for time in range(times):
+            with contextlib.nullcontext() if time % 2 else Poison():
+                other = evaluate(op, op, arguments).items()
+            differing = [name for name, value in plain.items() if not same_bits(value, other[name])]
+            if differing:
+                again = evaluate(op, op, arguments).items()
+                alike = all(same_bits(plain[name], again[name]) for name in differing)
+                why = "when memory starts as NaN: an element is not written" if alike else "from run to run"
+                raise AssertionError(f"{', '.join(differing)} not the same {why}")
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,))
+def test_same_bits_again(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """The same inputs give the same bits, also where allocations start as NaN: every element is written, and always alike."""
+    check_repeats(target, case, dtype, times=1)
+
+
+@pytest.mark.slow
+@pytest.mark.cases(groups=("small", "medium"), dtypes=(torch.bfloat16, torch.float32))
+def test_same_bits_at_model_sizes(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """The same where a device is full: only there a kernel may be too late for its own copies, and now and then."""
+    if target.device == "cpu":
+        pytest.skip("the sizes of real models need an accelerator")
+    check_repeats(target, case, dtype, times=8)
 
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1, kernels=True)

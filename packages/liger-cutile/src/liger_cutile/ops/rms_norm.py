@@ -26,6 +26,9 @@ LONG_BLOCK = 4096
 # Longer rows leave fewer blocks room for the weight. If they fill their tile, a block for each row, without TMA, is faster:
 # 0.135 ms on an H200 at 16384 x 8192 in bfloat16, and 0.144 as here; at 8192 x 4096 0.045, and 0.040.
 LONGEST_HELD = 4096
+# The same with a residual, for which blocks that take row after row wait longer: on an H200 in bfloat16 0.071 ms at 8192 x
+# 4096, and 0.073; 0.070 at 16384 x 2048, and 0.073; 0.073 at 65536 x 512, and 0.075.
+LONGEST_HELD_FUSED = 256
 
 
 @ct.function
@@ -40,7 +43,8 @@ def _load_first(h, x, residual, place, ROWS, BLOCK, INSIDE):
     xs = load(x, place, ROWS, BLOCK, INSIDE)
     if given(residual):
         sums = ct.astype(xs + load(residual, place, ROWS, BLOCK, INSIDE), h.dtype)
-        ct.store(h, place, sums, check_bounds=not INSIDE, allow_tma=not INSIDE)
+        # Not by TMA: of two such stores in a loop, tileiras 13.4 lets one's buffer be written again before it is read.
+        ct.store(h, place, sums, check_bounds=not INSIDE, allow_tma=False)
         return ct.astype(sums, ct.float32)
     else:
         return xs
@@ -218,7 +222,7 @@ def launch_forward(
         launch(_forward_long, (rows,), y, h, inverse_rms, x, residual, weight, *numbers, LONG_BLOCK)
         return
     tile_rows, block = whole_rows(columns)
-    if columns == block > LONGEST_HELD:
+    if columns == block > (LONGEST_HELD if residual is None else LONGEST_HELD_FUSED):
         launch(_forward_inside, (rows,), y, h, inverse_rms, x, residual, weight, *numbers, block)
     else:
         kernel, grid = by_turns(_forward, x, tile_rows, block, 2)

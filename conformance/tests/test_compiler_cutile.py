@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from liger_conformance.compilers import Compiled
+from liger_conformance.compilers import Compiled, cutile
 from liger_conformance.compilers.cutile import CutileCompiler
 from liger_conformance.interpreters.tileir import capture
 from liger_conformance.known import KnownSpills, matches
@@ -125,6 +125,21 @@ def test_matrix_products(chip: str, dtype: torch.dtype, on_cores: bool) -> None:
         ct.launch(0, (1,), multiply, (torch.empty_like(x), x, torch.empty_like(x), 64))
     assert (compiled[0].uses["matrix products"] > 0) == on_cores
     assert any("TensorCore" in lost for lost in compiled[0].lost) != on_cores
+
+
+def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process, which knows nothing of this one's launches, reads the program, and compiles what is new."""
+    monkeypatch.setattr(cutile, "CACHE", tmp_path)
+    monkeypatch.setattr(cutile, "_made", {})
+    first = compile_row("sm_90", 4096, 4096)
+    assert len(list(tmp_path.iterdir())) == 1
+    cutile._made.clear()
+    with monkeypatch.context() as without:
+        without.setattr(cutile, "_tileiras", lambda: pytest.fail("compiled again"))
+        assert compile_row("sm_90", 4096, 4096) == first
+    compile_row("sm_100", 4096, 4096)
+    compile_row("sm_90", 4001, 4096)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_errors_are_the_compilers_own() -> None:

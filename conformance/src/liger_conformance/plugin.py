@@ -15,7 +15,7 @@ import torch
 import liger_core
 from liger_conformance import interpreters
 from liger_conformance.case import QUICK, Case, cases_of
-from liger_conformance.compilers import compiler_of, executor_of
+from liger_conformance.compilers import compiler_of, cutile, executor_of
 from liger_conformance.compilers.host_code import compiled_cases
 from liger_conformance.known import KnownFailures, KnownSpills
 from liger_conformance.report import Report, classify
@@ -105,6 +105,8 @@ def _targets_of_chips(config: pytest.Config) -> tuple[list[Target], Report]:
     """What is compiled and doesn't run; a target's device is then a chip."""
     if config.getoption("--device"):
         raise pytest.UsageError("--compile runs on no device: leave out --device")
+    if cache := getattr(config, "cache", None):  # with -p no:cacheprovider there is none
+        cutile.CACHE = cache.mkdir("tileiras")
     execute = config.getoption("--execute")
     asked = config.getoption("--compile").split(",")
     targets: list[Target] = []

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import inspect
 import os
 import re
 import subprocess
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,9 @@ from liger_conformance.compilers.chips import CHIPS, Chip, misaligned, overwritt
 from liger_conformance.compilers.compiler import Compiled
 from liger_conformance.interpreters.tileir import capture
 from liger_conformance.interpreters.tileir.bytecode import Module
+
+CACHE: Path | None = None
+"""Where what tileiras made is kept, for other processes and runs: a file for each bytecode, chip and version of it."""
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "int32": "i32", "int64": "i64"}
 
@@ -100,21 +105,11 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
     Raises:
         RuntimeError: tileiras fails, with what it says; or what it makes would fail with a misaligned address.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        program, cubin, remarks = (Path(folder, name) for name in ("kernel.tileirbc", "kernel.cubin", "remarks.yaml"))
-        code = capture.bytecode(kernel, signature, chip)
-        program.write_bytes(code)
-        path, environment = _tileiras()
-        command = [path, program, "-o", cubin, "--gpu-name", chip]
-        command += ["--remarks=all", "--remark-format=yaml", f"--remarks-output-file={remarks}"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"tileiras can't compile {kernel._pyfunc.__name__} for {chip}:\n{done.stderr}")
-        made = cubin.read_bytes()
-        registers, stack, shared = resource_usage(made)
-        said = remarks.read_text()
-    # What tileiras 13.4 gets wrong. To disassemble takes longer than to compile, so only what may be wrong is.
+    code = capture.bytecode(kernel, signature, chip)
     name = kernel._pyfunc.__name__
+    made, said = _run_tileiras(code, chip, name)
+    registers, stack, shared = resource_usage(made)
+    # What tileiras 13.4 gets wrong. To disassemble takes longer than to compile, so only what may be wrong is.
     if _splits(code) and (wrong := misaligned(made)):  # a small tile that it splits as it loads it
         raise RuntimeError(f"tileiras compiled {name} for {chip} to accesses that aren't aligned: {'; '.join(wrong)}")
     if _bulk_stores(said) > 1 and (wrong := overwritten(made)):  # some loops with two of them
@@ -132,6 +127,39 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
         tuple(over),
         _lost(said, CHIPS[chip]),
     )
+
+
+def _run_tileiras(code: bytes, chip: str, name: str) -> tuple[bytes, str]:
+    """The program that tileiras makes of bytecode, and its remarks; from `CACHE` where it has made it before."""
+    kept = None
+    if CACHE is not None:
+        kept = CACHE / hashlib.sha256(b"\0".join((_version(), chip.encode(), code))).hexdigest()
+        if kept.exists():
+            with zipfile.ZipFile(kept) as archive:
+                return archive.read("cubin"), archive.read("remarks").decode()
+    with tempfile.TemporaryDirectory() as folder:
+        program, cubin, remarks = (Path(folder, file) for file in ("kernel.tileirbc", "kernel.cubin", "remarks.yaml"))
+        program.write_bytes(code)
+        path, environment = _tileiras()
+        command = [path, program, "-o", cubin, "--gpu-name", chip]
+        command += ["--remarks=all", "--remark-format=yaml", f"--remarks-output-file={remarks}"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"tileiras can't compile {name} for {chip}:\n{done.stderr}")
+        made, said = cubin.read_bytes(), remarks.read_text()
+    if kept is not None:
+        part = kept.with_suffix(f".{os.getpid()}")
+        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("cubin", made)
+            archive.writestr("remarks", said)
+        part.replace(kept)
+    return made, said
+
+
+@functools.cache
+def _version() -> bytes:
+    path, environment = _tileiras()
+    return subprocess.run([path, "--version"], env=environment, capture_output=True, check=True).stdout
 
 
 def _splits(code: bytes) -> bool:

@@ -41,7 +41,8 @@ def compiled_cases(target: Target) -> list[tuple[Case, torch.dtype]]:
 
     For the language's first chip every case in bfloat16, and options and the sizes of models in float32 too. For the
     others, in bfloat16, the first cases, options and the larger sizes of models, and the largest in float32 too. Where
-    the compiler is slow, the first chip gets what otherwise the others do, and those get the first case and the largest.
+    the compiler is slow, the first chip gets what otherwise the others do, the smallest size of models, and the medium one
+    in float32; and those get the first case and the largest.
     """
     found = cases_of(target.op.name)
     everything = (*found.cases, *([found.huge] if found.huge else []))
@@ -50,8 +51,9 @@ def compiled_cases(target: Target) -> list[tuple[Case, torch.dtype]]:
         narrow = list(everything)
         wide = [case for case in everything if case.group in ("option", *TIMED)]
     elif first or not slow:
-        wide = [case for case in found.cases if case.group == "large"]
-        narrow = [c for c in everything if c in found.cases[:FIRST] or c.group in ("option", "medium", "large")]
+        sizes = TIMED if first else TIMED[1:]
+        wide = [case for case in found.cases if case.group in sizes[1:]]
+        narrow = [case for case in everything if case in found.cases[:FIRST] or case.group in ("option", *sizes)]
     else:
         wide = []
         narrow = [case for case in found.cases if case == found.cases[0] or case.group == "large"]

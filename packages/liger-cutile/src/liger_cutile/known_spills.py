@@ -6,6 +6,7 @@ _EIGHT_BLOCKS = "64 registers, so that eight blocks fit on a multiprocessor: eac
 _ONCE_A_BLOCK = "numbers that a thread needs once a block"
 _LONG_ROW = "four instructions for a row of 32768 elements, 128 a thread, which would have to be read twice else"
 _LONG_ROW_IN_PARTS = "few numbers, for a row of 32768 elements in 64 registers a thread, which would be read twice else"
+_WIDE_ROW = "few numbers beside a row of 8192 in float32, which would be read twice else; in bfloat16 there are none"
 _SIX_BLOCKS = "80 registers, so that six blocks fit on a multiprocessor"
 
 KNOWN_SPILLS: dict[str, tuple[int, str]] = {
@@ -22,7 +23,7 @@ KNOWN_SPILLS: dict[str, tuple[int, str]] = {
     "group_norm-cutile-sm_100 group_norm._backward_long[*": (4, _ONCE_A_TILE),
     "group_norm-cutile-sm_120 group_norm._backward_long[*": (6, _ONCE_A_TILE),
     "qwen2vl_mrope-cutile-sm_80 qwen2vl_mrope._rotate[*": (8, _SIX_BLOCKS),
-    "qwen2vl_mrope-cutile-sm_90 qwen2vl_mrope._rotate[BACKWARD=True, *": (2, _SIX_BLOCKS),
+    "qwen2vl_mrope-cutile-sm_90 qwen2vl_mrope._rotate[*": (2, _SIX_BLOCKS),
     "qwen2vl_mrope-cutile-sm_100 qwen2vl_mrope._rotate[*": (2, _SIX_BLOCKS),
     "softmax-cutile-sm_80 softmax._forward[ROWS=1, BLOCK=32768; *": (4, _LONG_ROW),
     "sparsemax-cutile-sm_80 sparsemax._backward_parts[PARTS=16, *": (2, _LONG_ROW_IN_PARTS),
@@ -31,12 +32,13 @@ KNOWN_SPILLS: dict[str, tuple[int, str]] = {
     "sparsemax-cutile-sm_100 sparsemax._forward_parts[PARTS=16, *": (8, _LONG_ROW_IN_PARTS),
     "sparsemax-cutile-sm_120 sparsemax._backward_parts[PARTS=16, *": (4, _LONG_ROW_IN_PARTS),
     "sparsemax-cutile-sm_120 sparsemax._forward_parts[PARTS=16, *": (12, _LONG_ROW_IN_PARTS),
+    "sparsemax-cutile-sm_90 sparsemax._forward[ROWS=1, BLOCK=8192, *; 2D fp32:16, *": (4, _WIDE_ROW),
     "sparsemax-cutile-sm_90 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (2, _ODD_ROWS),
     "sparsemax-cutile-sm_100 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (6, _ODD_ROWS),
     "sparsemax-cutile-sm_120 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (2, _ODD_ROWS),
 }
 KNOWN_LOSSES: dict[str, tuple[str, str]] = {
-    "fused_neighborhood_attention-cutile-sm_90 *[HEAD=128, * 5D fp32:16, 5D fp32:16, 5D fp32:16, *": (
+    "fused_neighborhood_attention-cutile-sm_90 *[HEAD=*, * 5D fp32:16, 5D fp32:16, 5D fp32:16, *": (
         "TensorCoreMMA at *: FMA",
         "products of float32 are exact: tensor cores would round their operands to tf32",
     ),

@@ -103,7 +103,8 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
     """Compile a kernel for a chip, and read what it takes.
 
     Raises:
-        RuntimeError: tileiras fails, with what it says; or what it makes would fail with a misaligned address.
+        RuntimeError: tileiras fails, with what it says; or what it makes would fail with a misaligned address, or
+            store what was written after it.
     """
     code = capture.bytecode(kernel, signature, chip)
     name = kernel._pyfunc.__name__

@@ -22,7 +22,7 @@ from liger_conformance.running import (
     present,
     with_leaves,
 )
-from liger_conformance.suite.test_values import arguments_of
+from liger_conformance.suite.test_values import arguments_of, need_accelerator
 
 
 def snapshot(values: dict[str, Any]) -> dict[str, Tensor]:
@@ -83,8 +83,7 @@ def test_same_bits_again(target: Target, case: Case, dtype: torch.dtype) -> None
 @pytest.mark.cases(groups=("small", "medium"), dtypes=(torch.bfloat16, torch.float32))
 def test_same_bits_at_model_sizes(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The same where a device is full: only there a kernel may be too late for its own copies, and now and then."""
-    if target.device == "cpu":
-        pytest.skip("the sizes of real models need an accelerator")
+    need_accelerator(target)
     check_repeats(target, case, dtype, times=8)
 
 

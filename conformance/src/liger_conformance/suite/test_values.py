@@ -87,12 +87,17 @@ def test_values(target: Target, case: Case, dtype: torch.dtype) -> None:
             check_reference(name, value, truth.items()[name], eps)
 
 
+def need_accelerator(target: Target) -> None:
+    """Skip, with the reason, what would take a CPU hours."""
+    if target.device == "cpu":
+        pytest.skip("the sizes of real models need an accelerator")
+
+
 @pytest.mark.slow
 @pytest.mark.cases(groups=TIMED, dtypes=(torch.bfloat16, torch.float32))
 def test_values_at_model_sizes(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The same, at the sizes of real models."""
-    if target.device == "cpu":
-        pytest.skip("the sizes of real models need an accelerator")
+    need_accelerator(target)
     check(target, lambda draw: arguments_of(target, case, dtype, draw))
 
 

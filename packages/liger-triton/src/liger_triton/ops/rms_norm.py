@@ -12,8 +12,9 @@ from liger_triton.ops._launch import kernel
 from liger_triton.ops._partial_sums import total
 from liger_triton.ops._rows import as_rows, multiply, tile_of, tile_read_twice
 
-# Longer rows don't fit the registers of 16 warps: 64 columns a thread in the forward, which adds up x; 32 in the
-# backward, which keeps x, dy and the sum of dweight, and spills 24 to 48 registers at that length on sm_90.
+# Longer rows don't fit registers: 128 columns a thread of 8 warps in the forward, which adds up x, or 64 of 16 with a
+# residual, where it keeps the sum; 32 of 16 in the backward, which keeps x, dy and the sum of dweight, and spills 24 to 48
+# registers at that length on sm_90.
 LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+import liger_conformance.suite
 
 pytest.importorskip("triton")
 
@@ -71,6 +75,49 @@ def test_a_declaration_needs_a_link(site: Path, run_suite: Suite) -> None:
     done = run_suite(site, "--impl=acme", *QUICK)
     assert done.returncode != 0
     assert "it takes a reason and a link" in done.stdout + done.stderr
+
+
+SLOW = """
+import gc, weakref
+import pytest
+
+gc.disable()
+pytestmark = pytest.mark.slow
+left = []
+
+class Memory:
+    pass
+
+def take():
+    held = Memory()
+    left.append(weakref.ref(held))
+    raise MemoryError
+
+def test_skips():
+    try:
+        take()
+    except MemoryError:
+        pytest.skip("too large")
+
+def test_after_skip():
+    assert [memory() for memory in left] == [None]
+
+def test_fails():
+    take()
+
+def test_after_failure():
+    assert [memory() for memory in left] == [None, None]
+"""
+
+
+def test_a_slow_test_starts_without_what_others_left(tmp_path: Path) -> None:
+    """A test that fails or skips for want of memory leaves its frames in a cycle, and with them what they hold."""
+    shutil.copy(Path(liger_conformance.suite.__path__[0]) / "conftest.py", tmp_path)
+    (tmp_path / "test_slow.py").write_text(SLOW)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "1 failed, 2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

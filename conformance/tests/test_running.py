@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import liger_core
 from liger_conformance import compare, running
+from liger_core.backend import BackendInfo
 from liger_core.contract import ops
 
 
@@ -50,3 +53,18 @@ def test_comparison_is_made_where_the_truth_is() -> None:
     compare.compare("y", there, there, truth)
     with pytest.raises(compare.Mismatch):
         compare.compare("y", (truth.float() * 2).as_subclass(Elsewhere), there, truth)
+
+
+def test_functions_of_a_watched_kernel_do_not_hold_what_they_saw(acme: BackendInfo) -> None:
+    """cuda.tile keeps what a kernel's module held when it was compiled: so did tensors of gigabytes stay until the end."""
+    device = liger_core.infer_device()
+    target = running.Target(ops["rms_norm"], acme.language, device, acme, "passed")
+    x, weight = (torch.ones(shape, device=device, requires_grad=True) for shape in ((2, 8), (8,)))
+    with running.only(target) as observed:
+        target.op(x, weight).sum().backward()
+        kept = target.kernel.forward, target.kernel.backward
+    assert len(observed.saved) == len(observed.gradients) == 1
+    seen = weakref.ref(observed)
+    del observed
+    assert seen() is None
+    assert kept != (target.kernel.forward, target.kernel.backward)

@@ -99,15 +99,18 @@ def _forbid(what: str, target: Target) -> Callable[..., Any]:
 
 def _watch(stack: contextlib.ExitStack, kernel: ModuleType, observed: Observed) -> None:
     forward, backward = kernel.forward, kernel.backward
+    # cuda.tile keeps what a kernel's module held when it was compiled, so these functions; not what they saw.
+    watching = [observed]
+    stack.callback(watching.clear)
 
     def watched_forward(needs: Any, **arguments: Any) -> Any:
         result, saved = forward(needs, **arguments)
-        observed.saved.append(saved)
+        watching[0].saved.append(saved)
         return result, saved
 
     def watched_backward(*args: Any, **options: Any) -> Any:
         gradients = backward(*args, **options)
-        observed.gradients.append(gradients)
+        watching[0].gradients.append(gradients)
         return gradients
 
     stack.enter_context(_replaced(kernel, "forward", watched_forward))

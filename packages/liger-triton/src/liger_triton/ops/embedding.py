@@ -18,8 +18,8 @@ MOST_RANKED = 65536
 The work grows with their square."""
 SORTED, MOST_MERGED = 1024, 64
 """Indices that one program sorts, and whose final places one program finds."""
-FOUND = 1024
-"""Rows of the weight whose positions one program finds."""
+FOUND, SUMMED = 1024, 4
+"""Rows of the weight whose positions one program finds, and whose gradients one program writes."""
 CHUNK = 64
 """Sorted positions that are summed ahead, by a program of their own, where all of them have the same index."""
 BACKWARD_BLOCK, BACKWARD_WARPS = 2048, 4
@@ -107,24 +107,33 @@ def _find_runs(
 
 @kernel
 def _sum_runs(
-    dweight, dy, partial, order, starts, columns, blocks, dy_stride, padding_idx, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    dweight, dy, partial, order, starts, vocabulary, columns, blocks, dy_stride, padding_idx,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index = (tl.program_id(0) // blocks).to(tl.int64)
+    first = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < columns
-    start = tl.load(starts + index)
-    end = tl.load(starts + index + 1)
-    if padding_idx is not None:
-        end = tl.where(index == padding_idx, start, end)
-    sums = tl.zeros((1, BLOCK), tl.float32)
-    if partial is not None:
-        first_chunk, last_chunk = tl.cdiv(start, CHUNK), end // CHUNK
-        if first_chunk < last_chunk:
-            sums += _sum_rows(order, dy, dy_stride, start, first_chunk * CHUNK, column, inside, BLOCK)
-            sums += _sum_rows(None, partial, columns, first_chunk, last_chunk, column, inside, BLOCK)
-            start = last_chunk * CHUNK
-    sums += _sum_rows(order, dy, dy_stride, start, end, column, inside, BLOCK)
-    tl.store(dweight + index * columns + column, sums, inside)
+    start = tl.load(starts + first)
+    following = tl.load(starts + first + 1)  # there is one for what follows the last row
+    # Unrolled: triton 3.6 takes what a loop carries for dead where it does nothing but bound an inner loop, and
+    # `start` and `following` would stay what they were (tritongpu-remove-layout-conversions).
+    for i in tl.static_range(ROWS):
+        index = first + i
+        end = following
+        following = tl.load(starts + tl.minimum(index + 2, vocabulary))  # before it is needed
+        last = end
+        if padding_idx is not None:
+            last = tl.where(index == padding_idx, start, end)
+        sums = tl.zeros((1, BLOCK), tl.float32)
+        if partial is not None:
+            first_chunk, last_chunk = tl.cdiv(start, CHUNK), last // CHUNK
+            if first_chunk < last_chunk:
+                sums += _sum_rows(order, dy, dy_stride, start, first_chunk * CHUNK, column, inside, BLOCK)
+                sums += _sum_rows(None, partial, columns, first_chunk, last_chunk, column, inside, BLOCK)
+                start = last_chunk * CHUNK
+        sums += _sum_rows(order, dy, dy_stride, start, last, column, inside, BLOCK)
+        tl.store(dweight + index * columns + column, sums, inside & (index < vocabulary))
+        start = end
 
 
 def _sort(indices: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -186,8 +195,8 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, padding_idx: int | None)
         starts, partial, dy, keys, order, rows, step, vocabulary, columns, blocks, finders, dy_stride,
         CHUNK=CHUNK, BLOCK=block, FOUND=FOUND, num_warps=warps,
     )  # fmt: skip
-    _sum_runs[(vocabulary * blocks,)](
-        dweight, dy, partial, order, starts, columns, blocks, dy_stride, padding_idx,
-        CHUNK=CHUNK, BLOCK=block, num_warps=warps,
+    _sum_runs[((vocabulary + SUMMED - 1) // SUMMED * blocks,)](
+        dweight, dy, partial, order, starts, vocabulary, columns, blocks, dy_stride, padding_idx,
+        CHUNK=CHUNK, ROWS=SUMMED, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return (dweight,)

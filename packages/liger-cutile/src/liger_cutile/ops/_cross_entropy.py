@@ -23,6 +23,9 @@ from liger_cutile.ops._tiles import ZERO, load, load_vector
 # (sm_90, tileiras 13.4).
 BLOCK = 4096
 OCCUPANCY = 4
+# Bytes of a tile of the gradient: on an H200, 4096 x 128256 in bfloat16 takes 0.545 ms so, with half of it 0.622, and with
+# all blocks' first tiles before the next ones 0.576.
+GRADIENT_BYTES = 16384
 # Rows of a tile of labels.
 LABELS = 2048
 
@@ -145,7 +148,7 @@ def _rows(
             ct.store(statistics, (2, row), probability, allow_tma=False)
 
 
-@ct.kernel(occupancy=OCCUPANCY)
+@ct.kernel(occupancy=ct.ByTarget(sm_90=OCCUPANCY, default=3))  # of four, sm_80 and sm_100 spill
 def _gradient(
     dlogits, logits, bias, target, weight, column_weight, weight_sum, statistics, dloss, totals,
     vocabulary, first, first_column, parts, ignore_index: ct.ScalarInt64, label_smoothing, lse_square_scale, softcap,
@@ -429,7 +432,7 @@ def _launch_gradient(
     token_scaling: bool,
 ) -> None:
     n, columns = dlogits.shape
-    block = min(power_of_2(columns), BLOCK)
+    block = min(power_of_2(columns), GRADIENT_BYTES // dlogits.element_size())
     # Rows alone make too few blocks where they are few.
     wanted = 2 * OCCUPANCY * sm_count(dlogits.device)
     parts = min(blocks(columns, block), blocks(wanted, n))

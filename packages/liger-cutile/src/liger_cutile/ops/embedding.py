@@ -26,8 +26,9 @@ LARGEST = (1 << 31) - 1
 CHUNK = 64
 # Rows of dy that a block has under way.
 AT_ONCE = 1
-# Rows of the weight whose positions one block finds.
-FOUND = 1024
+# Rows of the weight whose positions one block finds, and whose gradients one block writes: most are 0, and a block for each
+# would wait for two numbers and then store 4 KiB. On an H200, of 16384 indices of 128256 rows, 0.345 ms by four, 0.396 by one.
+FOUND, SUMMED = 1024, 4
 
 
 @ct.kernel
@@ -126,22 +127,27 @@ def _find_runs(
 
 @ct.kernel(occupancy=8)
 def _sum_runs(
-    dweight, dy, partial, order, starts, padding, CHUNK: ConstInt, AT_ONCE: ConstInt, BLOCK: ConstInt
+    dweight, dy, partial, order, starts, padding,
+    CHUNK: ConstInt, AT_ONCE: ConstInt, ROWS: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
-    index, column = ct.bid(0), ct.bid(1)
-    start = ct.load(starts, (index,), ())
-    end = ct.load(starts, (index + 1,), ())
-    if index == padding:
-        end = start
-    sums = ct.zeros((1, BLOCK), ct.float32)
-    if given(partial):
-        first, last = ct.cdiv(start, CHUNK), end // CHUNK
-        if first < last:
-            sums = _sum_rows(order, dy, start, first * CHUNK, column, AT_ONCE, BLOCK)
-            sums += _sum_rows((), partial, first, last, column, AT_ONCE, BLOCK)
-            start = last * CHUNK
-    sums += _sum_rows(order, dy, start, end, column, AT_ONCE, BLOCK)
-    ct.store(dweight, (index, column), ct.astype(sums, dweight.dtype), allow_tma=False)
+    first, column = ct.bid(0) * ROWS, ct.bid(1)
+    vocabulary = dweight.shape[0]
+    start = ct.load(starts, (first,), ())
+    following = ct.load(starts, (first + 1,), ())
+    for index in range(first, ct.minimum(first + ROWS, vocabulary)):
+        end = following
+        following = ct.load(starts, (ct.minimum(index + 2, vocabulary),), ())  # before it is needed
+        last = ct.where(index == padding, start, end)
+        sums = ct.zeros((1, BLOCK), ct.float32)
+        if given(partial):
+            begin_chunk, end_chunk = ct.cdiv(start, CHUNK), last // CHUNK
+            if begin_chunk < end_chunk:
+                sums = _sum_rows(order, dy, start, begin_chunk * CHUNK, column, AT_ONCE, BLOCK)
+                sums += _sum_rows((), partial, begin_chunk, end_chunk, column, AT_ONCE, BLOCK)
+                start = end_chunk * CHUNK
+        sums += _sum_rows(order, dy, start, last, column, AT_ONCE, BLOCK)
+        ct.store(dweight, (index, column), ct.astype(sums, dweight.dtype), allow_tma=False)
+        start = end
 
 
 @opaque(writes=("y",))
@@ -172,7 +178,10 @@ def _launch_backward(dweight: Tensor, dy: Tensor, indices: Tensor, padding: int)
         _find_runs, (finders + chunks, across), starts, partial, dy, keys, order, rows, step, finders,
         CHUNK, AT_ONCE, block, FOUND,
     )  # fmt: skip
-    launch(_sum_runs, (vocabulary, across), dweight, dy, partial, order, starts, padding, CHUNK, AT_ONCE, block)
+    launch(
+        _sum_runs, (blocks(vocabulary, SUMMED), across), dweight, dy, partial, order, starts, padding,
+        CHUNK, AT_ONCE, SUMMED, block,
+    )  # fmt: skip
 
 
 def _sort(indices: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:

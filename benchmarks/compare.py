@@ -28,7 +28,7 @@ import records
 import report
 import torch
 from calls import DTYPES, refuse_unknown, shrunk
-from jobs import COLUMNS, LONG, TURNS, Job, Measured, Row, measure, median_ms, truth_of
+from jobs import COLUMNS, TURNS, Job, Measured, Row, measure, median_ms, truth_of
 from traffic import MODES
 
 import liger_core
@@ -86,7 +86,7 @@ def functions_of(provider: str) -> Iterator[peers.Functions]:
 
 
 def compare(job: Job, providers: Sequence[str]) -> list[Row]:
-    """A row for each provider. They are timed in turns."""
+    """A row for each provider. They are timed in turns, each the other way round, so that none is always first."""
     try:
         truth = truth_of(job)
     except torch.OutOfMemoryError:
@@ -104,8 +104,10 @@ def compare(job: Job, providers: Sequence[str]) -> list[Row]:
             rows[provider] = job.row(provider, note=reason(error))
     del truth
     times: dict[str, list[float]] = {provider: [] for provider in measured}
-    for _ in range(TURNS):
-        for provider in [p for p in measured if p not in rows and min(times[p], default=0.0) < LONG]:
+    for turn in range(TURNS):
+        for provider in list(measured)[:: -1 if turn % 2 else 1]:
+            if provider in rows:
+                continue
             try:
                 with functions_of(provider):
                     times[provider].append(median_ms(measured[provider].call, job.device))

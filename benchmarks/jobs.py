@@ -22,10 +22,7 @@ from liger_conformance.case import Case
 from liger_core.contract import Op
 
 TURNS = 3
-"""How often each provider is timed; once, where a call takes longer than `LONG`: the host doesn't show there."""
-
-LONG = 10.0
-"""Milliseconds."""
+"""How often each provider is timed."""
 
 COLUMNS = ("op", "case", "dtype", "provider", "mode", "ms", "ratio", "gbps", "tflops", "peak_mib", "error", "note")
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import budgets
 import compare
 import host
+import jobs
 import noop_language
 import peers
 import pytest
@@ -20,7 +22,7 @@ import report
 import tables
 import timing
 import torch
-from calls import make_call, shrunk
+from calls import arguments_of, make_call, shrunk
 from jobs import COLUMNS, Job, error_of, measure, truth_of
 from traffic import FORWARD, FULL, MODES, MOVES, PRODUCTS, work_of
 
@@ -259,6 +261,34 @@ def test_each_backward_of_the_host_costs_gets_its_tensors() -> None:
     host.kernel_times(kernel, ops["rms_norm"], ops["rms_norm"].bind((), {"x": x, "weight": torch.ones(8)}), "cpu")
     assert len(taken) > 1
     assert all(tensors is not None and tensors[0] is x for tensors in taken)
+
+
+def test_budgets_of_the_reference() -> None:
+    rows = budgets.main(["--smoke"])
+    assert [(row["accum_dtype"], row["memory_budget"] or None) for row in rows] == list(budgets.SETTINGS)
+    assert all(float(row["ms"]) > 0 and row["error"] == rows[0]["error"] for row in rows)
+
+
+def test_budgets_count_what_is_beyond_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases_of("fused_linear_cross_entropy").cases[0]
+    arguments = arguments_of(budgets.OP, case, torch.bfloat16, "cpu")
+    gradients = sum(arguments[name].nbytes for name in ("x", "linear_weight", "bias"))
+    monkeypatch.setattr(jobs, "peak_memory", lambda call, device: gradients + 3 * 2**20)
+    assert [row["extra_mb"] for row in budgets.measure_settings(case, "torch", "cpu")] == ["3"] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--device=cpu"], "not run: there is no accelerator here"),
+        (["--device=cuda", "--cases=huge"], "huge; it takes small,"),
+        (["--device=cuda", "--languages=acme"], "acme; it takes torch,"),
+    ],
+)
+def test_wrong_arguments_of_the_budgets(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        budgets.parse(words)
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""What `fused_linear_cross_entropy` with its backward costs in time where it may take little memory, in each language.
+
+    python benchmarks/budgets.py --cases large --languages triton
+    python benchmarks/budgets.py --smoke
+
+`SETTINGS` are the dtypes and the budgets. Memory is what the call takes at most beyond the inputs and their gradients; how it
+and the time are measured is said in `timing` and `jobs`. The error is that of the worst gradient, as in `compare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import records
+import torch
+from calls import DTYPES, refuse_unknown, shrunk
+from jobs import Job, Row, measure, median_ms, truth_of
+from traffic import FULL
+
+import liger_core
+from liger_conformance.case import TIMED, Case, cases_of
+from liger_core.backend import backends
+from liger_core.contract import ops
+
+COLUMNS = ("case", "language", "accum_dtype", "memory_budget", "ms", "tflops", "extra_mb", "error")
+
+SETTINGS = (("float32", None), ("float32", 600_000_000), ("bfloat16", 500_000_000))
+"""`accum_dtype` and `memory_budget`, in bytes. The first is the default."""
+
+OP = ops["fused_linear_cross_entropy"]
+
+
+def measure_settings(case: Case, language: str, device: str) -> list[Row]:
+    """A row for each setting."""
+    rows: list[Row] = []
+    job = Job(OP, case, torch.bfloat16, device, FULL)
+    try:
+        truth = truth_of(job)
+    except torch.OutOfMemoryError:
+        truth = None
+    for accum_dtype, budget in SETTINGS:
+        values = {**case.values, "accum_dtype": DTYPES[accum_dtype], "memory_budget": budget}
+        chosen = job._replace(case=Case(case.id, case.group, **values))
+        with liger_core.use(language):
+            measured = measure(chosen, OP, truth)
+            row = measured.row(chosen, language, median_ms(measured.call, device))
+        extra = f"{(float(row['peak_mib']) * 2**20 - gradient_bytes(chosen)) / 1e6:.0f}" if row["peak_mib"] else ""
+        found = case.id, language, accum_dtype, budget or "", row["ms"], row["tflops"], extra, row["error"]
+        rows.append(dict(zip(COLUMNS, found, strict=True)))
+    return rows
+
+
+def gradient_bytes(job: Job) -> int:
+    """What the gradients take, which the call returns."""
+    arguments = job.arguments()
+    return sum(arguments[name].nbytes for name in OP.differentiable if name in arguments)
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; a name that doesn't exist ends the program with those that do."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    ours = [backend.language for backend in backends()]
+    names = {"languages": ["torch", *ours], "cases": TIMED}
+    parser.add_argument("--languages", type=lambda text: text.split(","), help=f"of {', '.join(names['languages'])}")
+    parser.add_argument(
+        "--cases", type=lambda text: text.split(","), default=[*TIMED], help=f"sizes, of {', '.join(TIMED)}"
+    )
+    parser.add_argument("--device", default=liger_core.infer_device())
+    parser.add_argument("--out", type=Path, default=records.RECORDS, help="directory of the record")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, the reference alone: no record")
+    options = parser.parse_args(words)
+    if options.smoke:
+        options.device, options.languages, options.cases = "cpu", ["torch"], ["small"]
+    able = [backend.language for backend in backends() if backend.missing(options.device) is None]
+    options.languages = options.languages or able
+    refuse_unknown(parser, options, names)
+    if options.device == "cpu" and not options.smoke:
+        parser.error("not run: there is no accelerator here; --smoke runs the reference at tiny sizes on the CPU")
+    return options
+
+
+def main(words: Sequence[str] | None = None) -> list[Row]:
+    """Measure, print as it goes, and write the record. Returns the rows."""
+    options = parse(words)
+    head = records.head_of(options.device)
+    print(records.comment(head) + ",".join(COLUMNS), flush=True)
+    rows: list[Row] = []
+    for case in cases_of(OP.name).cases:
+        if case.group in options.cases:
+            for language in options.languages:
+                found = measure_settings(shrunk(case) if options.smoke else case, language, options.device)
+                print("\n".join(",".join(map(str, row.values())) for row in found), flush=True)
+                rows += found
+    if not options.smoke:
+        title = "fused_linear_cross_entropy and its backward in little memory"
+        lines = [[str(row[column]) for column in COLUMNS] for row in rows]
+        records.write("budgets", head, rows, COLUMNS, title, records.table(COLUMNS, lines), options.out)
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

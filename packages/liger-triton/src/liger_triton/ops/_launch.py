@@ -72,8 +72,7 @@ class Kernel:
 
 
 def _hooked() -> bool:
-    hook = knobs.runtime.launch_enter_hook  # a function or None in triton 3.4, since then a chain of functions
-    return bool(getattr(hook, "calls", hook))
+    return bool(knobs.runtime.launch_enter_hook.calls)
 
 
 def kernel(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:

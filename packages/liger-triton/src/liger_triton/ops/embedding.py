@@ -124,14 +124,18 @@ def _sum_runs(
         last = end
         if padding_idx is not None:
             last = tl.where(index == padding_idx, start, end)
-        sums = tl.zeros((1, BLOCK), tl.float32)
+        # Without whole chunks in it, a run ends where its first part does: no branches, which triton 3.5 fails to compile here.
+        rest = last
         if partial is not None:
             first_chunk, last_chunk = tl.cdiv(start, CHUNK), last // CHUNK
-            if first_chunk < last_chunk:
-                sums += _sum_rows(order, dy, dy_stride, start, first_chunk * CHUNK, column, inside, BLOCK)
-                sums += _sum_rows(None, partial, columns, first_chunk, last_chunk, column, inside, BLOCK)
-                start = last_chunk * CHUNK
-        sums += _sum_rows(order, dy, dy_stride, start, last, column, inside, BLOCK)
+            whole = first_chunk < last_chunk
+            rest = tl.where(whole, first_chunk * CHUNK, last)
+        sums = _sum_rows(order, dy, dy_stride, start, rest, column, inside, BLOCK)
+        if partial is not None:
+            last_chunk = tl.where(whole, last_chunk, first_chunk)
+            sums += _sum_rows(None, partial, columns, first_chunk, last_chunk, column, inside, BLOCK)
+            rest = tl.where(whole, last_chunk * CHUNK, last)
+            sums += _sum_rows(order, dy, dy_stride, rest, last, column, inside, BLOCK)
         tl.store(dweight + index * columns + column, sums, inside & (index < vocabulary))
         start = end
 

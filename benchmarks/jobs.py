@@ -51,8 +51,15 @@ class Job(NamedTuple):
         return dict.fromkeys(COLUMNS, "") | dict(zip(COLUMNS, place, strict=False)) | values
 
 
-def truth_of(job: Job) -> tuple[Tensor | None, ...]:
-    """What the reference gives in higher precision: the first result, or the gradients."""
+def truth_of(job: Job) -> tuple[Tensor | None, ...] | None:
+    """What the reference gives in higher precision: the first result, or the gradients; None where memory is too small."""
+    try:
+        return _truth_of(job)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _truth_of(job: Job) -> tuple[Tensor | None, ...]:
     wider = torch.float64 if job.dtype is torch.float32 else torch.float32
     wide = {
         name: value.detach().to(wider).requires_grad_(value.requires_grad)

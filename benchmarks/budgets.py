@@ -13,11 +13,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import records
 import torch
 from calls import DTYPES, refuse_unknown, shrunk
-from jobs import Job, Row, measure, median_ms, truth_of
+from jobs import Job, Measured, Row, in_turns, measure, median_ms, truth_of
 from traffic import FULL
 
 import liger_core
@@ -33,21 +34,37 @@ SETTINGS = (("float32", None), ("float32", 600_000_000), ("bfloat16", 500_000_00
 OP = ops["fused_linear_cross_entropy"]
 
 
-def measure_settings(case: Case, language: str, device: str) -> list[Row]:
-    """A row for each setting."""
-    rows: list[Row] = []
+class Setting(NamedTuple):
+    """What is measured: a language with an `accum_dtype` and a `memory_budget`."""
+
+    language: str
+    accum_dtype: str
+    budget: int | None
+
+
+def measure_case(case: Case, languages: Sequence[str], device: str) -> list[Row]:
+    """A row for each language and setting. They are timed in turns."""
     job = Job(OP, case, torch.bfloat16, device, FULL)
     truth, returned = truth_of(job), gradient_bytes(job)
-    for accum_dtype, budget in SETTINGS:
-        values = {**case.values, "accum_dtype": DTYPES[accum_dtype], "memory_budget": budget}
-        chosen = job._replace(case=Case(case.id, case.group, **values))
-        with liger_core.use(language):
-            measured = measure(chosen, OP, truth)
-            row = measured.row(chosen, language, median_ms(measured.call, device))
-        extra = f"{(float(row['peak_mib']) * 2**20 - returned) / 1e6:.0f}" if row["peak_mib"] else ""
-        found = case.id, language, accum_dtype, budget or "", row["ms"], row["tflops"], extra, row["error"]
-        rows.append(dict(zip(COLUMNS, found, strict=True)))
-    return rows
+    settings = [Setting(language, *setting) for language in languages for setting in SETTINGS]
+    measured: dict[Setting, Measured] = {}
+    for setting in settings:
+        values = {**case.values, "accum_dtype": DTYPES[setting.accum_dtype], "memory_budget": setting.budget}
+        with liger_core.use(setting.language):
+            measured[setting] = measure(job._replace(case=Case(case.id, case.group, **values)), OP, truth)
+    del truth
+    times: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    for setting in in_turns(settings):
+        with liger_core.use(setting.language):
+            times[setting].append(median_ms(measured[setting].call, device))
+    return [row_of(job, setting, measured[setting].row(job, "", min(times[setting])), returned) for setting in settings]
+
+
+def row_of(job: Job, setting: Setting, row: Row, returned: int) -> Row:
+    """A row of this table from one of `jobs`; `returned` are the gradients' bytes."""
+    extra = f"{(float(row['peak_mib']) * 2**20 - returned) / 1e6:.0f}" if row["peak_mib"] else ""
+    found = setting.language, setting.accum_dtype, setting.budget or "", row["ms"], row["tflops"], extra, row["error"]
+    return dict(zip(COLUMNS, (job.case.id, *found), strict=True))
 
 
 def gradient_bytes(job: Job) -> int:
@@ -87,10 +104,9 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
     rows: list[Row] = []
     for case in cases_of(OP.name).cases:
         if case.group in options.cases:
-            for language in options.languages:
-                found = measure_settings(shrunk(case) if options.smoke else case, language, options.device)
-                print("\n".join(",".join(map(str, row.values())) for row in found), flush=True)
-                rows += found
+            found = measure_case(shrunk(case) if options.smoke else case, options.languages, options.device)
+            print("\n".join(",".join(map(str, row.values())) for row in found), flush=True)
+            rows += found
     if not options.smoke:
         title = "fused_linear_cross_entropy and its backward in little memory"
         lines = [[str(row[column]) for column in COLUMNS] for row in rows]

@@ -28,7 +28,7 @@ import records
 import report
 import torch
 from calls import DTYPES, refuse_unknown, shrunk
-from jobs import COLUMNS, TURNS, Job, Measured, Row, measure, median_ms, truth_of
+from jobs import COLUMNS, Job, Measured, Row, in_turns, measure, median_ms, truth_of
 from traffic import MODES
 
 import liger_core
@@ -86,7 +86,7 @@ def functions_of(provider: str) -> Iterator[peers.Functions]:
 
 
 def compare(job: Job, providers: Sequence[str]) -> list[Row]:
-    """A row for each provider. They are timed in turns, each the other way round, so that none is always first."""
+    """A row for each provider. They are timed in turns."""
     truth = truth_of(job)
     rows: dict[str, Row] = {}
     measured: dict[str, Measured] = {}
@@ -101,15 +101,14 @@ def compare(job: Job, providers: Sequence[str]) -> list[Row]:
             rows[provider] = job.row(provider, note=reason(error))
     del truth
     times: dict[str, list[float]] = {provider: [] for provider in measured}
-    for turn in range(TURNS):
-        for provider in list(measured)[:: -1 if turn % 2 else 1]:
-            if provider in rows:
-                continue
-            try:
-                with functions_of(provider):
-                    times[provider].append(median_ms(measured[provider].call, job.device))
-            except failures() as error:
-                rows[provider] = job.row(provider, note=reason(error))
+    for provider in in_turns(list(measured)):
+        if provider in rows:
+            continue
+        try:
+            with functions_of(provider):
+                times[provider].append(median_ms(measured[provider].call, job.device))
+        except failures() as error:
+            rows[provider] = job.row(provider, note=reason(error))
     for provider, found in measured.items():
         rows.setdefault(provider, found.row(job, provider, min(times[provider])))
     return with_ratios([rows[provider] for provider in providers])

@@ -9,7 +9,7 @@ inputs), over the norm of the latter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +92,12 @@ def median_ms(call: Callable[[], Any], device: str) -> float:
 
     median: Any = do_bench(call, warmup=15, rep=40, return_mode="median")
     return median
+
+
+def in_turns(names: Sequence[Any]) -> Iterator[Any]:
+    """Each of the names `TURNS` times, in both orders by turns, so that none is always first."""
+    for turn in range(TURNS):
+        yield from names[:: -1 if turn % 2 else 1]
 
 
 class Measured(NamedTuple):

@@ -7,6 +7,7 @@ another option is a TypeError, which `compare.py` reports.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -221,10 +222,14 @@ def liger(module: str = "liger_kernel.ops") -> Functions:
 def liger_cutedsl() -> Functions:
     """liger-kernel 0.8.5's functions in CuTe DSL, demanded by name: where that can't run, they raise.
 
+    For that LIGER_KERNEL_STRICT is set, for the whole process; else kl_div, though demanded in CuTe DSL, runs in Triton
+    where rows are long.
+
     Raises:
         ImportError: liger-kernel isn't installed.
     """
     functional = import_module("liger_kernel.functional")
+    os.environ["LIGER_KERNEL_STRICT"] = "1"
     impl = "nvidia-cutedsl"
     return {
         "cross_entropy": lambda logits, target: functional.cross_entropy(logits, target, impl=impl)[0],

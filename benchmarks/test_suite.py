@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -72,9 +73,17 @@ def test_liger_takes_the_arguments_of_the_timed_cases(op: str, monkeypatch: pyte
 def test_other_peers_take_the_arguments_of_the_timed_cases(
     functions: Callable[[], peers.Functions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LIGER_KERNEL_STRICT", "0")  # what `functions` does to it ends with the test
     monkeypatch.setattr(peers, "import_module", lambda name: None)
     for op, function in functions().items():
         inspect.signature(function).bind(**small_job(op, FORWARD).arguments())
+
+
+def test_what_is_demanded_in_cutedsl_never_runs_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_KERNEL_STRICT", "0")
+    monkeypatch.setattr(peers, "import_module", lambda name: None)
+    peers.liger_cutedsl()
+    assert os.environ["LIGER_KERNEL_STRICT"] == "1"
 
 
 def test_a_peer_that_is_absent_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

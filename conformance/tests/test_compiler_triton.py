@@ -118,6 +118,21 @@ def test_known_spills_are_strict(run: Run) -> None:
     assert "none of these is so any more" in run.errors["test_known_spills[layer_norm-bent-sm_90]"]
 
 
+def test_any_spills(site: Path, run_suite: Suite) -> None:
+    """What spills passes, declared or not; and what is declared needn't spill. Everything else fails as it does."""
+    chosen = "test_compiled and -large-bfloat16 or test_known_spills"
+    ops = ("geglu", "dyt", "layer_norm", "swiglu", "jsd")
+    asked = [f"--op={op}" for op in ops]
+    done = run_suite(
+        site, "--impl=bent", "--compile=sm_120", "--any-spills", f"--report={site / 'any'}", *asked, "-k", chosen
+    )
+    report = json.loads((site / "any" / "conformance.json").read_text("utf-8"))
+    outcomes = {cell["op"]: set(cell["outcomes"]) for cell in report["cells"] if cell["outcomes"]}
+    wrong = ("swiglu", "jsd")  # which takes too much shared memory, and whose reference ran
+    assert outcomes == {op: {"failed"} if op in wrong else {"compiled"} for op in ops}, done.stdout
+    assert any(kernel["spills"] for kernel in report["kernels"] if kernel["kernel"] == "geglu._row")
+
+
 @pytest.mark.parametrize(
     ("key", "reason", "says"),
     [
@@ -146,6 +161,7 @@ def test_declarations_are_checked(
             {},
             "--compile: no chip sm_91; it takes gfx942, sm_100, sm_120, sm_80, sm_90",
         ),
+        (["--impl=bent", "--any-spills"], {}, "--any-spills is about what --compile finds: name the chips"),
         (["--impl=bent", "--compile=all", "--device=cuda"], {}, "--compile runs on no device: leave out --device"),
         (
             ["--impl=bent", "--compile=all"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Collection
 from importlib.util import find_spec
 
@@ -112,6 +113,21 @@ class KnownSpills:
     def losses_of(self, target: str) -> list[tuple[str, str]]:
         """The kernels, as patterns, that are declared for an op, language and chip, and what they may lose."""
         return [(kernel, what) for name, kernel, what in self._losses if matches(name, target)]
+
+
+class AnySpills(KnownSpills):
+    """For a compiler that the kernels weren't tuned for: whatever spills or loses the fast instructions may do so."""
+
+    def __init__(self) -> None:
+        super().__init__({}, ())
+
+    def allowed(self, target: str, kernel: str) -> int:
+        """Any number of registers."""
+        return sys.maxsize
+
+    def allows_loss(self, target: str, kernel: str, what: str) -> bool:
+        """Any loss."""
+        return True
 
 
 def matches(key: str, name: str) -> bool:

@@ -17,7 +17,7 @@ from liger_conformance import interpreters
 from liger_conformance.case import QUICK, Case, cases_of
 from liger_conformance.compilers import compiler_of, cutile, executor_of
 from liger_conformance.compilers.host_code import compiled_cases
-from liger_conformance.known import KnownFailures, KnownSpills
+from liger_conformance.known import AnySpills, KnownFailures, KnownSpills
 from liger_conformance.report import Report, classify
 from liger_conformance.running import Target
 from liger_core.backend import BackendInfo, backends, not_installed
@@ -47,6 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--execute", action="store_true", help="with --compile: run what is compiled on the CPU, where that is possible"
     )
+    group.addoption(
+        "--any-spills",
+        action="store_true",
+        help="with --compile, for a compiler that the kernels weren't tuned for: report registers that are kept in memory "
+        "and lost fast instructions, and don't fail them",
+    )
     group.addoption("--report", metavar="DIR", type=Path, help="write the matrix to DIR/conformance.json and .md")
 
 
@@ -62,11 +68,14 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--op={name}: there is no such op; the ops are {', '.join(sorted(ops))}")
     if config.getoption("--execute") and not config.getoption("--compile"):
         raise pytest.UsageError("--execute runs what --compile compiles: name the chips")
+    if config.getoption("--any-spills") and not config.getoption("--compile"):
+        raise pytest.UsageError("--any-spills is about what --compile finds: name the chips")
     targets, report = _targets_of_chips(config) if config.getoption("--compile") else _targets_of_devices(config)
     config.stash[targets_key] = targets
     packages = {t.backend.language: t.backend.package for t in targets if t.backend}
     config.stash[known_key] = KnownFailures(packages)
-    config.stash[spills_key] = KnownSpills(packages, _chip_targets())
+    any_spills = config.getoption("--any-spills")
+    config.stash[spills_key] = AnySpills() if any_spills else KnownSpills(packages, _chip_targets())
     config.stash[report_key] = report
 
 

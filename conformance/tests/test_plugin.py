@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +42,14 @@ def test_out_of_tree_package_is_checked(site: Path, run_suite: Suite, tmp_path: 
     assert cells["softmax", "any"] == {"not claimed": 1}
     assert report["heading"]["liger-acme"] == "0.1"
     assert "| rms_norm |" in (tmp_path / "report" / "conformance.md").read_text()
+
+
+def test_what_calls_the_same_kernels_is_together(site: Path, run_suite: Suite) -> None:
+    """Tests go by op and dtype, not by file: a process that compiles a kernel has most of the tests that call it."""
+    done = run_suite(site, "--impl=acme", "--collect-only")
+    names = re.findall(r"(test_values|test_same_bits_again)\[(\w+)-acme-.*-(\w+)\]", done.stdout)
+    order = [what for what, _ in itertools.groupby(names, lambda name: name[1:])]
+    assert order == [("rms_norm", "bfloat16"), ("rms_norm", "float16"), ("rms_norm", "float32")], done.stdout
 
 
 def test_known_failures_are_strict(site: Path, run_suite: Suite) -> None:

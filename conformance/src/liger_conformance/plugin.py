@@ -237,7 +237,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # A test that none of the targets takes is left by pytest as one item without parameters.
     idle = {item for item in items if _of_suite(item) and not _has_target(item)}
     items[:] = [item for item in items if item not in idle]
-    suite = [item for item in items if _of_suite(item)]
+    places = [place for place, item in enumerate(items) if _of_suite(item)]
+    # What calls the same kernels is together, so that a process of pytest-xdist compiles few of those that others do.
+    suite = sorted([items[place] for place in places], key=_what_it_calls)
+    for place, item in zip(places, suite, strict=True):
+        items[place] = item
     for item in suite:
         values = item.callspec.params  # type: ignore[attr-defined]
         target = values.get("target")
@@ -256,6 +260,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if slow:
             config.hook.pytest_deselected(items=slow)
             items[:] = [item for item in items if item not in set(slow)]
+
+
+def _what_it_calls(item: Any) -> tuple[str, str]:
+    values = item.callspec.params
+    return str(values.get("target", "")), str(values.get("dtype", ""))
 
 
 def _of_suite(item: pytest.Item) -> bool:

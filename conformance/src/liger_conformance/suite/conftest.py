@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
+import torch
 
 from liger_conformance.report import NOT_CLAIMED
 from liger_core import Unsupported
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _collect_seldom() -> Iterator[None]:
+    """What compilers' front ends allocate soon goes by itself: to look for cycles less often saves a 15th of the time.
+
+    On an accelerator, whose memory cycles would hold, everything stays as it is.
+    """
+    before = gc.get_threshold()
+    if not torch.accelerator.is_available():
+        gc.set_threshold(20_000, 20, 50)
+    yield
+    gc.set_threshold(*before)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -165,17 +165,23 @@ def test_a_provider_that_fails_in_a_later_turn_is_a_row_that_says_why(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("program", "words", "says"),
     [
-        (["--smoke", "--ops=rms_nrom"], "rms_nrom; it takes cross_entropy,"),
-        (["--smoke", "--providers=ours-acme"], "ours-acme; it takes ours-torch,"),
-        (["--smoke", "--modes=backward"], "it takes forward, forward+backward"),
-        (["--device=cpu"], "no accelerator here"),
+        (compare, ["--smoke", "--ops=rms_nrom"], "rms_nrom; it takes cross_entropy,"),
+        (compare, ["--smoke", "--providers=ours-acme"], "ours-acme; it takes ours-torch,"),
+        (compare, ["--smoke", "--modes=backward"], "it takes forward, forward+backward"),
+        (compare, ["--device=cpu"], "no accelerator here"),
+        (budgets, ["--device=cpu"], "not run: there is no accelerator here"),
+        (budgets, ["--device=cuda", "--cases=huge"], "huge; it takes small,"),
+        (budgets, ["--device=cuda", "--languages=acme"], "acme; it takes torch,"),
+        (host, ["--device=cpu"], "not run: there is no accelerator here"),
+        (host, ["--smoke", "--ops=rms_nrom"], "rms_nrom; it takes cross_entropy,"),
+        (host, ["--device=cuda", "--languages=acme"], "acme; it takes torch,"),
     ],
 )
-def test_wrong_arguments(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(program: Any, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        compare.parse(words)
+        program.parse(words)
     assert says in capsys.readouterr().err
 
 
@@ -284,34 +290,6 @@ def test_budgets_count_what_is_beyond_the_gradients(monkeypatch: pytest.MonkeyPa
     gradients = sum(arguments[name].nbytes for name in ("x", "linear_weight", "bias"))
     monkeypatch.setattr(jobs, "peak_memory", lambda call, device: gradients + 3 * 2**20)
     assert [row["extra_mb"] for row in budgets.measure_case(case, ["torch"], "cpu")] == ["3"] * 3
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--device=cpu"], "not run: there is no accelerator here"),
-        (["--device=cuda", "--cases=huge"], "huge; it takes small,"),
-        (["--device=cuda", "--languages=acme"], "acme; it takes torch,"),
-    ],
-)
-def test_wrong_arguments_of_the_budgets(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        budgets.parse(words)
-    assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--device=cpu"], "not run: there is no accelerator here"),
-        (["--smoke", "--ops=rms_nrom"], "rms_nrom; it takes cross_entropy,"),
-        (["--device=cuda", "--languages=acme"], "acme; it takes torch,"),
-    ],
-)
-def test_wrong_arguments_of_the_host_costs(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        host.parse(words)
-    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("language", host.LAUNCHES)

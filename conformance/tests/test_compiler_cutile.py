@@ -15,6 +15,7 @@ from liger_conformance.interpreters.tileir import capture
 from liger_conformance.known import KnownSpills, matches
 
 ct = pytest.importorskip("cuda.tile", exc_type=ImportError) if capture.stand_in_for_libcuda() else None
+jsd = pytest.importorskip("liger_cutile.ops.jsd")
 rms_norm = pytest.importorskip("liger_cutile.ops.rms_norm")
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow  # .ci/run has them beside the lane that they test
@@ -54,6 +55,17 @@ def compile_row(chip: str, columns: int, block: int, dtype: torch.dtype = torch.
     return kernel
 
 
+def imported(file: Path, source: str) -> Any:
+    """The module that a source text is, from a file that it is written to."""
+    file.write_text(source)
+    spec = spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize("chip", CutileCompiler.chips)
 def test_a_right_kernel(chip: str) -> None:
     kernel = compile_row(chip, 4096, 4096)
@@ -86,11 +98,7 @@ def test_a_bulk_store_whose_buffer_is_written_before_it_is_read(tmp_path: Path) 
     ):
         assert right in source
         source = source.replace(right, wrong)
-    file = tmp_path / "both_in_bulk.py"
-    file.write_text(source)
-    spec = spec_from_file_location(file.stem, file)
-    both_in_bulk = module_from_spec(spec)
-    spec.loader.exec_module(both_in_bulk)
+    both_in_bulk = imported(tmp_path / "both_in_bulk.py", source)
 
     def launch(module: Any, device: str) -> None:
         x = torch.empty(64, 2048, dtype=torch.bfloat16, device=device)
@@ -102,6 +110,25 @@ def test_a_bulk_store_whose_buffer_is_written_before_it_is_read(tmp_path: Path) 
         assert len(compiled) == 1
         with pytest.raises(RuntimeError, match=r"compiled _forward for sm_90 to bulk stores .*UTMASTG.*SYNCS\.ARRIVE"):
             launch(both_in_bulk, device)
+
+
+def test_warps_that_wait_for_more_registers_than_there_are(tmp_path: Path) -> None:
+    """What tileiras 13.4 makes of jsd's gradient where rows may not count and it is stored in bulk: on an H200, it hangs."""
+    source = Path(jsd.__file__).read_text()
+    right = "if given(labels) and ROWS > 1:"
+    assert right in source
+    stored_in_bulk = imported(tmp_path / "stored_in_bulk.py", source.replace(right, "if given(labels) and ROWS > 8:"))
+
+    def launch(module: Any, device: str) -> None:
+        x = torch.empty(5, 96, dtype=torch.bfloat16, device=device)
+        labels = torch.empty(5, dtype=torch.int64, device=device)
+        module.forward((True,), x, torch.empty_like(x), labels)
+
+    with CutileCompiler().compiling("sm_90") as (device, _):
+        launch(jsd, device)
+        says = "_divergences for sm_90 to a program that never ends: .* 20480 of 15360 registers, with 384 threads"
+        with pytest.raises(RuntimeError, match=says):
+            launch(stored_in_bulk, device)
 
 
 def test_a_layout_that_loses_bulk_copies() -> None:

@@ -80,6 +80,22 @@ def test_an_unexpected_pass_fails(site: Path, run_suite: Suite) -> None:
     assert "[XPASS(strict)]" in done.stdout
 
 
+def test_a_kernel_that_hangs_has_failed(site: Path, run_suite: Suite, tmp_path: Path) -> None:
+    """Its process is ended, the tests after it run in another one, and the report says which it was."""
+    kernel = site / "liger_acme" / "ops" / "rms_norm.py"
+    hangs = "    while x.dtype is torch.bfloat16:\n        pass\n"
+    kernel.write_text(kernel.read_text().replace("    rows = _rows(x)\n", hangs + "    rows = _rows(x)\n", 1))
+    timeout = ("-n1", "-o", "faulthandler_timeout=8", "-o", "faulthandler_exit_on_timeout=true")
+    done = run_suite(site, "--impl=acme", f"--report={tmp_path / 'report'}", *timeout, *QUICK)
+    assert done.returncode == 1, done.stdout + done.stderr
+    ended = set(re.findall(r"crashed while running '.*test_values\[rms_norm-acme-\w+-(\S+)\]'", done.stdout))
+    assert ended == {"odd-bfloat16"}, done.stdout
+    cells = json.loads((tmp_path / "report" / "conformance.json").read_text())["cells"]
+    outcomes = {cell["dtype"]: cell["outcomes"] for cell in cells if cell["op"] == "rms_norm"}
+    assert outcomes["bfloat16"] == {"failed": 1, "not claimed": 1}
+    assert "failed" not in outcomes["float32"]
+
+
 def test_a_declaration_needs_a_link(site: Path, run_suite: Suite) -> None:
     (site / "liger_acme" / "known_failures.py").write_text("KNOWN_FAILURES = {'test_values[x]': 'just because'}")
     done = run_suite(site, "--impl=acme", *QUICK)

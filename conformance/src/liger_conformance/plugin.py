@@ -6,6 +6,7 @@ With ``--compile=CHIPS`` its kernels are compiled for those chips instead, and n
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,19 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         if report.when == "call":
             kernels = properties.get("liger kernels", [])
             _config.stash[report_key].add_kernels(tuple(place[:4]), properties["liger case"], kernels)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
+    """A test with which a process of pytest-xdist ended, such as one that hung, has failed: the report is to say so."""
+    found = re.search(r"\[(.*)\]$", crashitem)
+    if _config is None or found is None:
+        return
+    parts = f"{found[1]}-"
+    for target in _config.stash[targets_key]:
+        if parts.startswith(f"{target}-"):
+            dtype = next((_short(dtype) for dtype in DTYPES if parts.endswith(f"-{_short(dtype)}-")), "any")
+            report.user_properties = [("liger", (target.op.name, target.language, target.device, dtype, target.lane))]
 
 
 _config: pytest.Config | None = None

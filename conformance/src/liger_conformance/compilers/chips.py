@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 import subprocess
 import tempfile
@@ -103,6 +104,32 @@ def overwritten(cubin: bytes) -> tuple[str, ...]:
             else:
                 store = None
     return tuple(sorted(found))
+
+
+def starved(cubin: bytes, registers: int) -> str | None:
+    """What the warps of a program wait for forever, or None: more registers than its launch holds.
+
+    Warps exchange registers (``USETMAXREG``), four warps at a time: some take more than each has at the launch, once the
+    others have given up as many.
+
+    Args:
+        cubin: of one kernel.
+        registers: of a thread at the launch.
+    """
+    text = _cuobjdump(cubin, "-elf")
+    if "EIATTR_REG_RECONFIG" not in text:
+        return None
+    threads = math.prod(int(n, 16) for n in re.findall(r"EIATTR_REQNTID\n.*\n\s*Value:\s*(.*)", text)[0].split())
+    held, group = registers * threads, 4 * 32
+    # To disassemble takes long. Of two groups, tileiras has always given one what the other has too much. Nor can it
+    # matter where the launch holds what all groups but one can take.
+    if threads <= 2 * group or held >= 232 * (threads - group) + 32 * group:
+        return None
+    changes = re.findall(r"\bUSETMAXREG\.(\w+)[^;]*?(0x[0-9a-f]+)\s*;", _cuobjdump(cubin, "-sass"))
+    taken = [int(n, 16) for kind, n in changes if kind == "TRY_ALLOC"]
+    left = min((int(n, 16) for kind, n in changes if kind == "DEALLOC"), default=registers)
+    least = group * sum(taken) + (threads - group * len(taken)) * left
+    return f"{least} of {held} registers, with {threads} threads" if least > held else None
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:

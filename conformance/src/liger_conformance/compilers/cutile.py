@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 
-from liger_conformance.compilers.chips import CHIPS, Chip, misaligned, overwritten, resource_usage, torch_on
+from liger_conformance.compilers.chips import CHIPS, Chip, misaligned, overwritten, resource_usage, starved, torch_on
 from liger_conformance.compilers.compiler import Compiled
 from liger_conformance.interpreters.tileir import capture
 from liger_conformance.interpreters.tileir.bytecode import Module
@@ -103,8 +103,8 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
     """Compile a kernel for a chip, and read what it takes.
 
     Raises:
-        RuntimeError: tileiras fails, with what it says; or what it makes would fail with a misaligned address, or
-            store what was written after it.
+        RuntimeError: tileiras fails, with what it says; or what it makes would fail with a misaligned address, store
+            what was written after it, or never end.
     """
     code = capture.bytecode(kernel, signature, chip)
     name = kernel._pyfunc.__name__
@@ -117,6 +117,11 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
         raise RuntimeError(
             f"tileiras compiled {name} for {chip} to bulk stores whose shared memory is handed back before they have read"
             f" it: {'; '.join(wrong)}; allow_tma=False for one of them mends it"
+        )
+    if wanted := starved(made, registers):  # some with blocks on a multiprocessor asked for, and bulk copies both ways
+        raise RuntimeError(
+            f"tileiras compiled {name} for {chip} to a program that never ends: its warps wait for {wanted};"
+            " allow_tma=False for one of its copies mends it"
         )
     over = [f"{shared} bytes of shared memory, of {CHIPS[chip].shared}"] if shared > CHIPS[chip].shared else []
     function = kernel._pyfunc

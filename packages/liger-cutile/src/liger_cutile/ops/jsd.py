@@ -26,6 +26,7 @@ from liger_cutile.ops._divergences import (
     persistent,
     place,
     store,
+    store_directly,
     tile_count,
     tile_of,
 )
@@ -116,7 +117,12 @@ def _divergences(
         if given(sums):
             lanes += divergence
         if given(dstudent):
-            store(dstudent, at, scale * gradient)
+            # In bulk beside `any_of` of several rows, tileiras 13.4 makes a program for sm_90 whose warps wait forever for
+            # more registers than it has.
+            if given(labels) and ROWS > 1:
+                store_directly(dstudent, at, scale * gradient)
+            else:
+                store(dstudent, at, scale * gradient)
     if given(sums):
         ct.store(sums, (ct.bid(0),), ct.sum(lanes))
 

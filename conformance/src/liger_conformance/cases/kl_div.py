@@ -52,7 +52,7 @@ CASES = (
     Case("mean-log-target", "option", rows=5, vocabulary=96, reduction="mean", log_target=True),
     Case("sum", "option", rows=5, vocabulary=96, reduction="sum"),
     Case("none", "option", rows=5, vocabulary=97, reduction="none"),
-    Case("none-log-target", "option", rows=5, vocabulary=97, reduction="none", log_target=True),
+    Case("none-log-target", "option", rows=5, vocabulary=96, reduction="none", log_target=True),
     Case("eps", "option", rows=5, vocabulary=96, eps=0.02),
     Case("eps-zero", "option", rows=5, vocabulary=96, eps=0.0, absent_target=0.3, reduction="sum"),
     Case("float32-target", "option", rows=5, vocabulary=96, target_dtype=torch.float32),

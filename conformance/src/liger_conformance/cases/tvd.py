@@ -53,7 +53,7 @@ CASES = (
     Case("mean", "option", rows=5, vocabulary=96, reduction="mean"),
     Case("sum-ignored", "option", rows=5, vocabulary=96, ignored=0.3, reduction="sum"),
     Case("none", "option", rows=5, vocabulary=97, reduction="none"),
-    Case("none-ignored", "option", rows=5, vocabulary=97, ignored=0.3, reduction="none", garbage=True),
+    Case("none-ignored", "option", rows=5, vocabulary=96, ignored=0.3, reduction="none", garbage=True),
     Case("float32-q", "option", rows=5, vocabulary=96, q_dtype=torch.float32, ties=0.3),
     Case("bfloat16-q", "option", rows=5, vocabulary=96, q_dtype=torch.bfloat16),
     Case("big-values", "extreme", rows=4, vocabulary=64, scale=1e4),

@@ -66,6 +66,19 @@ def load_counted(labels, row, ignore_index, ROWS):
 
 
 @ct.function
+def store_beside_labels(array, at, value, labels, ROWS):
+    """`store`, where the labels of a tile's rows may have said that it isn't read.
+
+    Of several rows, with `OCCUPANCY`, tileiras 13.4 makes a bulk store into a program for sm_90 whose warps wait forever for
+    more registers than it has.
+    """
+    if given(labels) and ROWS > 1:
+        store_directly(array, at, value)
+    else:
+        store(array, at, value)
+
+
+@ct.function
 def any_of(conditions):
     return ct.max(ct.where(conditions, 1, 0)) > 0
 

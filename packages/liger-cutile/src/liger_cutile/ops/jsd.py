@@ -25,8 +25,7 @@ from liger_cutile.ops._divergences import (
     load_counted,
     persistent,
     place,
-    store,
-    store_directly,
+    store_beside_labels,
     tile_count,
     tile_of,
 )
@@ -117,12 +116,7 @@ def _divergences(
         if given(sums):
             lanes += divergence
         if given(dstudent):
-            # In bulk beside `any_of` of several rows, tileiras 13.4 makes a program for sm_90 whose warps wait forever for
-            # more registers than it has.
-            if given(labels) and ROWS > 1:
-                store_directly(dstudent, at, scale * gradient)
-            else:
-                store(dstudent, at, scale * gradient)
+            store_beside_labels(dstudent, at, scale * gradient, labels, ROWS)
     if given(sums):
         ct.store(sums, (ct.bid(0),), ct.sum(lanes))
 

@@ -19,7 +19,7 @@ from liger_cutile.ops._divergences import (
     load_directly,
     persistent,
     place,
-    store,
+    store_beside_labels,
     store_directly,
     tile_count,
     tile_of,
@@ -58,7 +58,7 @@ def _forward(losses, signs, sums, p, q, labels, ignore_index: ct.ScalarInt64, RO
         at = place(p, tile, ROWS, BLOCK)
         difference = _difference(p, q, labels, at, ignore_index, ROWS, BLOCK)
         if given(losses):
-            store(losses, at, 0.5 * ct.abs(difference))
+            store_beside_labels(losses, at, 0.5 * ct.abs(difference), labels, ROWS)
         else:
             lanes += ct.abs(difference)
         if given(signs):

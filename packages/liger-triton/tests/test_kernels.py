@@ -120,9 +120,13 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("fused_add_rms_norm", "a forward that reads twice", fused_norm(3, 33000)),
     ("softmax", "rows that fill their tiles, several a program", lambda make: {"x": make.randn(8, 1024)}),
     ("softmax", "a row that fills its tile, of 64 columns a thread", lambda make: {"x": make.randn(3, 16384)}),
-    ("softmax", "rows fetched ahead", lambda make: {"x": make.randn(5, 20000)}),
+    ("softmax", "a long row in pairs", lambda make: {"x": make.randn(5, 20000)}),
+    ("softmax", "a long row in pairs, far from 0", lambda make: {"x": make.randn(2, 20000) - 3e5}),
+    ("softmax", "a long row in pairs, beyond 2^20", lambda make: {"x": make.randn(2, 20000) * 3e7}),
+    ("softmax", "a long row in no pairs", lambda make: {"x": make.randn(2, 20001)}),
     ("softmax", "the longest row in registers", lambda make: {"x": make.randn(2, 32768)}),
-    ("softmax", "a row read twice", lambda make: {"x": make.randn(2, 32769) * 4}),
+    ("softmax", "the longest row in pairs", lambda make: {"x": make.randn(2, 65536)}),
+    ("softmax", "a row read twice", lambda make: {"x": make.randn(2, 65552) * 4}),
     ("swiglu", "several blocks a row", halves(3, 2500)),
     ("rope", "more heads than a block", heads(300, 1, 16, 16)),
     ("rope", "more heads than a block, of which a part is rotated", heads(1, 300, 24, 16)),
@@ -176,9 +180,9 @@ CASES: tuple[tuple[str, str, Build], ...] = (
 def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of dividing the work gives the right values and gradients."""
     op = ops[name]
-    for module in ("rms_norm", "softmax"):  # one multiprocessor, so that a program of a few rows has several of them
-        monkeypatch.setattr(f"liger_triton.ops.{module}.sm_count", lambda device: 1)
-        monkeypatch.setattr(f"liger_triton.ops.{module}.shared_memory", lambda device: 227 << 10)
+    # One multiprocessor, so that a program of a few rows has several of them.
+    monkeypatch.setattr("liger_triton.ops.rms_norm.sm_count", lambda device: 1)
+    monkeypatch.setattr("liger_triton.ops.rms_norm.shared_memory", lambda device: 227 << 10)
     monkeypatch.setattr("liger_triton.ops._divergences.sm_count", lambda device: 1)
     monkeypatch.setattr("liger_triton.ops._divergences.PROGRAMS", 1)
     monkeypatch.setattr("liger_triton.ops.embedding.MOST_RANKED", 4096)

@@ -15,6 +15,41 @@ def multiply(a, b, BLOCK: tl.constexpr):
     return tl.fma(a, b, 0.0) if BLOCK <= 32 else a * b
 
 
+@triton.jit
+def packed(xs):
+    """Rows of 2-byte elements, ``[rows, columns]``, as uint32 of two neighbours each: half as many registers as in float32."""
+    first, second = tl.split(tl.reshape(xs, (xs.shape[0], xs.shape[1] // 2, 2)))
+    low = first.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low | (second.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+
+
+@triton.jit
+def unpacked(pairs, dtype: tl.constexpr):
+    """The first of each pair of `dtype`, and the second, in float32."""
+    first = pairs.to(tl.uint16).to(dtype, bitcast=True)
+    return first.to(tl.float32), (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def interleaved(first, second, dtype: tl.constexpr):
+    """The rows whose `unpacked` pairs are these, in `dtype`."""
+    return tl.reshape(tl.join(first.to(dtype), second.to(dtype)), (first.shape[0], 2 * first.shape[1]))
+
+
+@triton.jit
+def again(pairs, result):
+    """The same `pairs`, for all that a compiler knows others, once there is a `result` that isn't NaN.
+
+    So what has been computed from them is computed again, and takes no registers until then.
+    """
+    return pairs + (result != result).to(tl.uint32)
+
+
+def in_pairs(x: Tensor, columns: int, stride: int) -> bool:
+    """Whether threads load neighbours of a row of 2-byte elements, so that none of its pairs is `packed` across threads."""
+    return x.element_size() == 2 and columns % 16 == 0 and stride % 16 == 0
+
+
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
     """A tensor whose rows lie at one distance from each other, each row's elements adjacent; and that distance.
 

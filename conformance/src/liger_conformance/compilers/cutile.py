@@ -118,7 +118,8 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
             f"tileiras compiled {name} for {chip} to bulk stores whose shared memory is handed back before they have read"
             f" it: {'; '.join(wrong)}; allow_tma=False for one of them mends it"
         )
-    if wanted := starved(made, registers):  # some with blocks on a multiprocessor asked for, and bulk copies both ways
+    chosen = _instructions(said)
+    if chosen["bulk copies"] and (wanted := starved(made, registers)):  # some whose copies hang on a condition
         raise RuntimeError(
             f"tileiras compiled {name} for {chip} to a program that never ends: its warps wait for {wanted};"
             " allow_tma=False for one of its copies mends it"
@@ -128,7 +129,7 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
     return Compiled(
         f"{function.__module__.rpartition('.')[2]}.{function.__name__}",
         _variant(function, signature),
-        {"registers": registers, "bytes of stack": stack, "bytes shared": shared, **_instructions(said)},
+        {"registers": registers, "bytes of stack": stack, "bytes shared": shared, **chosen},
         -(-stack // 4),
         tuple(over),
         _lost(said, CHIPS[chip]),

@@ -85,7 +85,7 @@ def test_a_kernel_that_hangs_has_failed(site: Path, run_suite: Suite, tmp_path: 
     kernel = site / "liger_acme" / "ops" / "rms_norm.py"
     hangs = "    while x.dtype is torch.bfloat16:\n        pass\n"
     kernel.write_text(kernel.read_text().replace("    rows = _rows(x)\n", hangs + "    rows = _rows(x)\n", 1))
-    timeout = ("-n1", "-o", "faulthandler_timeout=8", "-o", "faulthandler_exit_on_timeout=true")
+    timeout = ("-n1", "-o", "faulthandler_timeout=5", "-o", "faulthandler_exit_on_timeout=true")
     done = run_suite(site, "--impl=acme", f"--report={tmp_path / 'report'}", *timeout, *QUICK)
     assert done.returncode == 1, done.stdout + done.stderr
     ended = set(re.findall(r"crashed while running '.*test_values\[rms_norm-acme-\w+-(\S+)\]'", done.stdout))

@@ -12,6 +12,7 @@ cases, the provider whose times it shows, and those whose times follow as multip
 from __future__ import annotations
 
 import re
+from operator import itemgetter
 from pathlib import Path
 
 import records
@@ -29,11 +30,12 @@ def filled(page: str) -> str:
 
 
 def _table(names: str, group: str, ours: str, *others: str) -> str:
-    by_op: dict[str, list[dict[str, str]]] = {}
+    rows: list[dict[str, str]] = []
     for name in names.split("+"):
-        _, rows = records.read_csv(records.RECORDS / f"{name}.csv")
-        by_op |= {row["op"]: [r for r in rows if r["op"] == row["op"] and r["case"] == group] for row in rows}
-    return report.beside([row for op in sorted(by_op) for row in by_op[op]], ours, others)
+        _, newer = records.read_csv(records.RECORDS / f"{name}.csv")
+        measured_again = {row["op"] for row in newer}
+        rows = [row for row in rows if row["op"] not in measured_again] + newer
+    return report.beside([row for row in sorted(rows, key=itemgetter("op")) if row["case"] == group], ours, others)
 
 
 if __name__ == "__main__":

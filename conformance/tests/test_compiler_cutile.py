@@ -55,15 +55,20 @@ def compile_row(chip: str, columns: int, block: int, dtype: torch.dtype = torch.
     return kernel
 
 
-def imported(file: Path, source: str) -> Any:
-    """The module that a source text is, from a file that it is written to."""
+def changed(module: Any, folder: Path, changes: dict[str, str]) -> Any:
+    """A module whose source is that of another, but for some of its text."""
+    source = Path(module.__file__).read_text()
+    for right, wrong in changes.items():
+        assert right in source
+        source = source.replace(right, wrong)
+    file = folder / "changed.py"
     file.write_text(source)
     spec = spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    other = module_from_spec(spec)
+    spec.loader.exec_module(other)
+    return other
 
 
 @pytest.mark.parametrize("chip", CutileCompiler.chips)
@@ -91,14 +96,11 @@ def test_accesses_that_are_not_aligned() -> None:
 
 def test_a_bulk_store_whose_buffer_is_written_before_it_is_read(tmp_path: Path) -> None:
     """What tileiras 13.4 makes of fused_add_rms_norm where both of its results are stored in bulk: on an H200, wrong rows."""
-    source = Path(rms_norm.__file__).read_text()
-    for right, wrong in (
-        ("sums, check_bounds=not INSIDE, allow_tma=False", "sums, check_bounds=not INSIDE"),
-        ("LONGEST_HELD_FUSED = 256", "LONGEST_HELD_FUSED = 4096"),
-    ):
-        assert right in source
-        source = source.replace(right, wrong)
-    both_in_bulk = imported(tmp_path / "both_in_bulk.py", source)
+    changes = {
+        "sums, check_bounds=not INSIDE, allow_tma=False": "sums, check_bounds=not INSIDE",
+        "LONGEST_HELD_FUSED = 256": "LONGEST_HELD_FUSED = 4096",
+    }
+    both_in_bulk = changed(rms_norm, tmp_path, changes)
 
     def launch(module: Any, device: str) -> None:
         x = torch.empty(64, 2048, dtype=torch.bfloat16, device=device)
@@ -114,14 +116,11 @@ def test_a_bulk_store_whose_buffer_is_written_before_it_is_read(tmp_path: Path) 
 
 def test_warps_that_wait_for_more_registers_than_there_are(tmp_path: Path) -> None:
     """What tileiras 13.4 makes of jsd's gradient where rows may not count and it is stored in bulk: on an H200, it hangs."""
-    source = Path(jsd.__file__).read_text()
-    for right, wrong in (
-        ("store_beside_labels(dstudent, at, scale * gradient, labels, ROWS)", "store(dstudent, at, scale * gradient)"),
-        ("    store_beside_labels,\n", "    store,\n"),
-    ):
-        assert right in source
-        source = source.replace(right, wrong)
-    stored_in_bulk = imported(tmp_path / "stored_in_bulk.py", source)
+    changes = {
+        "store_beside_labels(dstudent, at, scale * gradient, labels, ROWS)": "store(dstudent, at, scale * gradient)",
+        "    store_beside_labels,\n": "    store,\n",
+    }
+    stored_in_bulk = changed(jsd, tmp_path, changes)
 
     def launch(module: Any, device: str) -> None:
         x = torch.empty(5, 96, dtype=torch.bfloat16, device=device)

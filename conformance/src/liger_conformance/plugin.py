@@ -249,8 +249,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if target is None:
             continue
         dtype = values.get("dtype")
-        place = (target.op.name, target.language, target.device, _short(dtype) if dtype else "any", target.lane)
-        item.user_properties += [("liger", place), ("liger case", str(values.get("case")))]
+        item.user_properties += [
+            ("liger", _place(target, _short(dtype) if dtype else "any")),
+            ("liger case", str(values.get("case"))),
+        ]
         if reason := known.reason(target.language, item.name):
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
     if not config.getoption("--op") and config.getoption("--compile") in (None, "all"):
@@ -261,6 +263,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if slow:
             config.hook.pytest_deselected(items=slow)
             items[:] = [item for item in items if item not in set(slow)]
+
+
+def _place(target: Target, dtype: str) -> tuple[str, ...]:
+    """A cell of the matrix, and what success is called there."""
+    return target.op.name, target.language, target.device, dtype, target.lane
 
 
 def _what_it_calls(item: Any) -> tuple[str, str]:
@@ -312,7 +319,7 @@ def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
     for target in _config.stash[targets_key]:
         if parts.startswith(f"{target}-"):
             dtype = next((_short(dtype) for dtype in DTYPES if parts.endswith(f"-{_short(dtype)}-")), "any")
-            report.user_properties = [("liger", (target.op.name, target.language, target.device, dtype, target.lane))]
+            report.user_properties = [("liger", _place(target, dtype))]
 
 
 _config: pytest.Config | None = None

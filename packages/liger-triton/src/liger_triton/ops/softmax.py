@@ -153,16 +153,15 @@ def forward(needs: Needs, x: Tensor) -> tuple[Tensor, Saved]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     x, x_stride = as_rows(x)
     tile_rows, block, warps = tile_read_twice(columns)
-    pairs = in_pairs(x, columns, x_stride)
-    if columns > (LONGEST_PACKED if pairs else LONGEST):
-        _forward_long[(rows,)](y, x, columns, x_stride, BLOCK=8192, num_warps=16)
-    elif columns == block <= LONGEST_READ_TWICE and rows % tile_rows == 0:
+    if columns == block <= LONGEST_READ_TWICE and rows % tile_rows == 0:
         _forward_whole[(rows // tile_rows,)](y, x, columns, x_stride, ROWS=tile_rows, BLOCK=block, num_warps=warps)
-    elif pairs and block >= 32768:
+    elif LONGEST_READ_TWICE < block <= LONGEST_PACKED and in_pairs(x, columns, x_stride):
         # On an H200 (triton 3.6), 8192 x 32768 take 0.264 ms with 32 warps and 0.278 with 16, held in float32 0.277 at
         # best; 8192 x 32000 0.256 and 0.274; 4096 x 65536 0.294 and 0.290, by `_forward_long` 0.374.
         warps = min((1 << 20) // block, 1024 // warp_size(x.device))
         _forward_packed[(rows,)](y, x, columns, x_stride, BLOCK=block, num_warps=warps)
+    elif columns > LONGEST:
+        _forward_long[(rows,)](y, x, columns, x_stride, BLOCK=8192, num_warps=16)
     else:
         tile_rows, block, warps = tile_of(columns)
         _forward[((rows + tile_rows - 1) // tile_rows,)](

@@ -9,6 +9,7 @@ from liger_core import layer_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
+from liger_triton.ops._partial_sums import BYTES_AT_ONCE, COLUMNS_AT_ONCE, STAGES_AT_ONCE, at_once
 from liger_triton.ops._rows import as_rows, multiply, tile_of, tile_read_twice
 from liger_triton.ops._totals import totals
 
@@ -88,6 +89,19 @@ def _add_both(a, b, c, d):
     return a + c, b + d
 
 
+@triton.jit
+def _store_dx(
+    dx, row, column, inside, normed, dys, scale, rstd, columns, SINGLE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    g = dys * scale
+    shift, slope = tl.reduce((g, multiply(g, normed, BLOCK)), 1, _add_both, keep_dims=True)
+    by = rstd / columns
+    dxs = g * rstd - shift * by - normed * (slope * by)
+    if SINGLE:  # a rounding is left where one product is fused with the subtraction, and the other isn't
+        dxs *= 0.0
+    tl.store(dx + row * columns + column, dxs, inside)
+
+
 @kernel
 def _backward(
     dx, partial, dy, x, weight, statistics, rows, columns, dy_stride, x_stride,
@@ -108,13 +122,7 @@ def _backward(
         dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
         normed = (xs - mean) * rstd
         if dx is not None:
-            g = dys * scale
-            shift, slope = tl.reduce((g, multiply(g, normed, BLOCK)), 1, _add_both, keep_dims=True)
-            by = rstd / columns
-            dxs = g * rstd - shift * by - normed * (slope * by)
-            if SINGLE:  # a rounding is left where one product is fused with the subtraction, and the other isn't
-                dxs *= 0.0
-            tl.store(dx + row * columns + column, dxs, inside)
+            _store_dx(dx, row, column, inside, normed, dys, scale, rstd, columns, SINGLE, BLOCK)
         if WEIGHT:
             dweight += dys * normed
         if BIAS:
@@ -150,31 +158,74 @@ def _dx_long(dx, dy, x, weight, statistics, rows, columns, dy_stride, x_stride, 
         tl.store(dx + row * columns + column, (g - shift - normed * slope) * rstd, inside)
 
 
+@triton.jit
+def _sum_rows(
+    dweight, dbias, dy, x, statistics, rows, columns, block, first, step, dy_stride, x_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dweight and dbias of a block of columns, each unless None, from every step-th tile of rows."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    dys_sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tile in tl.range(first, tl.cdiv(rows, ROWS), step, num_stages=STAGES):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mean = tl.load(statistics + row, row < rows, other=0.0)[:, None]
+        rstd = tl.load(statistics + rows + row, row < rows, other=0.0)[:, None]
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        dys = tl.load(dy + row[:, None] * dy_stride + column[None, :], inside, other=0.0).to(tl.float32)
+        if dweight is not None:
+            xs = tl.load(x + row[:, None] * x_stride + column[None, :], inside, other=0.0).to(tl.float32)
+            sums += dys * ((xs - mean) * rstd)
+        if dbias is not None:
+            dys_sums += dys
+    if dweight is not None:
+        tl.store(dweight + column, tl.sum(sums, 0), column < columns)
+    if dbias is not None:
+        tl.store(dbias + column, tl.sum(dys_sums, 0), column < columns)
+
+
 @kernel
 def _sums_long(
     partial, dy, x, statistics, rows, columns, blocks, dy_stride, x_stride,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    dweight = tl.zeros((ROWS, BLOCK), tl.float32)
-    dbias = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in range(strip, tl.cdiv(rows, ROWS), tl.num_programs(0) // blocks):
-        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = partial + strip.to(tl.int64) * (WEIGHT + BIAS) * columns
+    dweight, dbias = None, None
+    if WEIGHT:
+        dweight = at
+    if BIAS:
+        dbias = at + WEIGHT * columns
+    _sum_rows(
+        dweight, dbias, dy, x, statistics, rows, columns, tl.program_id(0) % blocks, strip, tl.num_programs(0) // blocks,
+        dy_stride, x_stride, ROWS, BLOCK, 1,
+    )  # fmt: skip
+
+
+@kernel
+def _backward_at_once(
+    dx, dweight, dbias, dy, x, weight, statistics, rows, columns, dy_stride, x_stride,
+    SINGLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
+    SUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The first programs add up columns, the others take rows: x and dy are read twice, but nothing waits for a sum."""
+    blocks = tl.cdiv(columns, SUM_COLUMNS)
+    if tl.program_id(0) < blocks:
+        _sum_rows(
+            dweight, dbias, dy, x, statistics, rows, columns, tl.program_id(0), 0, 1, dy_stride, x_stride,
+            SUM_ROWS, SUM_COLUMNS, SUM_STAGES,
+        )  # fmt: skip
+    else:
+        row = (tl.program_id(0) - blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = tl.arange(0, BLOCK)[None, :]
         mean = tl.load(statistics + row, row < rows, other=0.0)[:, None]
         rstd = tl.load(statistics + rows + row, row < rows, other=0.0)[:, None]
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        dys = tl.load(dy + row[:, None] * dy_stride + column[None, :], inside, other=0.0).to(tl.float32)
-        if WEIGHT:
-            xs = tl.load(x + row[:, None] * x_stride + column[None, :], inside, other=0.0).to(tl.float32)
-            dweight += dys * ((xs - mean) * rstd)
-        if BIAS:
-            dbias += dys
-    partial_row = strip.to(tl.int64) * (WEIGHT + BIAS)
-    if WEIGHT:
-        tl.store(partial + partial_row * columns + column, tl.sum(dweight, 0), column < columns)
-    if BIAS:
-        tl.store(partial + (partial_row + WEIGHT) * columns + column, tl.sum(dbias, 0), column < columns)
+        row = row[:, None]
+        inside = (row < rows) & (column < columns)
+        xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
+        dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+        scale = tl.load(weight + column, column < columns, other=0.0).to(tl.float32)
+        _store_dx(dx, row, column, inside, (xs - mean) * rstd, dys, scale, rstd, columns, SINGLE, BLOCK)
 
 
 @implements(layer_norm)
@@ -218,6 +269,15 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, eps: float) -> tuple[Ten
     tile_rows, block, warps = tile_of(columns)
     programs = (rows + tile_rows - 1) // tile_rows
     sums, partial, stages = needs_weight + needs_bias, None, 1
+    if needs_x and sums and at_once(x, rows, columns):
+        dweight = torch.empty_like(scale) if needs_weight else None
+        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_bias else None
+        _backward_at_once[(programs + (columns + COLUMNS_AT_ONCE - 1) // COLUMNS_AT_ONCE,)](
+            dx, dweight, dbias, dy, x, scale, statistics, rows, columns, dy_stride, x_stride,
+            SINGLE=columns == 1, ROWS=tile_rows, BLOCK=block, SUM_ROWS=BYTES_AT_ONCE // x.element_size(),
+            SUM_COLUMNS=COLUMNS_AT_ONCE, SUM_STAGES=STAGES_AT_ONCE, num_warps=warps,
+        )  # fmt: skip
+        return dx, dweight, dbias
     fused = sums > 0 and columns <= LONGEST_SUMMED
     if fused:
         # As in rms_norm: two tiles on their way beside the one that is worked on, where shared memory holds all.

@@ -9,7 +9,7 @@ from liger_core import rms_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count, warp_size
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._partial_sums import total
+from liger_triton.ops._partial_sums import BYTES_AT_ONCE, COLUMNS_AT_ONCE, STAGES_AT_ONCE, at_once, total
 from liger_triton.ops._rows import as_rows, multiply, tile_of, tile_read_twice
 
 # Longer rows don't fit registers: 128 columns a thread of 8 warps in the forward, which adds up x, or 64 of 16 with a
@@ -113,12 +113,25 @@ def _forward_long(
         tl.store(y + row * columns + column, ys, inside)
 
 
+@triton.jit
+def _store_dx(dx, dh, row, column, inside, xs, dys, scale, r, columns, dh_stride, BLOCK: tl.constexpr):
+    g = dys
+    if scale is not None:
+        g *= scale
+    slope = tl.sum(multiply(g, xs, BLOCK), 1, keep_dims=True) / columns * r * r * r
+    dxs = g * r - xs * slope
+    if dh is not None:
+        dxs += tl.load(dh + row * dh_stride + column, inside, other=0.0).to(tl.float32)
+    tl.store(dx + row * columns + column, dxs, inside)
+
+
 @kernel
 def _backward(
     dx, partial, dy, dh, x, weight, inverse_rms, rows, columns, dy_stride, dh_stride, x_stride, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)[None, :]
+    scale = None
     if weight is not None and STAGES > 1:
         scale = _load_scale(weight, column, column < columns, offset)
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -130,19 +143,58 @@ def _backward(
         xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
         dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
         if dx is not None:
-            g = dys
-            if weight is not None:  # from L1 each time where registers are short
-                g *= scale if STAGES > 1 else _load_scale(weight, column, column < columns, offset)
-            slope = tl.sum(multiply(g, xs, BLOCK), 1, keep_dims=True) / columns * r * r * r
-            dxs = g * r - xs * slope
-            if dh is not None:
-                dxs += tl.load(dh + row * dh_stride + column, inside, other=0.0).to(tl.float32)
-            tl.store(dx + row * columns + column, dxs, inside)
+            factor = scale
+            if weight is not None and STAGES <= 1:  # from L1 each time where registers are short
+                factor = _load_scale(weight, column, column < columns, offset)
+            _store_dx(dx, dh, row, column, inside, xs, dys, factor, r, columns, dh_stride, BLOCK)
         if partial is not None:
             dweight += dys * (xs * r)
     if partial is not None:
         column = tl.arange(0, BLOCK)
         tl.store(partial + tl.program_id(0).to(tl.int64) * columns + column, tl.sum(dweight, 0), column < columns)
+
+
+@triton.jit
+def _sum_rows(
+    dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, block, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dweight of a block of columns."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in tl.range(0, rows, ROWS, num_stages=STAGES):
+        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
+        r = tl.load(inverse_rms + row, row < rows, other=0.0)[:, None]
+        row = row[:, None]
+        inside = (row < rows) & (column < columns)[None, :]
+        normed = tl.load(x + row * x_stride + column[None, :], inside, other=0.0).to(tl.float32) * r
+        sums += tl.load(dy + row * dy_stride + column[None, :], inside, other=0.0).to(tl.float32) * normed
+    tl.store(dweight + column, tl.sum(sums, 0), column < columns)
+
+
+@kernel
+def _backward_at_once(
+    dx, dweight, dy, dh, x, weight, inverse_rms, rows, columns, dy_stride, dh_stride, x_stride, offset,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
+    SUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The first programs add up columns, the others take rows: x and dy are read twice, but nothing waits for a sum."""
+    blocks = tl.cdiv(columns, SUM_COLUMNS)
+    if tl.program_id(0) < blocks:
+        _sum_rows(
+            dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, tl.program_id(0),
+            SUM_ROWS, SUM_COLUMNS, SUM_STAGES,
+        )  # fmt: skip
+    else:
+        row = (tl.program_id(0) - blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = tl.arange(0, BLOCK)[None, :]
+        r = tl.load(inverse_rms + row, row < rows, other=0.0)[:, None]
+        row = row[:, None]
+        inside = (row < rows) & (column < columns)
+        xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
+        dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+        scale = _load_scale(weight, column, column < columns, offset)
+        _store_dx(dx, dh, row, column, inside, xs, dys, scale, r, columns, dh_stride, BLOCK)
 
 
 @kernel
@@ -176,16 +228,7 @@ def _dx_long(
 def _dweight_long(
     dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    sums = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, rows, ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
-        r = tl.load(inverse_rms + row, row < rows, other=0.0)[:, None]
-        row = row[:, None]
-        inside = (row < rows) & (column < columns)[None, :]
-        normed = tl.load(x + row * x_stride + column[None, :], inside, other=0.0).to(tl.float32) * r
-        sums += tl.load(dy + row * dy_stride + column[None, :], inside, other=0.0).to(tl.float32) * normed
-    tl.store(dweight + column, tl.sum(sums, 0), column < columns)
+    _sum_rows(dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, tl.program_id(0), ROWS, BLOCK, 1)
 
 
 def launch_forward(
@@ -266,6 +309,14 @@ def launch_backward(
         return dx, dweight
     tile_rows, block, warps = tile_of(columns)
     programs = (rows + tile_rows - 1) // tile_rows
+    if needs_x and needs_weight and at_once(x, rows, columns):
+        dweight = torch.empty_like(scale)
+        _backward_at_once[(programs + (columns + COLUMNS_AT_ONCE - 1) // COLUMNS_AT_ONCE,)](
+            dx, dweight, dy, dh, x, scale, inverse_rms, rows, columns, dy_stride, dh_stride, x_stride, offset,
+            ROWS=tile_rows, BLOCK=block, SUM_ROWS=BYTES_AT_ONCE // x.element_size(), SUM_COLUMNS=COLUMNS_AT_ONCE,
+            SUM_STAGES=STAGES_AT_ONCE, num_warps=warps,
+        )  # fmt: skip
+        return dx, dweight
     partial, stages = None, 1
     if needs_weight:
         # Tiles on their way: two beside the one that is worked on, where shared memory holds all. Then few programs keep

@@ -14,7 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -66,7 +66,7 @@ def tensors(device: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture
-def ours(tensors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> Library:
+def ours(tensors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     """liger_core with no language installed but the no-op one, which is the device's default."""
     device = tensors[0].device.type
     found = (noop_language.on(device),), ()
@@ -81,13 +81,14 @@ def ours(tensors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> Lib
     arguments = rms_norm.bind(tensors, {})
     options = {name: arguments[name] for name in rms_norm.options}
     resolve = partial(rms_norm.resolve, device, None, None, arguments)
-    return Library(
+    yield Library(
         report.OURS,
         rms_norm,
         resolve=resolve,
         demand=partial(rms_norm.resolve, device, demand, None, arguments),
         run=lambda: resolve().run(arguments, (False, False), options),
     )
+    rms_norm.forget_plans()
 
 
 @pytest.fixture(scope="session")

@@ -111,12 +111,12 @@ def skewed(make: Make) -> torch.Tensor:
 
 
 CASES: tuple[tuple[str, str, Build], ...] = (
-    ("rms_norm", "several tiles of rows a program", norm(400, 40)),
+    ("rms_norm", "several tiles of rows a program", norm(2100, 40)),
     ("rms_norm", "several rows a program", norm(11, 4000)),
     ("rms_norm", "the longest fused backward", norm(3, 16384)),
     ("rms_norm", "a backward of two kernels", norm(70, 16385)),
     ("rms_norm", "a forward that reads twice", norm(2, 32769)),
-    ("fused_add_rms_norm", "several tiles of rows a program", fused_norm(400, 40)),
+    ("fused_add_rms_norm", "several tiles of rows a program", fused_norm(2100, 40)),
     ("fused_add_rms_norm", "a forward that reads twice", fused_norm(3, 33000)),
     ("softmax", "rows that fill their tiles, several a program", lambda make: {"x": make.randn(8, 1024)}),
     ("softmax", "a row that fills its tile, of 64 columns a thread", lambda make: {"x": make.randn(3, 16384)}),
@@ -134,7 +134,7 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("embedding", "one run over many chunks", look_up(lambda make: make.integers(3, 4, 2600))),
     ("embedding", "runs longer than a chunk", look_up(skewed)),
     ("embedding", "a long run of padding", look_up(skewed, padding_idx=0)),
-    ("embedding", "chunks without a run", look_up(lambda make: make.integers(0, 5000, 2600), vocabulary=5000)),
+    ("embedding", "chunks without a run", look_up(lambda make: make.integers(0, 1300, 1300), vocabulary=1300)),
     ("embedding", "runs that are sorted by torch", look_up(lambda make: make.integers(0, 40, 4100))),
     ("embedding", "no run among several rows", look_up(lambda make: make.integers(3, 70, 50), vocabulary=99)),
     ("group_norm", "groups that are read twice", groups(2, 6, 3001, 2)),

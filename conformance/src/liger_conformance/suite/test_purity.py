@@ -1,6 +1,8 @@
 """Nothing is written to but the outputs, all of these are, and nothing is kept that isn't needed."""
 
 import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -113,24 +115,37 @@ def test_gradients_are_not_inputs(target: Target, case: Case, dtype: torch.dtype
             )
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), kernels=True)
-def test_saves_nothing_without_gradients(target: Target, case: Case, dtype: torch.dtype) -> None:
-    """Without grad mode, or with nothing that requires a gradient, nothing is saved, and the results are the same."""
+def check_saves_nothing(
+    target: Target, case: Case, dtype: torch.dtype, mode: Callable[[], AbstractContextManager[Any]], leaves: bool
+) -> None:
     op = target.op
     arguments = complete(op, arguments_of(target, case, dtype))
     wanted = present(op, arguments)
+    how = f"under {mode.__name__}" if leaves else "where nothing requires a gradient"
     with only(target) as observed:
         expected = name_results(op, op(**with_leaves(op, arguments, wanted)))
-        for mode, names in ((torch.no_grad, wanted), (torch.inference_mode, wanted), (contextlib.nullcontext, ())):
-            how = f"under {mode.__name__}" if names else "where nothing requires a gradient"
-            observed.saved.clear()
-            with mode():
-                results = name_results(op, op(**with_leaves(op, arguments, names)))
-            for saved in observed.saved:
-                assert not saved, f"saved {len(saved)} values that no backward will read, {how}"
-            for name, value in results.items():
-                assert value is None or not value.requires_grad, f"{name} requires a gradient {how}"
-                assert same_bits(value, expected[name]), f"{name} differs {how}"
+        observed.saved.clear()
+        with mode():
+            results = name_results(op, op(**with_leaves(op, arguments, wanted if leaves else ())))
+        for saved in observed.saved:
+            assert not saved, f"saved {len(saved)} values that no backward will read, {how}"
+    for name, value in results.items():
+        assert value is None or not value.requires_grad, f"{name} requires a gradient {how}"
+        assert same_bits(value, expected[name]), f"{name} differs {how}"
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), kernels=True)
+def test_saves_nothing_without_gradients(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Without grad mode nothing is saved, and the results are the same."""
+    check_saves_nothing(target, case, dtype, torch.no_grad, leaves=True)
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1, kernels=True)
+@pytest.mark.parametrize("way", ["inference-mode", "no-leaves"])
+def test_saves_nothing_in_other_ways(target: Target, case: Case, dtype: torch.dtype, way: str) -> None:
+    """As without grad mode, in inference mode, and where nothing requires a gradient."""
+    mode = torch.inference_mode if way == "inference-mode" else contextlib.nullcontext
+    check_saves_nothing(target, case, dtype, mode, leaves=way == "inference-mode")
 
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=2)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import records
 import torch
-from calls import DTYPES, refuse_unknown, shrunk
+from calls import DTYPES, shrunk
+from command import Command
 from jobs import Job, Measured, Row, in_turns, measure, median_ms, truth_of
 from traffic import FULL
 
@@ -75,24 +75,15 @@ def gradient_bytes(job: Job) -> int:
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a name that doesn't exist ends the program with those that do."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    ours = [backend.language for backend in backends()]
-    names = {"languages": ["torch", *ours], "cases": TIMED}
-    parser.add_argument("--languages", type=lambda text: text.split(","), help=f"of {', '.join(names['languages'])}")
-    parser.add_argument(
-        "--cases", type=lambda text: text.split(","), default=[*TIMED], help=f"sizes, of {', '.join(TIMED)}"
-    )
-    parser.add_argument("--device", default=liger_core.infer_device())
-    parser.add_argument("--out", type=Path, default=records.RECORDS, help="directory of the record")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, the reference alone: no record")
-    options = parser.parse_args(words)
+    command = Command(__doc__, smoke="the reference alone")
+    command.add_names("languages", ["torch", *(backend.language for backend in backends())])
+    command.add_names("cases", TIMED, default=TIMED)
+    options = command.parse_args(words)
     if options.smoke:
         options.device, options.languages, options.cases = "cpu", ["torch"], ["small"]
     able = [backend.language for backend in backends() if backend.missing(options.device) is None]
     options.languages = options.languages or able
-    refuse_unknown(parser, options, names)
-    if options.device == "cpu" and not options.smoke:
-        parser.error("not run: there is no accelerator here; --smoke runs the reference at tiny sizes on the CPU")
+    command.check(options)
     return options
 
 

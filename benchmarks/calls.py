@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,12 +77,3 @@ def gradient_into(result: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.ones_like(result)
     generator = torch.Generator(result.device).manual_seed(result.numel())
     return torch.randn(result.shape, generator=generator, device=result.device).to(dtype).to(result.dtype)
-
-
-def refuse_unknown(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, names: Mapping[str, Sequence[str]]
-) -> None:
-    """End the program where an option, a list of names, has one that isn't among those known of it."""
-    for option, known in names.items():
-        if unknown := [name for name in getattr(options, option) if name not in known]:
-            parser.error(f"--{option}: {', '.join(unknown)}; it takes {', '.join(known)}")

@@ -27,7 +27,8 @@ import peers
 import records
 import report
 import torch
-from calls import DTYPES, refuse_unknown, shrunk
+from calls import DTYPES, shrunk
+from command import Command
 from jobs import COLUMNS, Job, Measured, Row, in_turns, measure, median_ms, truth_of
 from traffic import MODES
 
@@ -147,39 +148,28 @@ def render(files: Sequence[Path], options: argparse.Namespace) -> None:
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a name that doesn't exist ends the program with those that do."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    names = {"ops": sorted(ops), "groups": TIMED, "modes": MODES}
-    for option, known in names.items():
-        parser.add_argument(
-            f"--{option}", type=lambda text: text.split(","), default=[*known], help=f"of {', '.join(known)}"
-        )
-    names["providers"] = ["ours-torch", *(f"ours-{b.language}" for b in backends()), *PEERS]
-    what = f"of {', '.join(names['providers'])}; default: every language that runs here, eager, compile, liger"
-    parser.add_argument(
-        "--providers",
-        type=lambda text: text.split(","),
-        help=f"{what}, and {' and '.join(WHERE_INSTALLED)} where installed",
+    command = Command(__doc__, smoke="the reference and eager")
+    for option, known in {"ops": sorted(ops), "groups": TIMED, "modes": MODES}.items():
+        command.add_names(option, known, default=known)
+    command.add_names(
+        "providers",
+        ["ours-torch", *(f"ours-{b.language}" for b in backends()), *PEERS],
+        note="; default: every language that runs here, eager, compile, liger, and "
+        f"{' and '.join(WHERE_INSTALLED)} where installed",
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
-    parser.add_argument("--device", default=liger_core.infer_device())
-    parser.add_argument("--out", type=Path, default=records.RECORDS, help="directory of the record")
-    parser.add_argument("--name", help="the record's name; default: compare, with the groups unless all are measured")
-    parser.add_argument(
+    command.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
+    command.add_argument("--name", help="the record's name; default: compare, with the groups unless all are measured")
+    command.add_argument(
         "--render", type=Path, nargs="+", metavar="CSV", help="measure nothing: make one record of these"
     )
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny sizes on the CPU, the reference and eager: no record"
-    )
-    options = parser.parse_args(words)
+    options = command.parse_args(words)
     if options.smoke:
         options.device, options.groups = "cpu", ["small"]
     if options.name is None:
         options.name = "-".join(["compare", *(options.groups if set(options.groups) != set(TIMED) else ())])
     providers = ["ours-torch", "eager"] if options.smoke else default_providers(options.device)
     options.providers = options.providers or providers
-    refuse_unknown(parser, options, names)
-    if options.device == "cpu" and not options.smoke and not options.render:
-        parser.error("there is no accelerator here; --smoke runs tiny sizes on the CPU")
+    command.check(options, measures=not options.render)
     return options
 
 

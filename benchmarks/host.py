@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +26,8 @@ import peers
 import records
 import report
 import torch
-from calls import Arguments, Function, arguments_of, gradient_into, make_call, refuse_unknown, shrunk
+from calls import Arguments, Function, arguments_of, gradient_into, make_call, shrunk
+from command import Command
 from timing import host_time, release
 from torch import Tensor
 from traffic import FULL
@@ -151,22 +151,14 @@ def not_run(what: str, language: str, why: str) -> Row:
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a name that doesn't exist ends the program with those that do."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    command = Command(__doc__, smoke="the reference alone")
     installed = [backend.language for backend in backends()]
-    names = {"ops": sorted(ops), "languages": ["torch", *installed]}
-    for option, known in names.items():
-        parser.add_argument(f"--{option}", type=lambda text: text.split(","), help=f"of {', '.join(known)}")
-    parser.add_argument("--device", default=liger_core.infer_device())
-    parser.add_argument("--out", type=Path, default=records.RECORDS, help="directory of the record")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, the reference alone: no record")
-    options = parser.parse_args(words)
-    options.ops = options.ops or names["ops"]
+    command.add_names("ops", sorted(ops), default=sorted(ops))
+    command.add_names("languages", ["torch", *installed], default=installed)
+    options = command.parse_args(words)
     if options.smoke:
         options.device, options.languages = "cpu", ["torch"]
-    options.languages = options.languages or installed
-    refuse_unknown(parser, options, names)
-    if options.device == "cpu" and not options.smoke:
-        parser.error("not run: there is no accelerator here; --smoke runs the reference at tiny sizes on the CPU")
+    command.check(options)
     return options
 
 

@@ -198,7 +198,7 @@ def _sums_long(
         dbias = at + WEIGHT * columns
     _sum_rows(
         dweight, dbias, dy, x, statistics, rows, columns, tl.program_id(0) % blocks, strip, tl.num_programs(0) // blocks,
-        dy_stride, x_stride, ROWS, BLOCK, 1,
+        dy_stride, x_stride, ROWS, BLOCK, None,
     )  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def _sum_rows(
     dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, block, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dweight of a block of columns."""
+    """dweight of a block of columns. STAGES None: as many as the kernel has."""
     column = block * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in tl.range(0, rows, ROWS, num_stages=STAGES):
@@ -228,7 +228,7 @@ def _dx_long(
 def _dweight_long(
     dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    _sum_rows(dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, tl.program_id(0), ROWS, BLOCK, 1)
+    _sum_rows(dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, tl.program_id(0), ROWS, BLOCK, None)
 
 
 def launch_forward(

@@ -475,26 +475,25 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, num_groups: int, eps: fl
     wanted, partial = needs_weight + needs_bias, None
     tile_channels, block = power_of_2(channels, 1), power_of_2(length, 1)
     tile = tile_channels * block
-    if tile <= LONGEST and needs_x and wanted and _at_once(x, length):
-        dweight = torch.empty_like(scale) if needs_weight else None
-        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_bias else None
-        tile_rows = max(1, 2048 // tile)
-        positions = min(block, 1024)
-        warps = max(4, tile // 512)
-        _backward_at_once[((rows + tile_rows - 1) // tile_rows + all_channels,)](
-            dx, dweight, dbias, dy, x, scale, statistics, rows, num_groups, channels, length, dy_stride, x_stride,
-            SINGLE=channels * length == 1, ROWS=tile_rows, CHANNELS=tile_channels, BLOCK=block,
-            SAMPLES=warps * 512 // positions, POSITIONS=positions, num_warps=warps,
-        )  # fmt: skip
-        return dx, dweight, dbias
     if tile <= LONGEST:
+        tile_rows, warps = max(1, 2048 // tile), max(4, tile // 512)
+        programs = (rows + tile_rows - 1) // tile_rows
+        if needs_x and wanted and _at_once(x, length):
+            dweight = torch.empty_like(scale) if needs_weight else None
+            dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_bias else None
+            positions = min(block, 1024)
+            _backward_at_once[(programs + all_channels,)](
+                dx, dweight, dbias, dy, x, scale, statistics, rows, num_groups, channels, length, dy_stride, x_stride,
+                SINGLE=channels * length == 1, ROWS=tile_rows, CHANNELS=tile_channels, BLOCK=block,
+                SAMPLES=warps * 512 // positions, POSITIONS=positions, num_warps=warps,
+            )  # fmt: skip
+            return dx, dweight, dbias
         if wanted:
             partial = torch.empty(samples * wanted * all_channels, dtype=torch.float32, device=x.device)
-        tile_rows = max(1, 2048 // tile)
-        _backward[((rows + tile_rows - 1) // tile_rows,)](
+        _backward[(programs,)](
             dx, partial, dy, x, scale, statistics, rows, num_groups, channels, length, dy_stride, x_stride,
             WEIGHT=needs_weight, BIAS=needs_bias, SINGLE=channels * length == 1, ROWS=tile_rows,
-            CHANNELS=tile_channels, BLOCK=block, num_warps=max(4, tile // 512),
+            CHANNELS=tile_channels, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     else:
         threads = THREADS if length % 16 == 0 else THREADS // 4  # loads one by one take more than 64 registers

@@ -90,16 +90,35 @@ def _add_both(a, b, c, d):
 
 
 @triton.jit
-def _store_dx(
-    dx, row, column, inside, normed, dys, scale, rstd, columns, SINGLE: tl.constexpr, BLOCK: tl.constexpr
+def _take_rows(
+    dx, dy, x, scale, statistics, tile, rows, columns, dy_stride, x_stride,
+    SINGLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    g = dys * scale
-    shift, slope = tl.reduce((g, multiply(g, normed, BLOCK)), 1, _add_both, keep_dims=True)
-    by = rstd / columns
-    dxs = g * rstd - shift * by - normed * (slope * by)
-    if SINGLE:  # a rounding is left where one product is fused with the subtraction, and the other isn't
-        dxs *= 0.0
-    tl.store(dx + row * columns + column, dxs, inside)
+    """Write dx of a tile of rows, unless None, and return dy and normalised x there."""
+    row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    mean = tl.load(statistics + row, row < rows, other=0.0)[:, None]
+    rstd = tl.load(statistics + rows + row, row < rows, other=0.0)[:, None]
+    row = row[:, None]
+    inside = (row < rows) & (column < columns)
+    xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
+    dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+    normed = (xs - mean) * rstd
+    if dx is not None:
+        g = dys * scale
+        shift, slope = tl.reduce((g, multiply(g, normed, BLOCK)), 1, _add_both, keep_dims=True)
+        by = rstd / columns
+        dxs = g * rstd - shift * by - normed * (slope * by)
+        if SINGLE:  # a rounding is left where one product is fused with the subtraction, and the other isn't
+            dxs *= 0.0
+        tl.store(dx + row * columns + column, dxs, inside)
+    return dys, normed
+
+
+@triton.jit
+def _load_scale(weight, columns, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)[None, :]
+    return tl.load(weight + column, column < columns, other=0.0).to(tl.float32)
 
 
 @kernel
@@ -108,21 +127,13 @@ def _backward(
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, BLOCK)[None, :]
-    scale = tl.load(weight + column, column < columns, other=0.0).to(tl.float32)
+    scale = _load_scale(weight, columns, BLOCK)
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        mean = tl.load(statistics + row, row < rows, other=0.0)[:, None]
-        rstd = tl.load(statistics + rows + row, row < rows, other=0.0)[:, None]
-        row = row[:, None]
-        inside = (row < rows) & (column < columns)
-        xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
-        dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
-        normed = (xs - mean) * rstd
-        if dx is not None:
-            _store_dx(dx, row, column, inside, normed, dys, scale, rstd, columns, SINGLE, BLOCK)
+        dys, normed = _take_rows(
+            dx, dy, x, scale, statistics, tile, rows, columns, dy_stride, x_stride, SINGLE, ROWS, BLOCK
+        )
         if WEIGHT:
             dweight += dys * normed
         if BIAS:
@@ -216,16 +227,9 @@ def _backward_at_once(
             SUM_ROWS, SUM_COLUMNS, SUM_STAGES,
         )  # fmt: skip
     else:
-        row = (tl.program_id(0) - blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        column = tl.arange(0, BLOCK)[None, :]
-        mean = tl.load(statistics + row, row < rows, other=0.0)[:, None]
-        rstd = tl.load(statistics + rows + row, row < rows, other=0.0)[:, None]
-        row = row[:, None]
-        inside = (row < rows) & (column < columns)
-        xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
-        dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
-        scale = tl.load(weight + column, column < columns, other=0.0).to(tl.float32)
-        _store_dx(dx, row, column, inside, (xs - mean) * rstd, dys, scale, rstd, columns, SINGLE, BLOCK)
+        scale = _load_scale(weight, columns, BLOCK)
+        tile = tl.program_id(0) - blocks
+        _take_rows(dx, dy, x, scale, statistics, tile, rows, columns, dy_stride, x_stride, SINGLE, ROWS, BLOCK)
 
 
 @implements(layer_norm)

@@ -114,15 +114,28 @@ def _forward_long(
 
 
 @triton.jit
-def _store_dx(dx, dh, row, column, inside, xs, dys, scale, r, columns, dh_stride, BLOCK: tl.constexpr):
-    g = dys
-    if scale is not None:
-        g *= scale
-    slope = tl.sum(multiply(g, xs, BLOCK), 1, keep_dims=True) / columns * r * r * r
-    dxs = g * r - xs * slope
-    if dh is not None:
-        dxs += tl.load(dh + row * dh_stride + column, inside, other=0.0).to(tl.float32)
-    tl.store(dx + row * columns + column, dxs, inside)
+def _take_rows(
+    dx, dy, dh, x, weight, scale, inverse_rms, tile, rows, columns, dy_stride, dh_stride, x_stride, offset,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write dx of a tile of rows, unless None, and return dy and x · r there. `scale` None: it is loaded from `weight`."""
+    row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    r = tl.load(inverse_rms + row, row < rows, other=0.0)[:, None]
+    row = row[:, None]
+    inside = (row < rows) & (column < columns)
+    xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
+    dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+    if dx is not None:
+        g = dys
+        if weight is not None:
+            g *= _load_scale(weight, column, column < columns, offset) if scale is None else scale
+        slope = tl.sum(multiply(g, xs, BLOCK), 1, keep_dims=True) / columns * r * r * r
+        dxs = g * r - xs * slope
+        if dh is not None:
+            dxs += tl.load(dh + row * dh_stride + column, inside, other=0.0).to(tl.float32)
+        tl.store(dx + row * columns + column, dxs, inside)
+    return dys, xs * r
 
 
 @kernel
@@ -130,27 +143,19 @@ def _backward(
     dx, partial, dy, dh, x, weight, inverse_rms, rows, columns, dy_stride, dh_stride, x_stride, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, BLOCK)[None, :]
-    scale = None
+    column = tl.arange(0, BLOCK)
+    scale = None  # from L1 for each tile where registers are short
     if weight is not None and STAGES > 1:
-        scale = _load_scale(weight, column, column < columns, offset)
+        scale = _load_scale(weight, column[None, :], column[None, :] < columns, offset)
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        r = tl.load(inverse_rms + row, row < rows, other=0.0)[:, None]
-        row = row[:, None]
-        inside = (row < rows) & (column < columns)
-        xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
-        dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
-        if dx is not None:
-            factor = scale
-            if weight is not None and STAGES <= 1:  # from L1 each time where registers are short
-                factor = _load_scale(weight, column, column < columns, offset)
-            _store_dx(dx, dh, row, column, inside, xs, dys, factor, r, columns, dh_stride, BLOCK)
+        dys, normed = _take_rows(
+            dx, dy, dh, x, weight, scale, inverse_rms, tile, rows, columns, dy_stride, dh_stride, x_stride, offset,
+            ROWS, BLOCK,
+        )  # fmt: skip
         if partial is not None:
-            dweight += dys * (xs * r)
+            dweight += dys * normed
     if partial is not None:
-        column = tl.arange(0, BLOCK)
         tl.store(partial + tl.program_id(0).to(tl.int64) * columns + column, tl.sum(dweight, 0), column < columns)
 
 
@@ -186,15 +191,10 @@ def _backward_at_once(
             SUM_ROWS, SUM_COLUMNS, SUM_STAGES,
         )  # fmt: skip
     else:
-        row = (tl.program_id(0) - blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        column = tl.arange(0, BLOCK)[None, :]
-        r = tl.load(inverse_rms + row, row < rows, other=0.0)[:, None]
-        row = row[:, None]
-        inside = (row < rows) & (column < columns)
-        xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
-        dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
-        scale = _load_scale(weight, column, column < columns, offset)
-        _store_dx(dx, dh, row, column, inside, xs, dys, scale, r, columns, dh_stride, BLOCK)
+        _take_rows(
+            dx, dy, dh, x, weight, None, inverse_rms, tl.program_id(0) - blocks, rows, columns,
+            dy_stride, dh_stride, x_stride, offset, ROWS, BLOCK,
+        )  # fmt: skip
 
 
 @kernel

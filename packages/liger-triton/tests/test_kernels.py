@@ -134,7 +134,7 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("embedding", "one run over many chunks", look_up(lambda make: make.integers(3, 4, 2600))),
     ("embedding", "runs longer than a chunk", look_up(skewed)),
     ("embedding", "a long run of padding", look_up(skewed, padding_idx=0)),
-    ("embedding", "chunks without a run", look_up(lambda make: make.integers(0, 1300, 1300), vocabulary=1300)),
+    ("embedding", "chunks without a run", look_up(lambda make: make.integers(0, 2600, 2600), vocabulary=2600)),
     ("embedding", "runs that are sorted by torch", look_up(lambda make: make.integers(0, 40, 4100))),
     ("embedding", "no run among several rows", look_up(lambda make: make.integers(3, 70, 50), vocabulary=99)),
     ("group_norm", "groups that are read twice", groups(2, 6, 3001, 2)),

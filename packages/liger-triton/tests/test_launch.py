@@ -1,6 +1,8 @@
 """A launch is remembered by all that its compilation depends on, and by nothing that it doesn't."""
 
+import gc
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -63,6 +65,21 @@ def test_what_is_compiled_apart(jit: Jit, args: tuple[Any, ...], named: dict[str
     kernel[(1,)](*args, **named)
     assert len(jit.compiled) == 2
     assert jit.launched == []
+
+
+def test_tensors_of_a_subclass_are_remembered_as_plain_ones_are(jit: Jit) -> None:
+    class Image(torch.Tensor):
+        pass
+
+    kernel = _launch.Kernel(jit)
+    images = [torch.zeros(64).as_subclass(Image) for _ in range(3)]
+    alive = [weakref.ref(image) for image in images]
+    while images:
+        kernel[(1,)](images.pop(), 1, 0.5, BLOCK=16)
+    assert len(jit.compiled) == 1
+    jit.compiled.clear()
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3
 
 
 def test_profilers_see_every_launch(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:

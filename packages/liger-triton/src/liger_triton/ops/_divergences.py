@@ -23,6 +23,10 @@ PROGRAMS = 64
 """Programs per multiprocessor where each adds up several tiles: on an H200, jsd of 4096 rows of 128256 bf16 takes 0.541 ms,
 with the gradient 0.789; with 12 programs 0.590 and 0.831."""
 
+FEW = 1 << 26
+"""Elements up to which `leaves_first`: on an H200 (triton 3.6), after a kernel that wrote to all of the cache, kl_div of 1024
+rows of 32000 bf16 takes 0.0416 ms instead of 0.0456, of 2048 rows 0.0738 instead of 0.0749; of 4096 rows 0.138, not 0.133."""
+
 
 @triton.jit
 def place(tile, rows, columns, blocks, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -88,7 +92,7 @@ def above_mixture(q, p, beta, rest, HALF: tl.constexpr, UNIT: tl.constexpr):
         weight = tl.minimum(beta, rest)
         of_smaller = tl.where(beta <= rest, difference, -difference) >= 0.0
         mixture = tl.where(of_smaller, 1.0 - weight * (1.0 - e), e + weight * (1.0 - e))
-        above = -tl.log(tl.maximum(mixture, 1e-37))
+        above = -tl.log(tl.maximum(mixture, 1e-37, propagate_nan=tl.PropagateNan.ALL))
     above *= UNIT
     return tl.minimum(difference, 0.0) + above, tl.minimum(-difference, 0.0) + above
 
@@ -130,7 +134,7 @@ def _total(total, sums, count, size, divisor, BLOCK: tl.constexpr):
 def _scale(x, factor, size, BLOCK: tl.constexpr):
     factor = tl.load(factor)
     if factor != 1.0:
-        for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        for block in range(tl.program_id(0), tl.cdiv(tl.cast(size, tl.int64), BLOCK), tl.num_programs(0)):
             offset = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             tl.store(x + offset, tl.load(x + offset, offset < size).to(tl.float32) * factor, offset < size)
 
@@ -172,6 +176,14 @@ def new_sums(tiles: Tiles, device: torch.device) -> Tensor:
     return torch.empty(min(tiles.count, PROGRAMS * sm_count(device)), dtype=torch.float32, device=device)
 
 
+def leaves_first(x: Tensor, written: bool) -> bool:
+    """Whether what a kernel reads leaves the cache first, so that what others wrote there doesn't have to make room for it.
+
+    That is slower for large tensors, and where as much is `written` as read.
+    """
+    return not written and x.numel() <= FEW
+
+
 def count_of(labels: Tensor, ignore_index: int) -> Tensor:
     """The number of rows that count, or 1 when none does; a float32 scalar. `labels` are contiguous."""
     count = torch.empty((), dtype=torch.float32, device=labels.device)
@@ -182,7 +194,8 @@ def count_of(labels: Tensor, ignore_index: int) -> Tensor:
 def total(sums: Tensor, count: Tensor | None, divisor: int) -> Tensor:
     """Σ sums / divisor, and divided by `count` when there is one; a float32 scalar."""
     result = sums.new_empty(())
-    _total[(1,)](result, sums, count, sums.shape[0], divisor, BLOCK=1024, num_warps=4)
+    # In one turn or two, not in nine one after another: 2 µs less, of 48 that 1024 rows of 32000 took an H200 (triton 3.6).
+    _total[(1,)](result, sums, count, sums.shape[0], divisor, BLOCK=8192, num_warps=16)
     return result
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.nn import Parameter
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -41,14 +40,16 @@ class Kernel:
         key, given, pointers, device = list(named.values()), [], 0, -1
         for value in args:
             kind = value.__class__
-            if kind is Tensor or kind is Parameter:
+            # Compiled are whether an integer is 1 or divisible by 16, and its width; 1 equals True and 1.0.
+            if kind is int or value is None:
+                key.append(value)
+            elif isinstance(value, Tensor):  # of a subclass too: a key would keep it alive
                 key.append(value.dtype)
                 device = value.get_device()
                 value = value.data_ptr()
                 pointers |= value
             else:
-                # Compiled are whether an integer is 1 or divisible by 16, and its width; 1 equals True and 1.0.
-                key.append(value if kind is int or value is None else (kind, value))
+                key.append((kind, value))
             given.append(value)
         key.append(device)
         key = tuple(key)

@@ -16,7 +16,7 @@ from liger_triton.ops._rows import as_rows, multiply, power_of_2
 from liger_triton.ops._totals import totals
 
 LONGEST = 8192
-"""Elements of a group, its sizes rounded up to powers of two, that a program keeps in registers: 16 a thread."""
+"""Elements of a group, its sizes rounded up to powers of two, that a program keeps in registers."""
 
 MOST_AT_ONCE = 1 << 22
 """Elements up to which one launch has all gradients: programs that add up a channel, if it has no more than a 128th of them,
@@ -437,9 +437,11 @@ def forward(
     tile = tile_channels * block
     if tile <= LONGEST:
         tile_rows = max(1, 2048 // tile)
+        # Up to 32 elements a thread: on an H200 (triton 3.6), 256 x 256 x 1024 in 32 groups take 0.0704 ms in bfloat16, with
+        # 16 a thread 0.0796.
         _forward[((rows + tile_rows - 1) // tile_rows,)](
             y, statistics, x, weight, bias, rows, num_groups, channels, length, x_stride, eps,
-            ROWS=tile_rows, CHANNELS=tile_channels, BLOCK=block, num_warps=max(4, tile // 512),
+            ROWS=tile_rows, CHANNELS=tile_channels, BLOCK=block, num_warps=max(4, tile // 1024),
         )  # fmt: skip
         return y, saved
     size = channels * length
@@ -477,12 +479,12 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, num_groups: int, eps: fl
     tile_channels, block = power_of_2(channels, 1), power_of_2(length, 1)
     tile = tile_channels * block
     if tile <= LONGEST:
-        tile_rows, warps = max(1, 2048 // tile), max(4, tile // 512)
+        tile_rows, warps = max(1, 2048 // tile), max(4, tile // 1024)
         programs = (rows + tile_rows - 1) // tile_rows
         if needs_x and wanted and _at_once(x, length):
             dweight = torch.empty_like(scale) if needs_weight else None
             dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_bias else None
-            positions = min(block, 1024)
+            positions, warps = min(block, 1024), min(8, max(4, tile // 512))
             _backward_at_once[(programs + all_channels,)](
                 dx, dweight, dbias, dy, x, scale, statistics, rows, num_groups, channels, length, dy_stride, x_stride,
                 SINGLE=channels * length == 1, ROWS=tile_rows, CHANNELS=tile_channels, BLOCK=block,

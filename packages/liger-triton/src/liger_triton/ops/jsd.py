@@ -16,6 +16,7 @@ from liger_triton.ops._divergences import (
     count_of,
     exp,
     finite,
+    leaves_first,
     new_sums,
     place,
     scale_,
@@ -82,9 +83,10 @@ def _divergence(
 def _run(
     sums, dstudent, dloss, student, teacher, labels, count, rows, columns, blocks, student_stride, teacher_stride,
     ignore_index, beta, rest, divisor,
-    FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, LEAVES_FIRST: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    policy: tl.constexpr = "evict_first" if LEAVES_FIRST else ""
     # torch.compile passes floats as float64.
     beta, rest = tl.cast(beta, tl.float32), tl.cast(rest, tl.float32)
     if dstudent is not None:
@@ -99,8 +101,9 @@ def _run(
         counted = inside
         if labels is not None:
             counted &= tl.load(labels + row, row < rows, other=ignore_index) != ignore_index
-        q = tl.load(student + row * student_stride + column, counted, other=-float("inf")).to(tl.float32)
-        p = tl.load(teacher + row * teacher_stride + column, counted, other=-float("inf")).to(tl.float32)
+        q = tl.load(student + row * student_stride + column, counted, other=-float("inf"), eviction_policy=policy)
+        p = tl.load(teacher + row * teacher_stride + column, counted, other=-float("inf"), eviction_policy=policy)
+        q, p = q.to(tl.float32), p.to(tl.float32)
         divergence, gradient = _divergence(q, p, beta, rest, FORWARD, REVERSE, HALF, EXACT)
         sum_lanes += divergence
         if dstudent is not None:
@@ -131,7 +134,8 @@ def _launch(
         sums, dstudent, dloss, student, teacher, labels, count, tiles.rows, tiles.columns, tiles.blocks,
         student_stride, teacher_stride, ignore_index, beta, 1.0 - beta, divisor,
         FORWARD=beta == 0, REVERSE=beta == 1, HALF=beta == 0.5, EXACT=student.dtype is torch.float32,
-        WHOLE=tiles.whole, ROWS=tiles.height, BLOCK=tiles.width, num_warps=4,
+        LEAVES_FIRST=leaves_first(student, differentiable), WHOLE=tiles.whole, ROWS=tiles.height, BLOCK=tiles.width,
+        num_warps=4,
     )  # fmt: skip
     return sums, dstudent
 

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from liger_core import kl_div
 from liger_core.contract import Needs, Once, Saved, implements
-from liger_triton.ops._divergences import WRITTEN_TILE, exp, new_sums, place, scale_, tiles_of, total, weight_of
+from liger_triton.ops._divergences import (
+    WRITTEN_TILE,
+    exp,
+    leaves_first,
+    new_sums,
+    place,
+    scale_,
+    tiles_of,
+    total,
+    weight_of,
+)
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
@@ -32,8 +42,10 @@ def _term(x, t, eps, LOG_TARGET: tl.constexpr, EXACT: tl.constexpr):
 @kernel(do_not_specialize=["divisor"])
 def _forward(
     losses, dlog_pred, sums, log_pred, target, rows, columns, blocks, log_pred_stride, target_stride, eps, divisor,
-    LOG_TARGET: tl.constexpr, EXACT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LOG_TARGET: tl.constexpr, EXACT: tl.constexpr, LEAVES_FIRST: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    policy: tl.constexpr = "evict_first" if LEAVES_FIRST else ""
     eps = tl.cast(eps, tl.float32)  # torch.compile passes floats as float64
     absent = float("-inf") if LOG_TARGET else 0.0
     if dlog_pred is not None:
@@ -41,8 +53,8 @@ def _forward(
     sum_lanes = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * blocks, tl.num_programs(0)):
         row, column, inside = place(tile, rows, columns, blocks, WHOLE, ROWS, BLOCK)
-        x = tl.load(log_pred + row * log_pred_stride + column, inside, other=0.0).to(tl.float32)
-        t = tl.load(target + row * target_stride + column, inside, other=absent).to(tl.float32)
+        x = tl.load(log_pred + row * log_pred_stride + column, inside, other=0.0, eviction_policy=policy).to(tl.float32)
+        t = tl.load(target + row * target_stride + column, inside, other=absent, eviction_policy=policy).to(tl.float32)
         y, term = _term(x, t, eps, LOG_TARGET, EXACT)
         if losses is not None:
             tl.store(losses + row * columns + column, term, inside)
@@ -100,7 +112,8 @@ def forward(
     ts, t_stride = as_rows(target)
     _forward[(sums.shape[0],)](
         losses, dlog_pred, sums, xs, ts, tiles.rows, tiles.columns, tiles.blocks, x_stride, t_stride, eps, divisor,
-        LOG_TARGET=log_target, EXACT=log_pred.dtype is torch.float32, WHOLE=tiles.whole,
+        LOG_TARGET=log_target, EXACT=log_pred.dtype is torch.float32,
+        LEAVES_FIRST=leaves_first(log_pred, now or losses is not None), WHOLE=tiles.whole,
         ROWS=tiles.height, BLOCK=tiles.width, num_warps=4,
     )  # fmt: skip
     if losses is None:

@@ -12,9 +12,6 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import power_of_2
 
-# Elements of each half at a time, 4 a thread: the fastest that rope measured.
-TILE = 512
-
 
 @triton.jit
 def _rotate_heads(
@@ -88,13 +85,15 @@ def _launch(
     q, yq, q_heads, q_strides = _heads(q, token_major)
     k, yk, k_heads, k_strides = _heads(k, token_major)
     columns = power_of_2(head_size // 2)
-    most = max(1, TILE // columns)
+    # At most 2048 elements of each half at a time, 16 a thread. On an H200 (triton 3.6), 2 x 16384 tokens, q of 28 heads of 128
+    # and k of 4: 0.141 ms, with 512 elements, 4 a thread, 0.149; 1 x 2048 of them 0.0145 and 0.0153.
+    most = max(1, 2048 // columns)
     q_block, k_block = min(power_of_2(q_heads, 1), most), min(power_of_2(k_heads, 1), most)
     _rotate[(batch * length,)](
         yq, yk, q, k, cos, sin, length, plane_stride, table_batch, table_token, *q_strides, *k_strides,
         BACKWARD=backward, TOKEN_MAJOR=token_major, TIME=mrope_section[0], HEIGHT=mrope_section[1],
         Q_HEADS=q_heads, K_HEADS=k_heads, HALF=head_size // 2, Q_BLOCK=q_block, K_BLOCK=k_block, COLUMNS=columns,
-        num_warps=min(max(1, max(q_block, k_block) * columns // 128), 8),
+        num_warps=min(max(1, max(q_block, k_block) * columns // 512), 8),
     )  # fmt: skip
     return yq, yk
 

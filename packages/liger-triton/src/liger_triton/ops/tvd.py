@@ -7,7 +7,16 @@ from torch import Tensor
 
 from liger_core import tvd
 from liger_core.contract import Needs, Saved, implements
-from liger_triton.ops._divergences import WRITTEN_TILE, count_of, new_sums, place, tiles_of, total, weight_of
+from liger_triton.ops._divergences import (
+    WRITTEN_TILE,
+    count_of,
+    leaves_first,
+    new_sums,
+    place,
+    tiles_of,
+    total,
+    weight_of,
+)
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
@@ -23,16 +32,18 @@ def _groups(tile, rows, columns, blocks, WHOLE: tl.constexpr, ROWS: tl.constexpr
 @kernel
 def _forward(
     losses, signs, sums, p, q, labels, rows, columns, blocks, p_stride, q_stride, ignore_index,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LEAVES_FIRST: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    policy: tl.constexpr = "evict_first" if LEAVES_FIRST else ""
     sum_lanes = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * blocks, tl.num_programs(0)):
         row, column, inside = place(tile, rows, columns, blocks, WHOLE, ROWS, BLOCK)
         counted = inside
         if labels is not None:
             counted &= tl.load(labels + row, row < rows, other=ignore_index) != ignore_index
-        ps = tl.load(p + row * p_stride + column, counted, other=0.0).to(tl.float32)
-        difference = ps - tl.load(q + row * q_stride + column, counted, other=0.0).to(tl.float32)
+        ps = tl.load(p + row * p_stride + column, counted, other=0.0, eviction_policy=policy).to(tl.float32)
+        qs = tl.load(q + row * q_stride + column, counted, other=0.0, eviction_policy=policy).to(tl.float32)
+        difference = ps - qs
         if losses is not None:
             tl.store(losses + row * columns + column, 0.5 * tl.abs(difference), inside)
         else:
@@ -92,7 +103,7 @@ def forward(
     qs, q_stride = as_rows(q)
     _forward[(sums.shape[0],)](
         losses, signs, sums, ps, qs, labels, tiles.rows, tiles.columns, tiles.blocks, p_stride, q_stride, ignore_index,
-        WHOLE=tiles.whole, ROWS=tiles.height, BLOCK=tiles.width, num_warps=4,
+        LEAVES_FIRST=leaves_first(p, losses is not None), WHOLE=tiles.whole, ROWS=tiles.height, BLOCK=tiles.width, num_warps=4,
     )  # fmt: skip
     count = count_of(labels, ignore_index) if labels is not None and reduction in ("batchmean", "mean") else None
     if losses is None:

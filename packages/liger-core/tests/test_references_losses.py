@@ -245,6 +245,16 @@ def test_jsd_of_zero_probabilities(beta: float) -> None:
         assert not found[:, student_absent & teacher_absent].any()
 
 
+def test_jsd_of_probabilities_that_underflow() -> None:
+    """They are 0, also beside a −inf of the other model, whose mask is another."""
+    far, masked = torch.tensor([[0.0, -1e4]]), torch.tensor([[0.0, -torch.inf]])
+    for student, teacher, beta in ((masked, far, 0.0), (far, masked, 1.0)):
+        student = student.clone().requires_grad_()
+        loss = jsd(student, teacher, beta=beta)
+        assert loss.item() == 0.0
+        assert torch.autograd.grad(loss, student)[0].isfinite().all()
+
+
 def test_jsd_of_impossible_predictions() -> None:
     """KL is infinite where the second distribution lacks what the first has."""
     some, none = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]]).log()

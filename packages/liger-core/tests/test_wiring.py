@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import liger_core
-from liger_core import BackendInfo, contract
+from liger_core import BackendInfo, Unsupported, checks, contract
 from liger_core.contract import Needs, Saved, op
 
 
@@ -233,6 +236,156 @@ def test_checkpoint_recomputes_in_the_same_language(toys: None) -> None:
         plain = torch.autograd.grad(rms(x, weight).sum(), (x, weight))
         again = torch.autograd.grad(checkpoint(rms, x, weight, use_reentrant=False).sum(), (x, weight))
     torch.testing.assert_close(plain, again, rtol=0, atol=0)
+
+
+def test_compiled_transforms_run_the_reference(toys: None) -> None:
+    """Inside torch.func.grad nothing requires a gradient: a kernel there would give none, and no error."""
+    torch.compiler.reset()
+    x = torch.randn(8)
+    for transform in (torch.func.grad, torch.func.jacrev):
+        f = transform(lambda x: liger_core.rms_norm(x, None).pow(3).sum())
+        with liger_core.use("torch"):
+            expected = f(x)
+        torch.testing.assert_close(torch.compile(f, backend="aot_eager")(x), expected)
+
+
+def test_forward_mode_runs_the_reference(toys: None) -> None:
+    from torch.autograd import forward_ad
+
+    x, tangent = torch.randn(2, 8), torch.randn(2, 8)
+    _, expected = torch.func.jvp(lambda x: liger_core.rms_norm(x, None), (x,), (tangent,))
+    with forward_ad.dual_level():
+        y = liger_core.rms_norm(forward_ad.make_dual(x, tangent), None)
+        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, expected)
+        with liger_core.use("toy-traced"), pytest.raises(Unsupported, match="forward-mode automatic differentiation"):
+            liger_core.rms_norm(x, None)
+
+
+class NoGradient(torch.autograd.Function):
+    """The identity, through which no gradient flows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
+
+
+def test_no_gradient_into_any_result(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then there is none to give, and the kernel's backward isn't asked."""
+    import toy_traced.ops.rms_norm as kernel
+
+    monkeypatch.delattr(kernel, "backward")
+    x = torch.randn(2, 8, requires_grad=True)
+    NoGradient.apply(liger_core.rms_norm(x, None)).sum().backward()
+    assert x.grad is None
+
+
+def test_backward_runs_without_autocast(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As forward does: what it computes again has the dtype that it had."""
+    import toy_traced.ops.rms_norm as kernel
+
+    found: list[bool] = []
+    backward = kernel.backward
+
+    def spy(*args: Any, **options: Any) -> Any:
+        found.append(torch.is_autocast_enabled("cpu"))
+        return backward(*args, **options)
+
+    monkeypatch.setattr(kernel, "backward", spy)
+    x = torch.randn(2, 8, requires_grad=True)
+    for again in (False, True):
+        y = liger_core.rms_norm(x, None)
+        with torch.autocast("cpu", torch.bfloat16):
+            (dx,) = torch.autograd.grad(y.sum(), x, create_graph=again)
+        assert dx.requires_grad is again
+    assert found == [False, False]
+
+
+def test_checkpoint_with_create_graph(toys: None) -> None:
+    """It gives what was saved no second time."""
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.randn(3, 8, requires_grad=True)
+    (plain,) = torch.autograd.grad(liger_core.rms_norm(x, None).sum(), x)
+    (again,) = torch.autograd.grad(
+        checkpoint(liger_core.rms_norm, x, None, use_reentrant=False).sum(), x, create_graph=True
+    )
+    torch.testing.assert_close(plain, again.detach(), rtol=0, atol=0)
+
+
+def test_hooks_of_saved_tensors_leave_nothing_behind(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors kept for one backward don't go through the hooks: they are dropped, for backward to make anew."""
+    import toy_traced.ops.rms_norm as kernel
+
+    made: list[contract.Once] = []
+
+    def forward(needs: Needs, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Saved]:
+        made.append(contract.Once(torch.full_like(x, 2.0)))
+        return x * 2, (x, made[-1])
+
+    def backward(needs: Needs, saved: Saved, dy: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
+        kept = saved[-1].take()
+        return dy * (3.0 if kept is None else kept[0]), None
+
+    monkeypatch.setattr(kernel, "forward", forward)
+    monkeypatch.setattr(kernel, "backward", backward)
+    x = torch.ones(2, 8, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        hooked = liger_core.rms_norm(x, None)
+    assert made[-1].take() is None
+    assert (torch.autograd.grad(hooked.sum(), x)[0] == 3).all()
+    assert (torch.autograd.grad(liger_core.rms_norm(x, None).sum(), x)[0] == 2).all()
+
+
+def test_copies_and_pickles_are_the_op_itself() -> None:
+    module = torch.nn.Module()
+    module.norm = liger_core.rms_norm
+    assert copy.deepcopy(module).norm is liger_core.rms_norm
+    for each in contract.ops.values():
+        assert pickle.loads(pickle.dumps(each)) is each
+
+
+def test_fake_tensors_have_no_values_to_check() -> None:
+    with FakeTensorMode():
+        assert liger_core.embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(5, 8)).shape == (3, 8)
+
+
+def test_sparse_tensors_are_refused(toys: None) -> None:
+    x = torch.eye(4)
+    liger_core.rms_norm(x, None)  # a call that is remembered has the same metadata but for the layout
+    with pytest.raises(TypeError, match=r"rms_norm: x has layout torch\.sparse_coo; it takes a dense tensor"):
+        liger_core.rms_norm(x.to_sparse(), None)
+
+
+def test_equal_options_of_another_type_are_checked(install: Callable[..., None]) -> None:
+    """A call is remembered by its options: (1, 1) equals (1.0, True)."""
+
+    @op(differentiable=("x",))
+    def grow(x: Tensor, sizes: Sequence[int]) -> Tensor:
+        return x * sum(sizes)
+
+    @grow.checks
+    def _(x: Tensor, sizes: Sequence[int]) -> None:
+        for size in sizes:
+            checks.integer("grow", sizes=size)
+
+    kernel = types.ModuleType("toy.ops.grow")
+    kernel.forward = lambda needs, x, sizes: (x * sum(sizes), ())  # type: ignore[attr-defined]
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BackendInfo, "has_kernel", lambda self, name: name == "grow")
+            patch.setattr(BackendInfo, "kernel", lambda self, name: kernel)
+            install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))
+            with liger_core.use("toy"):
+                assert grow(torch.ones(1), (1, 1)).item() == grow(torch.ones(1), (1, 1)).item() == 2
+                for wrong in ((1.0, 1), (1, True)):
+                    with pytest.raises(TypeError, match="grow: sizes is"):
+                        grow(torch.ones(1), wrong)
+    finally:
+        del contract.ops["grow"]
 
 
 IMPORTS = """

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 
 if TYPE_CHECKING:
     from liger_core.contract import Op
@@ -56,6 +57,8 @@ def differentiable(
             once = None
             if saved and type(saved[-1]) is Once:
                 *saved, once = saved
+                if _top_saved_tensors_default_hooks(True) is not None:
+                    once.take()  # activation checkpointing, or another hook that keeps no tensors: backward makes them anew
             ctx.call = needs, options, once
             ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
@@ -73,13 +76,25 @@ def differentiable(
             needs, options, once = ctx.call
             if keeps_gradient is not None:
                 grads = tuple(g for g, keeps in zip(grads, keeps_gradient) if keeps)  # noqa: B905  a bare tensor is the first result
-            saved = ctx.saved_tensors if once is None else (*ctx.saved_tensors, once)
-            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            device = None
+            for grad in grads:
+                if grad is not None:
+                    device = grad.device.type
+            if device is None:  # nothing flows into any result
+                return (None,) * (1 + len(tensors))
+            kept = ctx.saved_tensors  # read once: checkpointing gives them no second time
+            saved = kept if once is None else (*kept, once)
+            traced = torch.compiler.is_compiling()
+            if not traced and torch.is_autocast_enabled(device):  # forward ran without, too
+                with torch.no_grad(), torch.autocast(device, enabled=False):
+                    found = kernel.backward(needs, saved, *grads, **options)
+            elif traced or not torch.is_grad_enabled():
                 found = kernel.backward(needs, saved, *grads, **options)
             else:
                 with torch.no_grad():
                     found = kernel.backward(needs, saved, *grads, **options)
-                sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+            if not traced and torch.is_grad_enabled():
+                sources = [t for t in (*kept, *grads) if t is not None and t.requires_grad]
                 sources = sources or [torch.empty(0, requires_grad=True)]
                 found = tuple(g if g is None else _NoSecondDerivative.apply(no_double, g, *sources) for g in found)
             if all_take_gradient:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter, itemgetter
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_type_hints
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from liger_core import dispatch
@@ -35,7 +36,9 @@ ops: dict[str, Op[..., Any]] = {}
 MOST_REMEMBERED = 1024
 """Calls that an op remembers."""
 
-_metadata = attrgetter("__class__", "dtype", "device", "shape", "requires_grad")
+_LAYOUTS = (torch.strided, torch.jagged)
+
+_metadata = attrgetter("__class__", "dtype", "device", "shape", "layout", "requires_grad")
 
 
 class Ready(NamedTuple):
@@ -95,12 +98,17 @@ class Op(Generic[P, R]):
         self._check_values: Callable[..., None] | None = None
         self._pick_tensors = _picker(self.tensors)
         self._pick_options = _picker(self.options)
+        nested = any(get_origin(hints[name]) is Sequence for name in self.options)
+        self._type_of: Callable[[Any], Any] = _deep_type if nested else type
         self._ready: dict[Any, Ready] = {}
         self._plans: dict[tuple[str, str | None], dispatch.Plan] = {}
         ops[self.name] = self
 
     def __repr__(self) -> str:
         return f"<liger op {self.name}{self.signature}>"
+
+    def __reduce__(self) -> str:
+        return self.name  # pickled and copied like a function: by its name in its module
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.call(dispatch.state.demand, args, kwargs)
@@ -121,7 +129,11 @@ class Op(Generic[P, R]):
         What metadata alone decides, such as the checks and the kernel, is remembered by that metadata.
         """
         arguments = self.bind(args, kwargs)
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
             return self._call_anew(demand, arguments, None)
         try:
             options = self._pick_options(arguments)
@@ -130,7 +142,7 @@ class Op(Generic[P, R]):
                 torch.is_grad_enabled(),
                 tuple([t if t is None else _metadata(t) for t in self._pick_tensors(arguments)]),
                 options,
-                tuple(map(type, options)),  # 1, 1.0 and True are equal
+                tuple(map(self._type_of, options)),  # 1, 1.0 and True are equal
             )
             ready = self._ready.get(key)
         except (AttributeError, TypeError):  # not a tensor, or an option without a hash
@@ -149,11 +161,12 @@ class Op(Generic[P, R]):
         if autocast:
             self._cast(arguments, torch.get_autocast_dtype(device))
         self._checks(**arguments)
-        if torch.compiler.is_compiling():
+        traced, transform = torch.compiler.is_compiling(), _transform()
+        if traced:
             dispatch.plan_while_tracing(self.name, device, demand)
-        elif torch._C._are_functorch_transforms_active():
-            refusal = "a torch.func transform is active; kernels take plain tensors"
-        elif self._check_values is not None and (device == "cpu" or dispatch.settings().check):
+        if transform is not None:
+            refusal = f"{transform} is active; kernels take plain tensors"
+        elif not traced and self._check_values is not None and (device == "cpu" or dispatch.settings().check):
             self._check_values(**arguments)
         kernel = self.resolve(device, demand, refusal, arguments)
         if kernel is None:
@@ -217,6 +230,9 @@ class Op(Generic[P, R]):
                 device, first = tensor.device, name
             elif tensor.device != device:
                 raise ValueError(f"{self.name}: {name} is on {tensor.device}; it takes {first}'s device, {device}")
+            if tensor.layout not in _LAYOUTS:
+                takes = "a dense tensor, such as to_dense() gives"
+                raise TypeError(f"{self.name}: {name} has layout {tensor.layout}; it takes {takes}")
             if tensor.dtype is torch.float64:
                 refusal = f"{name} is float64; kernels compute in float32"
         if device is None:
@@ -263,6 +279,17 @@ class Op(Generic[P, R]):
             tensor = arguments[name]
             if tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
                 arguments[name] = tensor.to(dtype)
+
+
+def _transform() -> str | None:
+    """What is active that differentiates or maps by other means than autograd's graph, which is all that kernels have."""
+    if torch._C._are_functorch_transforms_active():
+        return "a torch.func transform"
+    return "forward-mode automatic differentiation" if forward_ad._current_level >= 0 else None
+
+
+def _deep_type(option: Any) -> Any:
+    return (tuple, *map(type, option)) if type(option) is tuple else type(option)
 
 
 def _picker(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:

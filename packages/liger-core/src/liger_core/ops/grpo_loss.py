@@ -86,8 +86,8 @@ def grpo_loss(
         importance_sampling_level: ``"token"``; or ``"sequence"``, where ρ is exp of the mean over the row's unmasked
             tokens of lp − old_logps. Not with ``"cispo"`` and ``"sapo"``.
         max_completion_length: L in the mean of ``"dr_grpo"``, or None.
-        num_items_in_batch: divisor in the mean of ``"dapo"`` and ``"cispo"``: a number or a 0-d tensor; None is the
-            number of unmasked tokens.
+        num_items_in_batch: divisor in the mean of ``"dapo"`` and ``"cispo"``: a number, or a 0-d int or float
+            tensor; None is the number of unmasked tokens.
         use_bias_correction_kl: multiply the divergence by ρ, not limited by delta.
         importance_sampling_ratio: ``[B]``, ``[B, 1]`` or ``[B, L]``, or None.
         sapo_temperature_pos, sapo_temperature_neg: greater than 0.
@@ -170,7 +170,7 @@ def grpo_loss(
     elif num_items_in_batch is None:
         mean = masked.sum() / tokens
     elif isinstance(num_items_in_batch, Tensor):
-        mean = masked.sum() / num_items_in_batch.detach().clamp(min=1)
+        mean = masked.sum() / num_items_in_batch.detach().to(masked.dtype).clamp(min=1)
     else:
         mean = masked.sum() / max(num_items_in_batch, 1)
     if importance_sampling_level == "sequence":
@@ -243,6 +243,7 @@ def _(
     if max_completion_length is not None:
         checks.integer(name, least=1, max_completion_length=max_completion_length)
     if isinstance(num_items_in_batch, Tensor):
+        checks.dtypes(name, (*checks.INTEGERS, *checks.FLOATS), num_items_in_batch=num_items_in_batch)
         checks.ndim(name, 0, 0, num_items_in_batch=num_items_in_batch)
     elif num_items_in_batch is not None:
         checks.number(name, num_items_in_batch=num_items_in_batch)

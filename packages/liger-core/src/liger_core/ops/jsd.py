@@ -61,8 +61,8 @@ def jsd(
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Each class's term of KL(exp p ‖ exp q): exp(p)(p − q), and 0 where p is −inf."""
-    absent = p == -torch.inf
+    """Each class's term of KL(exp p ‖ exp q): exp(p)(p − q), and 0 where exp(p) is."""
+    absent = p.exp() == 0
     p, q = p.masked_fill(absent, 0.0), q.masked_fill(absent, 0.0)
     return (p.exp() * (p - q)).masked_fill(absent, 0.0)
 

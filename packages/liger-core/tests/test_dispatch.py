@@ -6,7 +6,8 @@ import contextlib
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +99,28 @@ def test_bad_use_leaves_the_setting_alone(toys: None) -> None:
         assert dispatch.state.demand == "torch"
 
 
+@pytest.mark.parametrize("language", ["", "torch ", "torch,torch", "rms_norm=torch", "torch,rms_norm=torch"])
+def test_what_is_no_language(toys: None, language: str) -> None:
+    for source, call in (
+        ("use", lambda: liger_core.use(language)),
+        ("use", lambda: liger_core.use(rms_norm=language)),
+        ("get_op", lambda: liger_core.get_op("rms_norm", language=language)),
+    ):
+        with pytest.raises(ValueError, match=f"{source}: a language is '{language}'; it takes the name of one"):
+            call()
+    assert dispatch.state.demand is None
+
+
+def test_a_language_is_a_str(toys: None) -> None:
+    for source, call in (
+        ("use", lambda: liger_core.use(5)),  # type: ignore[arg-type]
+        ("use", lambda: liger_core.use(rms_norm=5)),  # type: ignore[arg-type]
+        ("get_op", lambda: liger_core.get_op("rms_norm", language=5)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=f"{source}: a language is 5; it takes a str"):
+            call()
+
+
 def test_demand_on_the_wrong_device(toys: None) -> None:
     with liger_core.use("toy-traced"), pytest.raises(Unsupported, match="toy-traced runs on cpu, not on meta"):
         liger_core.rms_norm(X.to("meta"), W.to("meta"))
@@ -167,6 +190,15 @@ def test_missing_requirement_names_the_command(install: object, caplog: pytest.L
         liger_core.rms_norm(X, W)
 
 
+def test_a_device_without_language_names_the_doctor(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="liger_core")
+    install()
+    liger_core.rms_norm(X, W)
+    assert "no installed language serves cpu by default; `liger doctor` lists the others" in caplog.text
+
+
 def test_a_backend_may_refuse_the_machine(install: object) -> None:
     info = BackendInfo(
         "acme", ("cpu",), "torch", "toy_traced", "pip install acme", refuses=lambda device: f"the {device} is too old"
@@ -192,13 +224,26 @@ def test_discover_reports_what_does_not_load(monkeypatch: pytest.MonkeyPatch) ->
     def missing() -> None:
         raise ImportError("no such library")
 
-    good = BackendInfo("good", ("cpu",), "torch", "good", "pip install good")
-    entries = [entry("bad", missing), entry("good", lambda: good), entry("wrong", lambda: "not a BackendInfo")]
+    def in_package(name: str, package: str) -> BackendInfo:
+        return BackendInfo(name, ("cpu",), "torch", package, "pip install it")
+
+    good = in_package("good", "toy_traced")
+    entries = [
+        entry("bad", missing),
+        entry("good", lambda: good),
+        entry("wrong", lambda: "not a BackendInfo"),
+        entry("x-typo", lambda: in_package("x-typo", "toy_tracd")),
+        entry("y-inner-typo", lambda: in_package("y-inner-typo", "toy_tracd.kernels")),
+        entry("z-module", lambda: in_package("z-module", "toy_traced.ops.rms_norm")),
+    ]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
     found, broken = backend.discover.__wrapped__()
     assert found == (good,)
     assert broken[0] == BrokenBackend("bad", "ImportError: no such library")
     assert "is a str, not a BackendInfo" in broken[1].error
+    assert "x-typo:backend declares package 'toy_tracd', which is not an importable package" in broken[2].error
+    assert broken[3] == BrokenBackend("y-inner-typo", "ModuleNotFoundError: No module named 'toy_tracd'")
+    assert "package 'toy_traced.ops.rms_norm', which is not an importable package" in broken[4].error
 
 
 @pytest.mark.parametrize(
@@ -307,6 +352,65 @@ def test_explain_follows_the_call(toys: None) -> None:
         assert "the call raises Unsupported" in str(demanded)
 
 
+def test_explain_names_what_is_in_the_way_before_how_to_ask(install: Callable[..., None]) -> None:
+    install(BackendInfo("acme", ("cpu",), "acme_compiler", "toy_traced", "pip install acme"))
+    assert "acme: no: acme_compiler is not installed: pip install acme" in str(liger_core.explain("rms_norm", X, W))
+
+
+def test_explain_where_a_kernel_does_not_import(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is a reason where another language runs, and the call's error where this one would."""
+    (tmp_path / "liger_acme" / "ops").mkdir(parents=True)
+    (tmp_path / "liger_acme" / "ops" / "rms_norm.py").write_text("import acme_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    install(BackendInfo("acme", ("cpu",), "torch", "liger_acme", "pip install acme"))
+    said = str(liger_core.explain("rms_norm", X, W))
+    assert "acme: no: ModuleNotFoundError: No module named 'acme_missing'" in said
+    assert "-> torch: chosen" in said
+    with liger_core.use("acme"), pytest.raises(ModuleNotFoundError, match="acme_missing"):
+        liger_core.explain("rms_norm", X, W)
+
+
+def test_explain_says_what_may_not_fall_back(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
+    dispatch.settings.cache_clear()
+    assert liger_core.explain("rms_norm", X, W).chosen.language == "toy-traced"  # type: ignore[union-attr]
+    refused = liger_core.explain("rms_norm", X, W, casting_mode="none")
+    assert refused.chosen is None
+    assert "torch: no: LIGER_KERNEL_STRICT=1 forbids it" in str(refused)
+    with liger_core.use("torch"):
+        assert liger_core.explain("rms_norm", X, W).chosen.language == "torch"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_a_device_stands_for_its_type(toys: None, device: str | torch.device) -> None:
+    assert liger_core.get_current_backend(device).language == "toy-traced"  # type: ignore[union-attr]
+    assert liger_core.list_overridden_ops(device) == ["rms_norm"]
+    assert liger_core.explain("rms_norm", device=device).chosen.language == "toy-traced"  # type: ignore[union-attr]
+    op = liger_core.get_op("rms_norm", device=device, language="toy-opaque")
+    assert (op.device, op(X, W).shape) == ("cpu", X.shape)
+
+
+def test_a_device_without_its_plug_in(install: Callable[..., None]) -> None:
+    """torch alone knows neither."""
+    install(BackendInfo("acme", ("dpu",), "torch", "toy_traced", "pip install acme"))
+    assert liger_core.list_overridden_ops("dpu:1") == ["rms_norm"]
+    assert liger_core.explain("rms_norm", device="npu").device == "npu"
+
+
+@pytest.mark.parametrize("device", ["bogus", "", "npu:x", "cuda:x"])
+def test_what_is_no_device(toys: None, device: str) -> None:
+    for call in (
+        liger_core.get_current_backend,
+        liger_core.list_overridden_ops,
+        lambda device: liger_core.explain("rms_norm", device=device),
+        lambda device: liger_core.get_op("rms_norm", device=device),
+    ):
+        with pytest.raises(ValueError, match=f"device is '{device}'; it takes a torch device or its type: cpu, cuda"):
+            call(device)
+
+
 def test_introspection(toys: None) -> None:
     assert [b.language for b in liger_core.backends()] == ["toy-opaque", "toy-traced"]
     assert liger_core.get_current_backend("cpu").language == "toy-traced"  # type: ignore[union-attr]
@@ -322,7 +426,8 @@ def test_introspection(toys: None) -> None:
 def test_every_op_is_exported() -> None:
     from liger_core.contract import ops
 
-    assert len(ops) == 22
+    files = {file.stem for file in (Path(liger_core.__file__).parent / "ops").glob("[!_]*.py")}
+    assert {*ops} == files, f"export {', '.join(files - {*ops})} in liger_core/__init__.py"
     for name, op in ops.items():
         assert getattr(liger_core, name) is op
         assert name in liger_core.__all__

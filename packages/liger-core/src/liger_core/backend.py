@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
 
+LOAD_ERRORS = (ImportError, AttributeError, TypeError, ValueError, OSError, RuntimeError)
+"""What a module that can't be loaded raises."""
+
 
 class Unsupported(NotImplementedError):
     """The language that was asked for can't take this call. The message says why, and what to do."""
@@ -102,7 +105,12 @@ def discover() -> tuple[tuple[BackendInfo, ...], tuple[BrokenBackend, ...]]:
                 raise TypeError(f"{entry.value} is a {type(info).__name__}, not a BackendInfo")
             if info.language in found and found[info.language] != info:
                 raise ValueError(f"language {info.language!r} is already declared by {found[info.language].package}")
-        except (ImportError, AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
+            spec = find_spec(info.package)
+            if spec is None or spec.submodule_search_locations is None:
+                raise ImportError(
+                    f"{entry.value} declares package {info.package!r}, which is not an importable package"
+                )
+        except LOAD_ERRORS as error:
             broken.append(BrokenBackend(entry.name, f"{type(error).__name__}: {error}"))
         else:
             found[info.language] = info
@@ -114,18 +122,24 @@ def backends() -> tuple[BackendInfo, ...]:
     return discover()[0]
 
 
-def not_installed(language: str) -> str:
-    """What to tell somebody who asks for a language that no installed package declares."""
-    for entry in discover()[1]:
-        if entry.name == language:
-            return f"{language} is installed but can't be imported: {entry.error}"
+def absent_languages() -> list[str]:
+    """The languages among liger-core's extras that no installed package declares."""
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:
         extras = metadata("liger-core").get_all("Provides-Extra") or []
     except PackageNotFoundError:
-        extras = []
-    if language in extras:
+        return []
+    installed = {b.language for b in backends()} | {b.name for b in discover()[1]}
+    return [extra for extra in extras if extra not in installed]
+
+
+def not_installed(language: str) -> str:
+    """What to tell somebody who asks for a language that no installed package declares."""
+    for entry in discover()[1]:
+        if entry.name == language:
+            return f"{language} is installed but can't be imported: {entry.error}"
+    if language in absent_languages():
         return f'{language} is not installed: uv pip install "liger-core[{language}]"'
     installed = ", ".join(["torch", *(b.language for b in backends())])
     return f"there is no language {language!r}; installed: {installed}"

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 import torch
 
 import liger_core
-from liger_core.backend import BackendInfo, backends, discover
+from liger_core.backend import BackendInfo, absent_languages, backends, discover, not_installed
 from liger_core.contract import ops as contract_ops
 
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.set_defaults(run=lambda options: run_doctor())
     where = commands.add_parser("where", help="which kernel an op runs, and why not the others")
     where.add_argument("op", help="such as rms_norm")
-    where.add_argument("--device", help="a torch device type (default: this machine's)")
+    where.add_argument("--device", help="a torch device or its type (default: this machine's)")
     where.set_defaults(run=lambda options: run_where(options.op, options.device))
     matrix = commands.add_parser("matrix", help="which language implements which op on which device")
     matrix.set_defaults(run=lambda options: run_matrix())
@@ -51,6 +51,7 @@ def run_doctor() -> int:
         for place in backend.devices:
             absent = f"no {place} device on this machine" if place not in (device, "cpu") else None
             print(f"  {place}: {backend.missing(place) or absent or 'ready'}")
+    print_absent()
     for broken in discover()[1]:
         problems.append(f"{broken.name} can't be imported: {broken.error}")
     problems += overwritten_packages()
@@ -60,7 +61,7 @@ def run_doctor() -> int:
 
 
 def run_where(op: str, device: str | None) -> int:
-    """Print the candidates of an op; 1 when the demanded language can't run it."""
+    """Print the candidates of an op; 1 when a call would raise `Unsupported`."""
     explanation = liger_core.explain(op, device=device)
     print(explanation)
     return 0 if explanation.chosen else 1
@@ -76,15 +77,28 @@ def run_matrix() -> int:
         cells = ["yes" if b.has_kernel(op) else "-" for b, _ in columns]
         print(op.ljust(width), *(cell.ljust(len(head)) for cell, head in zip(cells, heads, strict=True)), sep="  ")
     print("\nThe PyTorch reference implements every op on every device.")
+    if not columns:
+        print_absent()
     return 0
 
 
+def print_absent() -> None:
+    """Print how to get the languages that are not installed."""
+    if languages := absent_languages():
+        print("\nEach for its own devices, and not every two in one environment:")
+        print(*(f"  {not_installed(language)}" for language in languages), sep="\n")
+
+
 def overwritten_packages() -> list[str]:
-    """Installed distributions that wrote to the same files, so that one of them is not what it says it is."""
+    """Installed distributions that wrote to the same files, so that one of them is not what it says it is.
+
+    Only packages that liger loads count: others share an empty ``__init__.py``, without harm.
+    """
+    ours = {"liger_core", *(name.partition(".")[0] for b in backends() for name in (b.package, b.requires))}
     owners: dict[str, list[str]] = {}
     for distribution in distributions():
         for path in distribution.files or ():
-            if len(path.parts) == 2 and path.name == "__init__.py":
+            if len(path.parts) == 2 and path.name == "__init__.py" and path.parts[0] in ours:
                 owners.setdefault(path.parts[0], []).append(distribution.metadata["Name"])
     return [
         f"{' and '.join(sorted(set(names)))} both installed the package {package!r}; uninstall both, then install one"

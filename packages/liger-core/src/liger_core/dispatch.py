@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,6 +100,15 @@ def parse_demand(demand: str, source: str) -> tuple[str | None, dict[str, str]]:
     return everywhere, single
 
 
+def one_language(language: str, source: str) -> str:
+    """`language`, where it can be the name of one: `parse_demand` reads more than that."""
+    if not isinstance(language, str):
+        raise TypeError(f"{source}: a language is {language!r}; it takes a str, such as 'torch'")
+    if not re.fullmatch(r"[^\s,=]+", language):
+        raise ValueError(f"{source}: a language is {language!r}; it takes the name of one, such as 'torch'")
+    return language
+
+
 class use:
     """Demand a language for every op, or for single ones. Where it can't run, a call raises `Unsupported`.
 
@@ -115,12 +125,12 @@ class use:
 
     Raises:
         Unsupported: a language that is not installed.
-        ValueError: an op that doesn't exist.
+        ValueError: an op that doesn't exist, or what can't be a language's name.
     """
 
     def __init__(self, language: str | None = None, /, **ops: str) -> None:
-        parts = ([language] if language is not None else []) + [
-            f"{name}={value}" for name, value in sorted(ops.items())
+        parts = ([one_language(language, "use")] if language is not None else []) + [
+            f"{name}={one_language(value, 'use')}" for name, value in sorted(ops.items())
         ]
         demand = ",".join(parts) or None
         if demand is not None:
@@ -165,7 +175,7 @@ def make_plan(op: Op[..., Any], device: str, demand: str | None) -> Plan:
     if language is None:
         reasons += [f"{b.name}: {b.error}" for b in discover()[1]]
         if not candidates and not reasons:
-            reasons.append(f"no installed language serves {device} by default")
+            reasons.append(f"no installed language serves {device} by default; `liger doctor` lists the others")
     elif not kernels:
         raise Unsupported(f"{op.name} on {device}: {'; '.join(reasons)}")
     return Plan(tuple(kernels), tuple(reasons), language is not None)

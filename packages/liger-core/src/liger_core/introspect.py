@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any, NamedTuple
 
 import torch
 
 from liger_core import dispatch
-from liger_core.backend import BackendInfo, Unsupported, backends, discover
+from liger_core.backend import LOAD_ERRORS, BackendInfo, Unsupported, backends, discover
 from liger_core.contract import Op, by_name, ops
+
+ACCELERATORS = ("cuda", "npu", "xpu")
 
 
 def infer_device() -> str:
     """The accelerator of this process: ``"cuda"`` (also ROCm), ``"npu"`` or ``"xpu"``; else ``"cpu"``."""
-    for device in ("cuda", "npu", "xpu"):
+    for device in ACCELERATORS:
         module = getattr(torch, device, None)
         if module is not None and module.is_available():
             return device
     return "cpu"
 
 
-def get_current_backend(device: str | None = None) -> BackendInfo | None:
+def type_of(device: str | torch.device | None) -> str:
+    """The type of a device: ``"cuda"`` for ``"cuda:1"``, `infer_device()` for None."""
+    if device is None:
+        return infer_device()
+    try:
+        return torch.device(device).type
+    except RuntimeError:
+        # What torch knows only with a plug-in, such as torch-npu for "npu", can be asked about without it.
+        known = sorted({"cpu", *ACCELERATORS, *(d for b in backends() for d in b.devices)})
+        match = re.fullmatch(r"(\w+)(:\d+)?", str(device))
+        if match and match[1] in known:
+            return match[1]
+        raise ValueError(f"device is {device!r}; it takes a torch device or its type: {', '.join(known)}") from None
+
+
+def get_current_backend(device: str | torch.device | None = None) -> BackendInfo | None:
     """The language that comes first on a device (default: `infer_device()`), or None where the reference runs.
 
     It is the one demanded for every op by `use` or LIGER_KERNEL_BACKEND, else the device's first default language that
     can run here.
     """
-    device = device or infer_device()
+    device = type_of(device)
     language = dispatch.demanded_language("", dispatch.state.demand)
     for backend in backends() if language else dispatch.default_backends(device):
         if language in (None, backend.language) and backend.missing(device) is None:
@@ -35,9 +53,9 @@ def get_current_backend(device: str | None = None) -> BackendInfo | None:
     return None
 
 
-def list_overridden_ops(device: str | None = None) -> list[str]:
+def list_overridden_ops(device: str | torch.device | None = None) -> list[str]:
     """The ops that some installed package implements on a device (default: `infer_device()`), in name order."""
-    device = device or infer_device()
+    device = type_of(device)
     return [op for op in sorted(ops) if any(device in b.devices and b.has_kernel(op) for b in backends())]
 
 
@@ -60,7 +78,7 @@ class BoundOp:
         return self.op.call(self.language or dispatch.state.demand, args, kwargs)
 
 
-def get_op(name: str, *, device: str | None = None, language: str | None = None) -> BoundOp:
+def get_op(name: str, *, device: str | torch.device | None = None, language: str | None = None) -> BoundOp:
     """The callable that runs an op on a device in a language; either may be left out.
 
     Without `language` it chooses as the op itself does, now: `BoundOp.language` tells what it found (None where the
@@ -68,11 +86,12 @@ def get_op(name: str, *, device: str | None = None, language: str | None = None)
 
     Raises:
         Unsupported: the language can't run the op there.
-        ValueError: an op that doesn't exist.
+        ValueError: an op or a device that doesn't exist, or what can't be a language's name.
     """
     op = by_name(name)
+    device = None if device is None else type_of(device)
     if language is not None:
-        dispatch.parse_demand(language, "get_op")
+        dispatch.parse_demand(dispatch.one_language(language, "get_op"), "get_op")
         if language != "torch":
             backend = next(b for b in backends() if b.language == language)
             places = [device] if device else list(backend.devices)
@@ -103,7 +122,9 @@ class Explanation(NamedTuple):
 
     @property
     def chosen(self) -> Candidate | None:
-        """The candidate that runs; None when the demanded language can't, and the call would raise `Unsupported`."""
+        """The candidate that runs; None when the call would raise `Unsupported`: what is demanded can't run, or what
+        runs would be a fallback that LIGER_KERNEL_STRICT=1 forbids.
+        """
         return next((c for c in self.candidates if c.why_not is None), None)
 
     def __str__(self) -> str:
@@ -124,13 +145,15 @@ def source_of(function: Any) -> str:
     return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
 
 
-def explain(name: str | Op[..., Any], /, *args: Any, device: str | None = None, **kwargs: Any) -> Explanation:
+def explain(
+    name: str | Op[..., Any], /, *args: Any, device: str | torch.device | None = None, **kwargs: Any
+) -> Explanation:
     """Say which kernel a call would run, and why not the others. Nothing is run.
 
     Args:
         name: the op, or its name.
         *args: the call's arguments; without any, kernels are not asked whether they refuse.
-        device: the device type, when there are no arguments (default: `infer_device()`).
+        device: the device or its type, when there are no arguments (default: `infer_device()`).
         **kwargs: the call's arguments by name.
 
     >>> print(explain("rms_norm", torch.ones(2, 4), torch.ones(4)))  # doctest: +ELLIPSIS
@@ -142,26 +165,32 @@ def explain(name: str | Op[..., Any], /, *args: Any, device: str | None = None, 
     if args or kwargs:
         arguments = op.bind(args, kwargs)
         device, refusal = op.inspect(arguments)
-    device = device or infer_device()
+    device = type_of(device)
     language = dispatch.demanded_language(op.name, dispatch.state.demand)
     candidates = []
     for backend in _in_order(device):
-        if language is not None and backend.language != language:
-            why = f"{language} is demanded"
-        elif language is None and device in backend.devices and device not in backend.default_devices:
-            why = f'only on demand: liger_core.use("{backend.language}")'
-        else:
+        tried = device in backend.default_devices if language is None else backend.language == language
+        module = source = None
+        try:
             why = dispatch.obstacle(backend, op.name, device)
-        source = None
-        if backend.missing(device) is None and backend.has_kernel(op.name):
-            module = backend.kernel(op.name)
-            source = source_of(module.forward)
-            if why is None and arguments is not None:
-                refuses = getattr(module, "refuses", None)
-                why = refusal or (refuses(**arguments) if refuses else None)
+            if why is None:
+                module = backend.kernel(op.name)
+                source = source_of(module.forward)
+        except LOAD_ERRORS as error:
+            if tried:  # a bug, which the call would raise
+                raise
+            why = f"{type(error).__name__}: {error}"
+        if why is None and not tried:
+            why = f"{language} is demanded" if language else f'only on demand: liger_core.use("{backend.language}")'
+        if why is None and arguments is not None:
+            refuses = getattr(module, "refuses", None)
+            why = refusal or (refuses(**arguments) if refuses else None)
         candidates.append(Candidate(backend.language, why, source))
     candidates += [Candidate(broken.name, broken.error, None) for broken in discover()[1]]
-    why = None if language in (None, "torch") else f"{language} is demanded"
+    if language is None:
+        why = "LIGER_KERNEL_STRICT=1 forbids it" if dispatch.settings().strict else None
+    else:
+        why = None if language == "torch" else f"{language} is demanded"
     candidates.append(Candidate("torch", why, source_of(op.reference)))
     return Explanation(op.name, device, language, tuple(candidates))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from liger_conformance.interpreters.triton import launches
 from liger_triton.ops import _launch
 
 X = torch.zeros(64)
@@ -88,6 +89,13 @@ def test_profilers_see_every_launch(jit: Jit, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(3):
         kernel[(1,)](X, 1, 0.5, BLOCK=16)
     assert len(jit.compiled) == 3
+
+
+def test_the_suite_sees_every_launch() -> None:
+    assert not _launch._hooked()
+    with launches():
+        assert _launch._hooked()
+    assert not _launch._hooked()
 
 
 def test_few_launches_are_remembered(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What depends on how this package divides an op's work into tiles, and which the suite's sizes don't reach."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +10,15 @@ import liger_core
 from liger_conformance import interpreters
 from liger_conformance.case import Make, cases_of
 from liger_conformance.compare import compare
-from liger_conformance.running import Target, baseline_and_truth, evaluate, only
+from liger_conformance.running import (
+    Target,
+    baseline_and_truth,
+    complete,
+    evaluate,
+    incoming_for,
+    name_results,
+    only,
+)
 from liger_core.contract import ops
 from liger_cutile import backend
 from liger_cutile.ops import _grid, embedding
@@ -132,6 +140,16 @@ def planes(q_heads: int, k_heads: int, sections: tuple[int, int, int], length: i
     }
 
 
+def tables(make: Make) -> dict[str, Any]:
+    """q and k of one sample, and tables for it."""
+    return {
+        "q": make.randn(1, 2, 2, 16),
+        "k": make.randn(1, 1, 2, 16),
+        "cos": make.randn(1, 2, 16),
+        "sin": make.randn(1, 2, 16),
+    }
+
+
 def case(name: str, **values: Any) -> Build:
     return lambda make: cases_of(name).module.build(make, **values)
 
@@ -241,6 +259,23 @@ HIGH_GRIDS = (
     ("qwen2vl_mrope", case("qwen2vl_mrope", batch=5, length=3, q_heads=2, k_heads=1, sections=(2, 3, 3))),
 )
 
+SMALL = (
+    ("softmax", lambda make: {"x": make.randn(1, 40)}),
+    ("rms_norm", norm(1, 40)),
+    ("group_norm", groups(1, 2, 16, 2)),
+    ("group_norm", groups(2, 2, 16, 1)),
+    ("swiglu", gates(1, 40)),
+    ("embedding", look_up(lambda make: make.integers(0, 2, 1, 2), vocabulary=2)),
+    ("tvd", case("tvd", rows=1, vocabulary=40, reduction="none")),
+    ("grpo_loss", case("grpo_loss", batch=1, length=2, vocabulary=40, masked=0.3, reduction="none")),
+    ("rope", tables),
+    ("rope", heads(2, 1, 16, 16, length=2)),
+    ("llama4_rope", pairs(2, 1, 16, length=2)),
+    ("llama4_rope", pairs(2, 1, 16, length=1)),
+    ("qwen2vl_mrope", planes(2, 1, (2, 3, 3), length=2)),
+    ("fused_neighborhood_attention", lambda make: {q: make.randn(1, 1, 2, 24) for q in "qkv"} | {"kernel_size": 3}),
+)
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "work", "build"), CASES, ids=[f"{name}-{work}" for name, work, _ in CASES])
@@ -264,6 +299,32 @@ def test_grids_that_are_too_high(monkeypatch: pytest.MonkeyPatch, name: str, bui
     check(name, build, torch.bfloat16)
 
 
+@pytest.mark.parametrize(("name", "build"), SMALL, ids=[name for name, _ in SMALL])
+def test_strides_beyond_32_bits(name: str, build: Build) -> None:
+    """Of each dimension of each tensor and incoming gradient in turn, those of one element too: kernels take none."""
+    op = ops[name]
+    arguments = build(Make(torch.bfloat16, DEVICE))
+    check(name, build, torch.bfloat16)
+    with torch.no_grad():
+        incoming = incoming_for(op, name_results(op, op.reference(**complete(op, arguments))))
+    for what, x in arguments.items():
+        for far in each_far(x):
+            check(name, lambda make, what=what, far=far: {**arguments, what: far}, torch.bfloat16)
+    for what, x in incoming.items():
+        for far in each_far(x):
+            check(name, build, torch.bfloat16, {**incoming, what: far})
+
+
+def each_far(x: Any) -> Iterator[torch.Tensor]:
+    """A tensor with one short dimension after the other, but for the last, at a stride that a kernel doesn't take."""
+    for dim in range(x.dim() - 1) if isinstance(x, torch.Tensor) else ():
+        if x.shape[dim] <= 3:
+            strides = list(x.contiguous().stride())
+            strides[dim] = (1 << 31) + 8
+            # On a CPU, memory that isn't touched is not taken.
+            yield x.new_empty_strided(x.shape, strides).copy_(x)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 65, 1024, 1100, 2600])
 def test_sort_of_indices(rows: int, dtype: torch.dtype) -> None:
@@ -281,13 +342,13 @@ def test_more_indices_than_are_sorted_here(monkeypatch: pytest.MonkeyPatch) -> N
     check("embedding", look_up(skewed), torch.bfloat16)
 
 
-def check(name: str, build: Build, dtype: torch.dtype) -> None:
+def check(name: str, build: Build, dtype: torch.dtype, incoming: dict[str, torch.Tensor] | None = None) -> None:
     op = ops[name]
     arguments = build(Make(dtype, DEVICE))
     lane = "interpreted" if interpreters.interprets(backend, DEVICE) else "passed"
     with only(Target(op, "cutile", DEVICE, backend, lane)):
-        actual = evaluate(op, op, arguments)
-    baseline, truth = baseline_and_truth(op, arguments)
+        actual = evaluate(op, op, arguments, None, incoming)
+    baseline, truth = baseline_and_truth(op, arguments, None, incoming)
     for what, value in actual.items().items():
         compare(what, value, baseline.items()[what], truth.items()[what])
 

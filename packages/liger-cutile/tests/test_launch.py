@@ -25,6 +25,27 @@ def test_rows_are_a_copy_where_they_must_be() -> None:
 def test_strides_beyond_32_bits_are_copied() -> None:
     far = torch.empty((1 << 31) + 8, dtype=torch.int8).as_strided((2, 8), (1 << 31, 1))
     assert _rows.as_rows(far).stride() == (8, 1)
+    assert _rows.near(far).stride() == (8, 1)
+
+
+@pytest.mark.parametrize("strides", [(1 << 31, 1), (1 << 31, 2), (1, 1 << 31)], ids=str)
+def test_strides_of_a_single_row(strides: tuple[int, int]) -> None:
+    """A tensor with a dimension of one counts as contiguous, whatever its stride there."""
+    x = torch.arange(16, dtype=torch.int8)
+    x = x.as_strided((8, 1) if strides[0] == 1 else (1, 8), strides)
+    rows = _rows.as_rows(x)
+    assert rows.stride() == (x.shape[1], 1)
+    assert torch.equal(rows, x)
+    assert (rows.data_ptr() == x.data_ptr()) == (2 not in strides)
+
+
+def test_strides_of_dimensions_of_one() -> None:
+    x = torch.arange(6, dtype=torch.int8).as_strided((1, 2, 1, 3), (1 << 31, 3, 1 << 31, 1))
+    near = _rows.near(x)
+    assert near.stride() == (0, 3, 0, 1)
+    assert near.data_ptr() == x.data_ptr()
+    assert torch.equal(near, x)
+    assert _rows.near(near) is near
 
 
 def test_one_row_where_all_are_contiguous() -> None:

@@ -17,13 +17,14 @@ def build(
     teacher_hidden: int | None = None,
     scale: float = 1.0,
     ignored: float | None = None,
+    nan_teacher: bool = False,
     own_accum_dtype: bool = False,
     teacher_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """`ignored` is the share of ignored rows; None: no labels.
 
-    With `own_accum_dtype` the accumulator has the student's dtype.
+    With `nan_teacher` the teacher's first row has a NaN. With `own_accum_dtype` the accumulator has the student's dtype.
     """
     teacher_hidden = teacher_hidden or 2 * hidden
     if own_accum_dtype:
@@ -31,7 +32,7 @@ def build(
     target = None
     if ignored is not None:
         target = labels(make, rows, vocabulary, ignored, options.get("ignore_index", -100))
-    return {
+    arguments = {
         "student_x": make.randn(rows, hidden) * scale,
         "student_weight": make.randn(vocabulary, hidden) * hidden**-0.5,
         "teacher_x": make.randn(rows, teacher_hidden, dtype=teacher_dtype) * scale,
@@ -39,6 +40,9 @@ def build(
         "labels": target,
         **options,
     }
+    if nan_teacher:
+        arguments["teacher_x"][0, 0] = torch.nan
+    return arguments
 
 
 # With this budget, 48 rows of 16 by 96 take several chunks in each dtype.
@@ -54,6 +58,7 @@ CASES = (
     Case("two-classes", "edge", rows=3, hidden=16, vocabulary=2),
     Case("all-ignored", "edge", rows=3, hidden=16, vocabulary=33, ignored=1.0),
     Case("ignored-class", "edge", rows=6, hidden=16, vocabulary=33, ignored=0.3, ignore_index=3, beta=1.0),
+    Case("nan-teacher", "edge", rows=5, hidden=16, vocabulary=33, nan_teacher=True, beta=0.3),
     Case("forward", "option", rows=5, hidden=32, vocabulary=96, ignored=0.2, beta=0.0, temperature=0.7),
     Case("reverse", "option", rows=5, hidden=32, vocabulary=96, beta=1.0, temperature=1.5),
     Case("beta-0.9", "option", rows=5, hidden=32, vocabulary=97, beta=0.9),

@@ -27,6 +27,7 @@ def build(
     absent: float = 0.0,
     absent_student: float = 0.0,
     absent_teacher: float = 0.0,
+    nan_teacher: float = 0.0,
     far: float = 0.0,
     ends: bool = False,
     teacher_dtype: torch.dtype | None = None,
@@ -35,7 +36,8 @@ def build(
     """`ignored` is the share of ignored rows (None: no labels), which hold NaN with `garbage`.
 
     `absent` is the probability that both log-probabilities of a class are −inf, `absent_student` and `absent_teacher`
-    that one is; `far` that both are −1e4. With `ends`, only the first and the last two rows count.
+    that one is, `nan_teacher` that the teacher's is NaN; `far` that both are −1e4. With `ends`, only the first and the
+    last two rows count.
     """
     student = logprobs(make, rows, vocabulary, scale)
     teacher = logprobs(make, rows, vocabulary, scale, teacher_dtype)
@@ -46,6 +48,8 @@ def build(
         hidden = make.mask(absent, rows, vocabulary)
         student = student.masked_fill(hidden | make.mask(absent_student, rows, vocabulary), -torch.inf)
         teacher = teacher.masked_fill(hidden | make.mask(absent_teacher, rows, vocabulary), -torch.inf)
+    if nan_teacher:
+        teacher = teacher.masked_fill(make.mask(nan_teacher, rows, vocabulary), torch.nan)
     target = None
     if ignored is not None:
         target = labels(make, rows, vocabulary, ignored, options.get("ignore_index", -100))
@@ -72,6 +76,7 @@ CASES = (
     Case("absent-reverse", "edge", rows=5, vocabulary=70, absent=0.4, beta=1.0),
     Case("absent-on-one-side", "edge", rows=5, vocabulary=70, absent_student=0.4, absent_teacher=0.4, beta=0.3),
     Case("absent-student-reverse", "edge", rows=5, vocabulary=70, absent_student=0.4, beta=1.0),
+    Case("nan-teacher", "edge", rows=5, vocabulary=70, nan_teacher=0.1, beta=0.3),
     Case("forward", "option", rows=5, vocabulary=96, ignored=0.2, beta=0.0),
     Case("reverse", "option", rows=5, vocabulary=96, ignored=0.2, beta=1),
     Case("float32-teacher", "option", rows=5, vocabulary=96, teacher_dtype=torch.float32),

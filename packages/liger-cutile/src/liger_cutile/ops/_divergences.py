@@ -135,7 +135,7 @@ def above_mixture(q, p, beta, rest, HALF, UNIT):
         weight = ct.minimum(beta, rest)
         of_smaller = ct.where(beta <= rest, difference, -difference) >= 0.0
         mixture = ct.where(of_smaller, 1.0 - weight * (1.0 - e), e + weight * (1.0 - e))
-        above = -ct.log(ct.maximum(mixture, 1e-37))
+        above = -ct.log(ct.maximum(mixture, 1e-37, propagate_nan=True))
     above = above * UNIT
     return ct.minimum(difference, 0.0) + above, ct.minimum(-difference, 0.0) + above
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_cutile.ops._launch import MOST_DOWN
-from liger_cutile.ops._rows import LARGEST, blocks, power_of_2
+from liger_cutile.ops._rows import LARGEST, blocks, near, power_of_2
 
 # Columns of heads in a tile: of each half of a head, or pairs of columns.
 TILE = 2048
@@ -58,12 +58,12 @@ def like(x: Tensor | None) -> Tensor | None:
 
 
 def far_apart(*tensors: Tensor | None) -> bool:
-    """Whether the distance of two samples is too long for a kernel."""
-    return any(x is not None and x.stride()[0] > LARGEST for x in tensors)
+    """Whether any stride is too long for a kernel."""
+    return any(x is not None and max(x.stride()) > LARGEST for x in tensors)
 
 
 def within_reach(*tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
-    """The tensors as they are; or some samples at a time, or one where they are too far apart.
+    """The tensors as they are; or some samples at a time, or one where anything is too far apart.
 
     A tensor of one sample goes with every sample of the others, of which the first tensor that there is has as many.
     """
@@ -75,10 +75,13 @@ def within_reach(*tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
 
 
 def samples_of(x: Tensor | None, begin: int, count: int) -> Tensor | None:
-    """Up to `count` samples of a tensor, from `begin` on; of a tensor of one sample, that one."""
+    """Up to `count` samples of a tensor, from `begin` on; of a tensor of one sample, that one.
+
+    A single sample is `near`.
+    """
     if x is None or x.shape[0] == 1 < count:
         return x
     if count > 1:
         return x[begin : begin + count]
     # A kernel takes a single sample's distance from the next for a stride all the same.
-    return x[begin % x.shape[0]].expand(1, *x.shape[1:])
+    return near(x[begin % x.shape[0]].expand(1, *x.shape[1:]))

@@ -14,7 +14,21 @@ def as_rows(x: Tensor) -> Tensor:
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a reshape takes the host 2 µs, whatever it does
     apart, adjacent = rows.stride()
-    return rows if adjacent == 1 and apart <= LARGEST else rows.contiguous()
+    if adjacent == 1 and apart <= LARGEST:
+        return rows
+    # A single row counts as contiguous, however far it is to a next one.
+    return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1))
+
+
+def near(x: Tensor) -> Tensor:
+    """x with strides that a kernel takes; a copy where elements are too far apart, but no copy of a contiguous tensor.
+
+    A dimension of one has any stride, and counts as contiguous with it: here it gets 0 where that is too long.
+    """
+    if max(x.stride()) <= LARGEST:
+        return x
+    strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(x.shape, strides) if max(strides) <= LARGEST else x.contiguous()
 
 
 def as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:

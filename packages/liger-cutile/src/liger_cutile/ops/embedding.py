@@ -8,7 +8,7 @@ from liger_core import embedding
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._launch import ConstInt, given, launch
-from liger_cutile.ops._rows import as_rows, blocks, power_of_2
+from liger_cutile.ops._rows import as_rows, blocks, near, power_of_2
 
 # Elements and columns that a block of the forward gathers. All rows' first columns come before the next ones, so that a row
 # that is asked for twice is still in the cache.
@@ -164,7 +164,7 @@ def _sum_runs(
 
 @opaque(writes=("y",))
 def _launch_forward(y: Tensor, indices: Tensor, weight: Tensor) -> None:
-    y, indices = as_rows(y), indices.reshape(-1)
+    y, indices, weight = as_rows(y), near(indices.reshape(-1)), near(weight)
     rows, columns = y.shape
     block = min(power_of_2(columns), FORWARD_COLUMNS)
     tile_rows = FORWARD_TILE // block
@@ -176,7 +176,7 @@ def _launch_backward(dweight: Tensor, dy: Tensor, indices: Tensor, padding: int)
     dy = as_rows(dy)
     rows, columns = dy.shape
     vocabulary = dweight.shape[0]
-    keys, order = _sort(indices.reshape(-1), vocabulary)
+    keys, order = _sort(near(indices.reshape(-1)), vocabulary)
     block = min(power_of_2(columns), BACKWARD_BLOCK)
     across = blocks(columns, block)
     # So that a frequent index, such as padding, doesn't keep its block for long, chunks that lie inside a run are summed

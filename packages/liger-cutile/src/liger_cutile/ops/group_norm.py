@@ -16,7 +16,7 @@ from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._hints import sized
 from liger_cutile.ops._launch import MOST_DOWN, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._persistent import persistent
-from liger_cutile.ops._rows import LARGEST, blocks, power_of_2
+from liger_cutile.ops._rows import LARGEST, blocks, near, power_of_2
 from liger_cutile.ops._sums import add_two
 from liger_cutile.ops._totals import launch_totals
 from liger_cutile.ops._widen import widen_again
@@ -494,9 +494,9 @@ def _evenly(samples: int) -> list[slice]:
 def _as_groups(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """A tensor in a shape of `_groups`, whose positions lie next to each other."""
     if x.is_contiguous():
-        return x.view(*shape)
+        return near(x.view(*shape))
     x = x.reshape(*shape)
-    return x if x.stride(3) == 1 or shape[3] == 1 else x.contiguous()
+    return near(x if x.stride(3) == 1 or shape[3] == 1 else x.contiguous())
 
 
 @functools.lru_cache

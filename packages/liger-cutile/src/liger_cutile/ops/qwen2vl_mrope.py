@@ -10,7 +10,6 @@ from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._heads import far_apart, like, tiling, within_reach
 from liger_cutile.ops._launch import MOST_DOWN, ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import LARGEST
 from liger_cutile.ops.rope import _columns, _rotate_heads
 
 
@@ -55,7 +54,7 @@ def _launch(
     backward: bool,
 ) -> None:
     samples = (k if q is None else q).shape[0]
-    if samples <= MOST_DOWN and not far_apart(yq, yk, q, k) and max(cos.stride()[1], sin.stride()[1]) <= LARGEST:
+    if samples <= MOST_DOWN and not far_apart(yq, yk, q, k, cos, sin):
         _launch_samples(yq, yk, q, k, cos, sin, mrope_section, backward)
         return
     for *own, own_cos, own_sin in within_reach(yq, yk, q, k, cos.transpose(0, 1), sin.transpose(0, 1)):

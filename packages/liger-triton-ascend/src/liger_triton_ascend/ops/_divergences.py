@@ -64,7 +64,7 @@ def above_mixture(q, p, beta, rest, HALF: tl.constexpr):
         weight = tl.minimum(beta, rest)
         smaller = tl.where(beta <= rest, difference, -difference)
         mixture = tl.where(smaller >= 0.0, 1.0 - weight * (1.0 - e), e + weight * (1.0 - e))
-        above = -tl.log(tl.maximum(mixture, 1e-37))
+        above = -tl.log(tl.maximum(mixture, 1e-37, propagate_nan=tl.PropagateNan.ALL))
     return tl.minimum(difference, 0.0) + above, tl.minimum(-difference, 0.0) + above
 
 

@@ -14,7 +14,7 @@ TILES = 4
 @triton.jit
 def _scale(y, x, factor, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     factor = tl.load(factor)
-    blocks = tl.cdiv(size, BLOCK)
+    blocks = tl.cdiv(tl.cast(size, tl.int64), BLOCK)
     if IN_PLACE:
         blocks = tl.where(factor == 1.0, 0, blocks)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):

@@ -28,7 +28,7 @@ def _gelu(xs):
 
 @triton.jit
 def _forward(y, gate, up, rows, columns, gate_stride, up_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    blocks = tl.cdiv(columns, BLOCK)
+    blocks = tl.cdiv(tl.cast(columns, tl.int64), BLOCK)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * blocks, tl.num_programs(0)):
         row = tl.cast(tile // blocks, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         column = tl.cast(tile % blocks, tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -44,7 +44,7 @@ def _backward(
     dgate, dup, dy, gate, up, rows, columns, dy_stride, gate_stride, up_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(columns, BLOCK)
+    blocks = tl.cdiv(tl.cast(columns, tl.int64), BLOCK)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * blocks, tl.num_programs(0)):
         row = tl.cast(tile // blocks, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         column = tl.cast(tile % blocks, tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -72,7 +72,7 @@ def _run(
     beta, rest,
     FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(columns, BLOCK)
+    blocks = tl.cdiv(tl.cast(columns, tl.int64), BLOCK)
     if dstudent is not None:
         factor = tl.load(scale)
         if not (FORWARD or REVERSE):

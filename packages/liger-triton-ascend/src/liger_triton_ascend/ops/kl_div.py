@@ -20,7 +20,7 @@ def _forward(
     losses, sums, log_pred, target, rows, columns, log_pred_stride, target_stride, eps,
     LOG_TARGET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(columns, BLOCK)
+    blocks = tl.cdiv(tl.cast(columns, tl.int64), BLOCK)
     absent = float("-inf") if LOG_TARGET else 0.0
     lanes = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * blocks, tl.num_programs(0)):
@@ -47,7 +47,7 @@ def _backward(
     dlog_pred, dloss, target, rows, columns, dloss_stride, target_stride,
     LOG_TARGET: tl.constexpr, PER_ELEMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(columns, BLOCK)
+    blocks = tl.cdiv(tl.cast(columns, tl.int64), BLOCK)
     if not PER_ELEMENT:
         scale = tl.load(dloss)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * blocks, tl.num_programs(0)):

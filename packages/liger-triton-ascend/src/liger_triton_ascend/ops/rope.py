@@ -25,7 +25,7 @@ def _load_angles(
     angles = tl.load(table + at, inside, other=0.0).to(tl.float32)
     if plane_stride is not None:
         height = tl.load(table + plane_stride + at, inside, other=0.0).to(tl.float32)
-        width = tl.load(table + 2 * plane_stride + at, inside, other=0.0).to(tl.float32)
+        width = tl.load(table + plane_stride + plane_stride + at, inside, other=0.0).to(tl.float32)
         place = column.to(tl.float32)  # the vector unit doesn't compare integers: they'd go one by one
         angles = tl.where(place < TIME, angles, tl.where(place < TIME + HEIGHT, height, width))
     return angles

@@ -1,0 +1,77 @@
+"""What kernels do with sizes and strides that the suite's cases don't reach."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+if find_spec("triton") is None or find_spec("triton.triton_patch") is None:
+    pytest.skip("needs triton-ascend", allow_module_level=True)
+
+import liger_core
+from liger_conformance import interpreters
+from liger_conformance.case import Make
+from liger_conformance.compare import compare
+from liger_conformance.interpreters.triton_bounds import OutOfBounds
+from liger_conformance.running import Target, baseline_and_truth, evaluate, only
+from liger_core.contract import ops
+from liger_triton_ascend import backend
+
+DEVICE = liger_core.infer_device()
+if why := backend.missing(DEVICE):
+    pytest.skip(why, allow_module_level=True)
+INTERPRETED = interpreters.interprets(backend, DEVICE)
+if INTERPRETED:
+    interpreters.repair(backend)
+
+from liger_triton_ascend.ops import _scale, geglu, jsd, kl_div, swiglu  # noqa: E402
+
+
+def far(x: torch.Tensor) -> torch.Tensor:
+    """x with planes whose distance 32 bits hold, but not twice it."""
+    # On a CPU, memory that isn't touched is not taken.
+    return x.new_empty_strided(x.shape, ((1 << 30) + 8, *x.stride()[1:])).copy_(x)
+
+
+def test_planes_far_apart():
+    op, make = ops["qwen2vl_mrope"], Make(torch.bfloat16, DEVICE)
+    arguments = {
+        "q": make.randn(1, 2, 2, 16),
+        "k": make.randn(1, 1, 2, 16),
+        "cos": far(make.randn(3, 1, 2, 16)),
+        "sin": far(make.randn(3, 1, 2, 16)),
+        "mrope_section": (2, 3, 3),
+    }
+    with only(Target(op, "triton-ascend", DEVICE, backend, "interpreted" if INTERPRETED else "passed")):
+        actual = evaluate(op, op, arguments)
+    baseline, truth = baseline_and_truth(op, arguments)
+    for what, value in actual.items().items():
+        compare(what, value, baseline.items()[what], truth.items()[what])
+
+
+SIZE = (1 << 31) - 1
+X = torch.zeros(1)
+LONG = (
+    (_scale._scale, (X, X, torch.full((), 2.0), SIZE), {"IN_PLACE": True}),
+    (swiglu._forward, (X, X, X, 1, SIZE, SIZE, SIZE, 1.0, 1.0), {"ROWS": 1}),
+    (swiglu._backward, (X, X, X, X, X, 1, SIZE, SIZE, SIZE, SIZE, 1.0, 1.0), {"ROWS": 1}),
+    (geglu._forward, (X, X, X, 1, SIZE, SIZE, SIZE), {"ROWS": 1}),
+    (geglu._backward, (X, X, X, X, X, 1, SIZE, SIZE, SIZE, SIZE), {"ROWS": 1}),
+    (kl_div._forward, (None, X, X, X, 1, SIZE, SIZE, SIZE, 0.0), {"LOG_TARGET": True, "ROWS": 1}),
+    (kl_div._backward, (X, X, X, 1, SIZE, SIZE, SIZE), {"LOG_TARGET": True, "PER_ELEMENT": True, "ROWS": 1}),
+    (
+        jsd._run,
+        (X, None, None, X, X, None, 1, SIZE, SIZE, SIZE, -100, 0.3, 0.7),
+        {"FORWARD": False, "REVERSE": False, "HALF": False, "ROWS": 1},
+    ),
+)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs an interpreter's check of bounds")
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "constants"), LONG, ids=[f"{k.fn.__module__}.{k.fn.__name__}" for k, _, _ in LONG]
+)
+def test_a_size_near_the_end_of_32_bits_has_blocks(kernel, arguments, constants):
+    """The first of them lies outside of what is passed here."""
+    with pytest.raises(OutOfBounds, match="load outside of every tensor"):
+        kernel[(1,)](*arguments, **constants, BLOCK=1024)

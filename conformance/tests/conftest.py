@@ -95,7 +95,7 @@ def _install_mutant(site: Path, original: BackendInfo, language: str, file: str,
             continue
         text = path.read_text("utf-8").replace(original.package, package)
         if path == copy / "__init__.py":
-            text = text.replace(f'"{original.language}"', f'"{language}"')
+            text = text.replace(f'"{original.language}"', f'"{language}"', 1)  # not what it requires, too
         if path == copy / "ops" / f"{file}.py":
             assert old in text, f"{file}.py has changed: bring the mutant {language} up to date"
             text = text.replace(old, new, 1)

@@ -18,6 +18,7 @@ import liger_conformance.suite
 pytest.importorskip("triton")
 
 ACME = Path(__file__).parent / "acme" / "liger_acme"
+PICKY = Path(__file__).parent / "picky" / "liger_picky"
 
 Suite = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -94,6 +95,53 @@ def test_a_kernel_that_hangs_has_failed(site: Path, run_suite: Suite, tmp_path: 
     outcomes = {cell["dtype"]: cell["outcomes"] for cell in cells if cell["op"] == "rms_norm"}
     assert outcomes["bfloat16"] == {"failed": 1, "not claimed": 1}
     assert "failed" not in outcomes["float32"]
+
+
+def test_a_test_of_one_case_takes_the_first_that_is_claimed(
+    install_package: Callable[..., Path], run_suite: Suite, tmp_path: Path
+) -> None:
+    """The case `odd` is refused: no test of one case or two goes without, and torch.compile is none of the reasons."""
+    site = install_package(tmp_path / "site", "picky", PICKY).parent
+    done = run_suite(site, "--impl=picky", "--op=swiglu", "--device=cpu", "-vv", "-k", "not test_graph_capture")
+    assert done.returncode == 0, done.stdout
+    outcomes = dict(re.findall(r"::(test_\w+\[\S+\]) (\w+)", done.stdout))
+    every_case = ("test_values", "test_same_bits_again", "test_saves_nothing_without", "test_writes_to_nothing")
+    of_few = {name: outcome for name, outcome in outcomes.items() if not name.startswith(every_case)}
+    assert {name for name in of_few if name.startswith("test_compile[")} == {
+        f"test_compile[swiglu-picky-cpu-odd-float32-{start}]" for start in ("cold", "warm", "dynamic")
+    }
+    assert set(of_few.values()) == {"PASSED"}, of_few
+    assert outcomes["test_values[swiglu-picky-cpu-odd-float32]"] == "SKIPPED"
+
+
+def test_what_a_kernel_refuses_is_not_claimed_where_it_is_compiled(
+    install_package: Callable[..., Path], run_suite: Suite, tmp_path: Path
+) -> None:
+    """Also with the options, and where no case is left to be taken instead."""
+    package = install_package(tmp_path / "site", "picky", PICKY)
+    kernel = package / "ops" / "swiglu.py"
+    kernel.write_text(kernel.read_text().replace(" % 16 else", " else"))
+    options = ("--impl=picky", "--op=swiglu", "--device=cpu", "-m", "slow or not slow", "-k", "test_compile", "-rs")
+    done = run_suite(package.parent, *options)
+    assert "failed" not in done.stdout, done.stdout
+    assert "6 skipped" in done.stdout, done.stdout
+    assert done.stdout.count("not claimed (3): swiglu on cpu: picky: last dimension ") == 2, done.stdout
+
+
+def test_failures_show_no_tensors(site: Path, run_suite: Suite) -> None:
+    """What is wrong is said in words; the elements would fill the screen."""
+    kernel = site / "liger_acme" / "ops" / "rms_norm.py"
+    text = kernel.read_text().replace("if any(needs) else ()", "")
+    kernel.write_text(text.replace("return dx if needs[0] else None", "inverse_rms.zero_()\n    return dx"))
+    done = run_suite(site, "--impl=acme", "--tb=short", "-k", "odd and (test_purity or partial)")
+    errors = re.findall(r"^E +(.*)", done.stdout, re.MULTILINE)
+    for says in (
+        "backward wrote to saved tensor 2",
+        "saved 3 values that no backward will read",
+        "x: ('weight',) want a gradient",
+    ):
+        assert any(says in line for line in errors), f"{says}: {done.stdout}"
+    assert not [line for line in errors if "tensor(" in line]
 
 
 def test_a_declaration_needs_a_link(site: Path, run_suite: Suite) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import liger_core
-from liger_conformance.case import QUICK, Case, cases_of
+from liger_conformance.case import QUICK, TIMED, Case, cases_of
 from liger_conformance.compare import Mismatch
 from liger_conformance.running import Target
 from liger_conformance.suite import test_interface, test_layouts, test_purity, test_values
@@ -68,6 +69,14 @@ MUTANTS: dict[str, tuple[str, str, Callable[..., None], str]] = {
         "    return dx if needs[0]",
         "    inverse_rms.zero_()\n    return dx if needs[0]",
         test_purity.test_writes_to_nothing_it_is_given,
+        "odd",
+    ),
+    "a gradient of another dtype": ("return dx if", "return dx.float() if", VALUES, "odd"),
+    "a gradient of another shape": ("return dx if", "return dx[None] if", VALUES, "odd"),
+    "32-bit strides": (
+        "rows.stride(0), x.shape[-1], eps",
+        "torch.tensor(x.stride(0), dtype=torch.int32).item(), x.shape[-1], eps",
+        test_layouts.test_offsets_beyond_32_bits,
         "odd",
     ),
     "backward only once": (
@@ -133,7 +142,25 @@ def test_mutants_are_caught(wrong: str, acme: BackendInfo, tmp_path: Path, monke
     """The kernel passes the test; the mutant fails it."""
     text, mutant, test, case = MUTANTS[wrong]
     run(test, target_of(acme), case)
+    mutate(text, mutant, tmp_path, monkeypatch)
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        run(test, target_of(acme), case)
 
+
+def test_what_a_kernel_spoils_is_no_error_of_its_values(
+    acme: BackendInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The truth is that of what the kernel was given, so the one test that fails is the one that says what was written to."""
+    spoils = "    x.zero_()\n    dy.zero_()\n    return dx if needs[0]"
+    mutate("    return dx if needs[0]", spoils, tmp_path, monkeypatch)
+    run(VALUES, target_of(acme), "odd")
+    run(test_values.test_some_results_unused, target_of(acme), "odd")
+    with pytest.raises(AssertionError, match="backward wrote to x"):
+        run(test_purity.test_writes_to_nothing_it_is_given, target_of(acme), "odd")
+
+
+def mutate(text: str, mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a changed copy of acme's kernel in its place."""
     file = Path(importlib.import_module("liger_acme.ops.rms_norm").__file__ or "")
     source = file.read_text(encoding="utf-8")
     assert text in source, f"{text!r} is not in {file.name}: mend the mutant"
@@ -147,8 +174,18 @@ def test_mutants_are_caught(wrong: str, acme: BackendInfo, tmp_path: Path, monke
     spec.loader.exec_module(module)
     monkeypatch.setattr(ops["rms_norm"], "_plans", {})
     monkeypatch.setattr(ops["rms_norm"], "_ready", {})
-    with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        run(test, target_of(acme), case)
+
+
+def test_tables_of_wide_strides_are_read_where_they_lie(
+    tmp_path: Path, install_mutant: Callable[..., None], run_suite: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """Moved alone, one of two tables that have to have the same strides is copied, and 32-bit offsets do no harm."""
+    triton = pytest.importorskip("liger_triton").backend
+    wide, narrow = "plane.to(tl.int64) * plane_stride", "plane * plane_stride"
+    install_mutant(tmp_path, triton, "narrow", "qwen2vl_mrope", wide, narrow)
+    done = run_suite(tmp_path, "--impl=narrow", "--op=qwen2vl_mrope", "-k", "test_offsets_beyond_32_bits")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("name", sorted(ops))
@@ -198,12 +235,14 @@ def test_every_kernel_file_is_an_op() -> None:
 def test_every_op_has_cases() -> None:
     """Every contract has cases of each kind, and ids that are unique."""
     for name in ops:
-        found = cases_of(name)
-        assert {"odd", "small", "medium", "large"} <= {case.group for case in found.cases}, name
+        found, file = cases_of(name), f"conformance/src/liger_conformance/cases/{name}.py"
+        groups = {case.group for case in found.cases}
+        missing = {"odd", *TIMED} - groups
+        assert not missing, f"add a case of the group {', '.join(sorted(missing))} to CASES in {file}"
         assert found.cases[0].group == "odd", (
-            f"{name}: the first case is taken where one is enough; it must be an odd size"
+            f"{file}: the first case is taken where one is enough; it must be an odd size"
         )
-        assert set(QUICK) & {case.group for case in found.cases} - {"odd"}, name
-        assert found.bad, name
+        assert groups & set(QUICK) - {"odd"}, f"add a case of the group edge, option or extreme to CASES in {file}"
+        assert found.bad, f"add a call to BAD in {file}"
         for ids in ([case.id for case in found.cases], [bad.id for bad in found.bad]):
-            assert len(ids) == len(set(ids)), name
+            assert len(ids) == len(set(ids)), f"an id is there twice in {file}"

@@ -55,6 +55,13 @@ class Observed:
     gradients: list[Any] = field(default_factory=list)
 
 
+def require(holds: bool, message: str) -> None:
+    """Assert what is about tensors: of an ``assert`` on them, pytest would show all their elements."""
+    __tracebackhide__ = True
+    if not holds:
+        raise AssertionError(message)
+
+
 @contextlib.contextmanager
 def only(target: Target) -> Iterator[Observed]:
     """Run ops in the target's language, and in no other: every reference and every other kernel raises `WrongRoute`.
@@ -175,6 +182,17 @@ def complete(op: Op[..., Any], arguments: Arguments) -> Arguments:
     return op.bind((), arguments)
 
 
+def has_rows(value: Any, rows: int) -> bool:
+    """Whether an argument or a result is a tensor of so many rows."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
+
+
+def refusal(target: Target, arguments: Arguments) -> str | None:
+    """Why the target's kernel can't take a call, or None."""
+    refuses = getattr(target.kernel, "refuses", None)
+    return refuses(**complete(target.op, arguments)) if refuses else None
+
+
 def with_leaves(op: Op[..., Any], arguments: Arguments, wanted: tuple[str, ...]) -> Arguments:
     """The arguments, detached but with their strides, the `wanted` ones requiring a gradient."""
     return {
@@ -214,7 +232,7 @@ def evaluate(
         gradients = dict(zip(wanted, found, strict=True))
     for name, result in results.items():
         if name not in differentiable_results(op, results):
-            assert result is None or not result.requires_grad, f"{name} must not have a gradient"
+            require(result is None or not result.requires_grad, f"{name} must not have a gradient")
     return Outcome({n: r if r is None else r.detach() for n, r in results.items()}, gradients)
 
 

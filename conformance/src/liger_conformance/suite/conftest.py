@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from liger_conformance.case import QUICK, Case, cases_of
 from liger_conformance.report import NOT_CLAIMED
+from liger_conformance.running import Target, refusal
 from liger_core import Unsupported
 
 
@@ -39,7 +43,32 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    mark = item.get_closest_marker("cases")
+    if mark is not None and "first" in mark.kwargs:
+        _take_one_that_is_claimed(item, mark.kwargs.get("groups", QUICK))
     try:
         return (yield)
-    except Unsupported as refusal:
-        pytest.skip(f"{NOT_CLAIMED}{refusal}")
+    except Unsupported as why:
+        pytest.skip(f"{NOT_CLAIMED}{why}")
+
+
+def _take_one_that_is_claimed(item: pytest.Item, groups: tuple[str, ...]) -> None:
+    """Of the first cases, a test takes those that the kernel doesn't refuse: the nth test the nth of them.
+
+    Where there is none, the case stays, and the test finds out that it is refused.
+    """
+    values: dict[str, Any] = item.funcargs  # type: ignore[attr-defined]
+    target: Target = values["target"]
+    case: Case = values["case"]
+    known = cases_of(target.op.name)
+    cases = [other for other in known.cases if other.group in groups]
+
+    def claimed(other: Case) -> bool:
+        return refusal(target, known.build(other, values["dtype"], target.device)) is None
+
+    if getattr(target.kernel, "refuses", None) is None:
+        return
+    instead = next(itertools.islice(filter(claimed, cases), cases.index(case), None), case)
+    if instead is not case:
+        values["case"] = instead
+        item.add_report_section("call", "case", f"{case} or one before it is refused: this is {instead}")

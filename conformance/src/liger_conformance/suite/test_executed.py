@@ -18,6 +18,8 @@ from liger_conformance.running import (
     name_results,
     only,
     present,
+    refusal,
+    require,
 )
 
 
@@ -30,8 +32,7 @@ def execute(target: Target, case: Case, dtype: torch.dtype) -> Outcome:
     assert executor is not None
     with executor.executing(target.device) as device, torch.no_grad(), only(target):
         arguments = complete(op, cases_of(op.name).build(case, dtype, device, 0))
-        refuses = getattr(kernel, "refuses", None)
-        if refuses is not None and (why := refuses(**arguments)):
+        if why := refusal(target, arguments):
             pytest.skip(f"{NOT_CLAIMED}{why}")
         there = present(op, arguments)
         needs = tuple(name in there for name in op.differentiable)
@@ -61,7 +62,8 @@ def test_executed(target: Target, case: Case, dtype: torch.dtype) -> None:
         pytest.skip(f"{target.op.name} can't be executed: {error}")
     expected = functools.cache(lambda draw: _expected(target, case, dtype, draw))
     baseline, truth = expected(0)
-    assert actual.items().keys() == baseline.items().keys()
+    same = actual.items().keys() == baseline.items().keys()
+    require(same, f"there are {', '.join(actual.items())}; the contract says {', '.join(baseline.items())}")
     for name, value in actual.items().items():
         units = 64 if value is not None and value.dtype is torch.float32 else 1
 

@@ -11,9 +11,11 @@ from liger_conformance.running import (
     Target,
     complete,
     evaluate,
+    has_rows,
     incoming_for,
     name_results,
     only,
+    require,
 )
 from liger_conformance.suite.test_values import arguments_of, check
 
@@ -85,26 +87,47 @@ def test_sum_backward(target: Target, case: Case, dtype: torch.dtype) -> None:
         actual = evaluate(target.op, target.op, arguments, None, incoming)
         full = evaluate(target.op, target.op, arguments, None, {n: v.contiguous() for n, v in incoming.items()})
     for name, value in full.gradients.items():
-        assert same_bits(actual.gradients[name], value), f"the gradient of {name} differs"
+        require(same_bits(actual.gradients[name], value), f"the gradient of {name} differs")
 
 
-def with_far_apart(arguments: Arguments, name: str) -> Arguments:
-    """One argument's rows so far apart that their offsets pass 2^31 elements.
+def with_far_apart(arguments: Arguments, *names: str) -> Arguments:
+    """The named arguments, of one shape, with rows so far apart that their offsets pass 2^31 elements, side by side.
 
     Memory that is not touched is not taken on a CPU: the storage is mostly address space.
     """
-    tensor = arguments[name]
+    tensor = arguments[names[0]]
     rows = next(d for d in range(tensor.dim() - 1) if tensor.shape[d] > 1)
     strides = list(tensor.contiguous().stride())
-    strides[rows] = max((1 << 31) // (tensor.shape[rows] - 1) + 8, strides[rows])
-    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    view = torch.empty(length, dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, strides)
-    return {**arguments, name: view.copy_(tensor)}
+    row = strides[rows]
+    strides[rows] = max((1 << 31) // (tensor.shape[rows] - 1) + 8, row * len(names))
+    length = len(names) * row + (tensor.shape[rows] - 1) * strides[rows]
+    storage = torch.empty(length, dtype=tensor.dtype, device=tensor.device)
+    views = {name: storage.as_strided(tensor.shape, strides, i * row) for i, name in enumerate(names)}
+    return {**arguments, **{name: view.copy_(arguments[name]) for name, view in views.items()}}
+
+
+def with_one_row(arguments: Arguments, first: str) -> Arguments:
+    """The first row alone, with a stride beyond 2^31 in the first argument: as `logits[:, -1]` of one long sequence has."""
+    rows = arguments[first].shape[0]
+    few = {name: value[:1] if has_rows(value, rows) else value for name, value in arguments.items()}
+    x = few[first]
+    return {**few, first: x.as_strided(x.shape, ((1 << 31) + 8, *x.stride()[1:]))}
+
+
+def with_rows(arguments: Arguments, dtype: torch.dtype) -> list[tuple[str, ...]]:
+    """The arguments of a dtype that have several rows, in turn; and together those of one shape, which may share strides."""
+    alike: dict[torch.Size, tuple[str, ...]] = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.dtype is dtype and any(size > 1 for size in value.shape[:-1]):
+            alike[value.shape] = (*alike.get(value.shape, ()), name)
+    return [(name,) for names in alike.values() for name in names] + [n for n in alike.values() if len(n) > 1]
 
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
 def test_offsets_beyond_32_bits(target: Target, case: Case, dtype: torch.dtype) -> None:
-    """Element offsets are 64-bit: each input in turn has rows that end beyond 2^31 elements."""
-    for name, value in arguments_of(target, case, dtype).items():
-        if isinstance(value, Tensor) and value.dtype is dtype and any(size > 1 for size in value.shape[:-1]):
-            check(target, lambda draw, name=name: with_far_apart(arguments_of(target, case, dtype, draw), name))
+    """Offsets and strides are 64-bit: inputs have rows that end beyond 2^31 elements, and a single row of such a stride."""
+    arguments, first = arguments_of(target, case, dtype), target.op.names[0]
+    for names in with_rows(arguments, dtype):
+        check(target, lambda draw, names=names: with_far_apart(arguments_of(target, case, dtype, draw), *names))
+    if arguments[first].dtype is dtype and arguments[first].dim() > 1:
+        check(target, lambda draw: with_one_row(arguments_of(target, case, dtype, draw), first))

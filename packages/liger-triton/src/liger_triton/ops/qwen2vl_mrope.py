@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -11,30 +10,7 @@ from liger_core import qwen2vl_mrope
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import power_of_2
-
-
-@triton.jit
-def _rotate_heads(
-    y, x, batch, token, length, x_batch, x_head, x_token, cos1, cos2, sin1, sin2,
-    TOKEN_MAJOR: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """All heads of one token. y is dense, its heads within its tokens if TOKEN_MAJOR, else its tokens within heads."""
-    x += batch * x_batch + token * x_token
-    if TOKEN_MAJOR:
-        y += (batch * length + token) * (HEADS * 2 * HALF)
-        y_head = 2 * HALF
-    else:
-        y += (batch * length * HEADS + token) * (2 * HALF)
-        y_head = length * 2 * HALF
-    column = tl.arange(0, COLUMNS)[None, :]
-    for first in range(0, HEADS, BLOCK):
-        head = first + tl.arange(0, BLOCK)[:, None]
-        inside = (head < HEADS) & (column < HALF)
-        head = head.to(tl.int64)
-        x1 = tl.load(x + head * x_head + column, inside).to(tl.float32)
-        x2 = tl.load(x + head * x_head + (HALF + column), inside).to(tl.float32)
-        tl.store(y + head * y_head + column, x1 * cos1 - x2 * sin1, inside)
-        tl.store(y + head * y_head + (HALF + column), x2 * cos2 + x1 * sin2, inside)
+from liger_triton.ops.rope import load_heads, rotate_heads
 
 
 @kernel
@@ -57,15 +33,22 @@ def _rotate(
     sin2 = tl.load(sin + HALF + at, inside).to(tl.float32)
     if BACKWARD:  # the transpose: by the negative angle, where both halves have the same
         sin1, sin2 = -sin2, -sin1
+    # Both before anything is stored: what follows a store waits for memory once more.
     if q is not None:
-        _rotate_heads(
-            yq, q, batch, token, length, q_batch, q_head, q_token, cos1, cos2, sin1, sin2,
-            TOKEN_MAJOR=TOKEN_MAJOR, HEADS=Q_HEADS, HALF=HALF, BLOCK=Q_BLOCK, COLUMNS=COLUMNS,
+        q += batch * q_batch + token * q_token
+        q1, q2 = load_heads(q, q_head, 0, Q_HEADS, 2 * HALF, Q_BLOCK, COLUMNS)
+    if k is not None:
+        k += batch * k_batch + token * k_token
+        k1, k2 = load_heads(k, k_head, 0, K_HEADS, 2 * HALF, K_BLOCK, COLUMNS)
+    if q is not None:
+        rotate_heads(
+            yq, q, q_head, q1, q2, batch, token, length, cos1, cos2, sin1, sin2,
+            Q_HEADS, 2 * HALF, 2 * HALF, TOKEN_MAJOR, HEADS=Q_BLOCK, HALF=COLUMNS, REST=0,
         )  # fmt: skip
     if k is not None:
-        _rotate_heads(
-            yk, k, batch, token, length, k_batch, k_head, k_token, cos1, cos2, sin1, sin2,
-            TOKEN_MAJOR=TOKEN_MAJOR, HEADS=K_HEADS, HALF=HALF, BLOCK=K_BLOCK, COLUMNS=COLUMNS,
+        rotate_heads(
+            yk, k, k_head, k1, k2, batch, token, length, cos1, cos2, sin1, sin2,
+            K_HEADS, 2 * HALF, 2 * HALF, TOKEN_MAJOR, HEADS=K_BLOCK, HALF=COLUMNS, REST=0,
         )  # fmt: skip
 
 

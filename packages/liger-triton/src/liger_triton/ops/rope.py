@@ -12,30 +12,55 @@ from liger_triton.ops._rows import power_of_2
 
 
 @triton.jit
-def _rotate_heads(
-    y, x, x_head, batch, token, length, cos1, cos2, sin1, sin2,
+def load_heads(x, x_head, first, COUNT: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of up to HEADS heads of one token, from `first` on. x points at its first head; they lie x_head apart."""
+    head = first + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    inside = (head < COUNT) & (column < COLUMNS // 2)
+    x += head.to(tl.int64) * x_head + column
+    return tl.load(x, inside), tl.load(x + COLUMNS // 2, inside)
+
+
+@triton.jit
+def _store_heads(
+    y, x, x_head, x1, x2, first, batch, token, length, cos1, cos2, sin1, sin2,
     COUNT: tl.constexpr, COLUMNS: tl.constexpr, HEAD_SIZE: tl.constexpr, TOKENS_FIRST: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """The heads of one token: x points at its first head, whose heads lie x_head apart; y, at the start of the output."""
-    half: tl.constexpr = COLUMNS // 2
+    """What `load_heads` gave, rotated, and the columns that aren't; y points at the start of the output."""
+    head = first + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF)[None, :]
-    for first in range(0, COUNT, HEADS):
-        head = first + tl.arange(0, HEADS)[:, None]
-        inside = (head < COUNT) & (column < half)
-        xs = x + head.to(tl.int64) * x_head
-        if TOKENS_FIRST:
-            ys = y + ((batch * length + token) * COUNT + head) * HEAD_SIZE
-        else:
-            ys = y + ((batch * COUNT + head) * length + token) * HEAD_SIZE
-        x1 = tl.load(xs + column, inside).to(tl.float32)
-        x2 = tl.load(xs + half + column, inside).to(tl.float32)
-        tl.store(ys + column, x1 * cos1 - x2 * sin1, inside)
-        tl.store(ys + half + column, x2 * cos2 + x1 * sin2, inside)
-        if REST > 0:
-            rest = COLUMNS + tl.arange(0, REST)[None, :]
-            passed = (head < COUNT) & (rest < HEAD_SIZE)
-            tl.store(ys + rest, tl.load(xs + rest, passed), passed)
+    inside = (head < COUNT) & (column < COLUMNS // 2)
+    if TOKENS_FIRST:
+        y += ((batch * length + token) * COUNT + head) * HEAD_SIZE
+    else:
+        y += ((batch * COUNT + head) * length + token) * HEAD_SIZE
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    tl.store(y + column, x1 * cos1 - x2 * sin1, inside)
+    tl.store(y + COLUMNS // 2 + column, x2 * cos2 + x1 * sin2, inside)
+    if REST > 0:
+        rest = COLUMNS + tl.arange(0, REST)[None, :]
+        passed = (head < COUNT) & (rest < HEAD_SIZE)
+        tl.store(y + rest, tl.load(x + head.to(tl.int64) * x_head + rest, passed), passed)
+
+
+@triton.jit
+def rotate_heads(
+    y, x, x_head, x1, x2, batch, token, length, cos1, cos2, sin1, sin2,
+    COUNT: tl.constexpr, COLUMNS: tl.constexpr, HEAD_SIZE: tl.constexpr, TOKENS_FIRST: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token, of which the first HEADS are loaded."""
+    _store_heads(
+        y, x, x_head, x1, x2, 0, batch, token, length, cos1, cos2, sin1, sin2,
+        COUNT, COLUMNS, HEAD_SIZE, TOKENS_FIRST, HEADS, HALF, REST,
+    )  # fmt: skip
+    for first in range(HEADS, COUNT, HEADS):
+        x1, x2 = load_heads(x, x_head, first, COUNT, COLUMNS, HEADS, HALF)
+        _store_heads(
+            y, x, x_head, x1, x2, first, batch, token, length, cos1, cos2, sin1, sin2,
+            COUNT, COLUMNS, HEAD_SIZE, TOKENS_FIRST, HEADS, HALF, REST,
+        )  # fmt: skip
 
 
 @kernel
@@ -58,14 +83,21 @@ def _rotate(
     sin2 = tl.load(sin + half + column, inside).to(tl.float32)
     if BACKWARD:  # the transpose: by the negative angle, where both halves have the same
         sin1, sin2 = -sin2, -sin1
+    # Both before anything is stored: what follows a store waits for memory once more.
     if q is not None:
-        _rotate_heads(
-            yq, q + batch * q_batch + token * q_token, q_head, batch, token, length, cos1, cos2, sin1, sin2,
+        q += batch * q_batch + token * q_token
+        q1, q2 = load_heads(q, q_head, 0, Q_COUNT, COLUMNS, Q_HEADS, HALF)
+    if k is not None:
+        k += batch * k_batch + token * k_token
+        k1, k2 = load_heads(k, k_head, 0, K_COUNT, COLUMNS, K_HEADS, HALF)
+    if q is not None:
+        rotate_heads(
+            yq, q, q_head, q1, q2, batch, token, length, cos1, cos2, sin1, sin2,
             Q_COUNT, COLUMNS, HEAD_SIZE, Q_TOKENS_FIRST, HEADS=Q_HEADS, HALF=HALF, REST=REST,
         )  # fmt: skip
     if k is not None:
-        _rotate_heads(
-            yk, k + batch * k_batch + token * k_token, k_head, batch, token, length, cos1, cos2, sin1, sin2,
+        rotate_heads(
+            yk, k, k_head, k1, k2, batch, token, length, cos1, cos2, sin1, sin2,
             K_COUNT, COLUMNS, HEAD_SIZE, K_TOKENS_FIRST, HEADS=K_HEADS, HALF=HALF, REST=REST,
         )  # fmt: skip
 

@@ -352,6 +352,46 @@ def test_explain_follows_the_call(toys: None) -> None:
         assert "the call raises Unsupported" in str(demanded)
 
 
+def test_explain_raises_what_the_call_raises(toys: None) -> None:
+    with pytest.raises(ValueError, match="rms_norm: weight has shape"):
+        liger_core.explain("rms_norm", X, W[:1])
+    table = torch.ones(3, 2)
+    wrong = torch.tensor([7])
+    with pytest.raises(IndexError, match="embedding"):
+        liger_core.embedding(wrong, table)
+    assert liger_core.explain("embedding", wrong, table).chosen is not None  # their values are not read
+
+
+def test_explain_inside_of_what_kernels_do_not_take(toys: None) -> None:
+    said = []
+
+    def call(row: torch.Tensor) -> torch.Tensor:
+        said.append(str(liger_core.explain("rms_norm", row, W)))
+        return liger_core.rms_norm(row, W)
+
+    torch.func.vmap(call)(X)
+    assert "toy-traced: no: a torch.func transform is active" in said[0]
+    assert "-> torch: chosen" in said[0]
+
+
+def test_explain_an_empty_call(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference makes the result, also where another language is demanded or a fallback is an error."""
+    said = liger_core.explain("rms_norm", X[:0], W)
+    assert said.chosen.language == "torch"  # type: ignore[union-attr]
+    assert "toy-traced: no: x is empty" in str(said)
+    monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
+    dispatch.settings.cache_clear()
+    assert liger_core.explain("rms_norm", X[:0], W).chosen.language == "torch"  # type: ignore[union-attr]
+    liger_core.rms_norm(X[:0], W)
+    with liger_core.use("toy-opaque"):
+        assert liger_core.explain("rms_norm", X[:0], W).chosen.language == "torch"  # type: ignore[union-attr]
+        liger_core.rms_norm(X[:0], W)
+    with liger_core.use("toy-opaque"):
+        assert liger_core.explain("softmax", X[:0]).chosen is None
+        with pytest.raises(Unsupported):
+            liger_core.softmax(X[:0])
+
+
 def test_explain_names_what_is_in_the_way_before_how_to_ask(install: Callable[..., None]) -> None:
     install(BackendInfo("acme", ("cpu",), "acme_compiler", "toy_traced", "pip install acme"))
     assert "acme: no: acme_compiler is not installed: pip install acme" in str(liger_core.explain("rms_norm", X, W))

@@ -156,17 +156,11 @@ class Op(Generic[P, R]):
         return ready.kernel.run(arguments, ready.needs, ready.options)
 
     def _call_anew(self, demand: str | None, arguments: dict[str, Any], key: Any) -> R:
-        device, refusal = self.inspect(arguments)
-        autocast = device != "meta" and torch.is_autocast_enabled(device)
-        if autocast:
-            self._cast(arguments, torch.get_autocast_dtype(device))
-        self._checks(**arguments)
-        traced, transform = torch.compiler.is_compiling(), _transform()
+        device, refusal, autocast = self.examine(arguments)
+        traced = torch.compiler.is_compiling()
         if traced:
             dispatch.plan_while_tracing(self.name, device, demand)
-        if transform is not None:
-            refusal = f"{transform} is active; kernels take plain tensors"
-        elif not traced and self._check_values is not None and (device == "cpu" or dispatch.settings().check):
+        elif self._check_values is not None and _transform() is None and (device == "cpu" or dispatch.settings().check):
             self._check_values(**arguments)
         kernel = self.resolve(device, demand, refusal, arguments)
         if kernel is None:
@@ -211,6 +205,20 @@ class Op(Generic[P, R]):
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}; it takes {self.signature}") from None
+
+    def examine(self, arguments: dict[str, Any]) -> tuple[str, str | None, bool]:
+        """Cast `arguments` as autocast wants, and check their metadata: what a call does before it looks for a kernel.
+
+        Returns the device type, why no kernel of any language takes the call (or None), and whether autocast is on.
+        """
+        device, refusal = self.inspect(arguments)
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
+        if autocast:
+            self._cast(arguments, torch.get_autocast_dtype(device))
+        self._checks(**arguments)
+        if (transform := _transform()) is not None:
+            refusal = f"{transform} is active; kernels take plain tensors"
+        return device, refusal, autocast
 
     def inspect(self, arguments: dict[str, Any]) -> tuple[str, str | None]:
         """The device type of the tensors, and why no kernel of any language takes them, or None."""

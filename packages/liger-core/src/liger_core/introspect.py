@@ -156,18 +156,24 @@ def explain(
         device: the device or its type, when there are no arguments (default: `infer_device()`).
         **kwargs: the call's arguments by name.
 
+    Raises:
+        TypeError, ValueError: what the call itself raises about its arguments. Labels and indices are not read.
+
     >>> print(explain("rms_norm", torch.ones(2, 4), torch.ones(4)))  # doctest: +ELLIPSIS
     rms_norm on cpu:
     ...
     """
     op = by_name(name)
     arguments = refusal = None
+    empty = False
     if args or kwargs:
         arguments = op.bind(args, kwargs)
-        device, refusal = op.inspect(arguments)
+        device, refusal, _ = op.examine(arguments)
+        empty = arguments[op.names[0]].numel() == 0
     device = type_of(device)
     language = dispatch.demanded_language(op.name, dispatch.state.demand)
     candidates = []
+    nothing_to_launch = False
     for backend in _in_order(device):
         tried = device in backend.default_devices if language is None else backend.language == language
         module = source = None
@@ -182,15 +188,19 @@ def explain(
             why = f"{type(error).__name__}: {error}"
         if why is None and not tried:
             why = f"{language} is demanded" if language else f'only on demand: liger_core.use("{backend.language}")'
+        if why is None and empty:
+            why, nothing_to_launch = f"{op.names[0]} is empty; the reference makes the result", True
         if why is None and arguments is not None:
             refuses = getattr(module, "refuses", None)
             why = refusal or (refuses(**arguments) if refuses else None)
         candidates.append(Candidate(backend.language, why, source))
     candidates += [Candidate(broken.name, broken.error, None) for broken in discover()[1]]
-    if language is None:
+    if nothing_to_launch or language == "torch":
+        why = None
+    elif language is None:
         why = "LIGER_KERNEL_STRICT=1 forbids it" if dispatch.settings().strict else None
     else:
-        why = None if language == "torch" else f"{language} is demanded"
+        why = f"{language} is demanded"
     candidates.append(Candidate("torch", why, source_of(op.reference)))
     return Explanation(op.name, device, language, tuple(candidates))
 

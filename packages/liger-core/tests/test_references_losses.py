@@ -698,3 +698,22 @@ def test_default_chunk_is_bounded() -> None:
     sizes: dict[str, Any] = {"accum_dtype": torch.float32, "weight_grad": True}
     assert chunk_rows(None, x, weight, **sizes) == 4096
     assert chunk_rows(None, x[:, :64], weight[:, :64], **sizes) == 1024
+
+
+@pytest.mark.parametrize("ignore_index", [2**63, -(2**63) - 1])
+def test_labels_of_more_than_64_bits(ignore_index: int) -> None:
+    """No label can be that; neither is it what is left of it in 64 bits. Those next to it are labels like others."""
+    rows, label = torch.randn(2, 3, dtype=torch.float32).log_softmax(-1), torch.tensor([0, 1])
+    weight = torch.randn(3, 3)
+    near = ignore_index - 1 if ignore_index > 0 else ignore_index + 1
+    calls: dict[str, Callable[[int], Any]] = {
+        "cross_entropy": lambda index: cross_entropy(rows, label, ignore_index=index),
+        "fused_linear_cross_entropy": lambda index: fused_linear_cross_entropy(rows, weight, label, ignore_index=index),
+        "jsd": lambda index: jsd(rows, rows, label, ignore_index=index),
+        "fused_linear_jsd": lambda index: fused_linear_jsd(rows, weight, rows, weight, label, ignore_index=index),
+        "tvd": lambda index: tvd(rows.exp(), rows.exp(), label, ignore_index=index),
+    }
+    for name, call in calls.items():
+        call(near)
+        with pytest.raises(ValueError, match=f"{name}: ignore_index is {ignore_index}; it takes an int of 64 bits"):
+            call(ignore_index)

@@ -95,6 +95,14 @@ def integer(op: str, *, least: int | None = None, **options: Any) -> None:
             raise ValueError(f"{op}: {name} is {value!r}; it takes an int that is at least {least}")
 
 
+def label(op: str, **options: Any) -> None:
+    """Each option is an int (TypeError) that labels, of 64 bits, can hold (ValueError)."""
+    integer(op, **options)
+    for name, value in options.items():
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{op}: {name} is {value!r}; it takes an int of 64 bits")
+
+
 def flag(op: str, **options: Any) -> None:
     """Each option is a bool, or TypeError."""
     for name, value in options.items():

@@ -187,7 +187,7 @@ def check_options(
     return_predicted_tokens: bool,
 ) -> None:
     """The options of a cross-entropy are of their types and in their ranges."""
-    checks.integer(op, ignore_index=ignore_index)
+    checks.label(op, ignore_index=ignore_index)
     checks.number(op, least=0, label_smoothing=label_smoothing)
     if label_smoothing > 1:
         raise ValueError(f"{op}: label_smoothing is {label_smoothing!r}; it takes a number from 0 to 1")

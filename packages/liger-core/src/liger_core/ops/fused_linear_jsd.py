@@ -99,7 +99,7 @@ def _(
         "rows of student_weight, columns of teacher_x",
     )
     check_labels(name, labels, rows, "a label per row of student_x", "labels")
-    checks.integer(name, ignore_index=ignore_index)
+    checks.label(name, ignore_index=ignore_index)
     check_beta(name, beta)
     checks.number(name, above=0, temperature=temperature)
     check_accum_dtype(name, accum_dtype)

@@ -37,7 +37,8 @@ def jsd(
 
     Raises:
         TypeError: a dtype or type that is not accepted.
-        ValueError: shapes that don't fit together, `beta` outside 0 to 1, or tensors on different devices.
+        ValueError: shapes that don't fit together, `beta` outside 0 to 1, an `ignore_index` of more than 64 bits, or
+            tensors on different devices.
 
     Source:
         Agarwal et al., On-Policy Distillation of Language Models, arXiv 2306.13649.
@@ -75,7 +76,7 @@ def _(
     checks.ndim("jsd", 2, 2, student_logprobs=student_logprobs)
     checks.shape("jsd", "teacher_logprobs", teacher_logprobs, student_logprobs.shape, "student_logprobs's shape")
     check_labels("jsd", labels, student_logprobs.shape[0], "a label per row of student_logprobs", "labels")
-    checks.integer("jsd", ignore_index=ignore_index)
+    checks.label("jsd", ignore_index=ignore_index)
     check_beta("jsd", beta)
 
 

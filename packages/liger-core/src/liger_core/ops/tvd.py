@@ -34,7 +34,8 @@ def tvd(
 
     Raises:
         TypeError: a dtype or type that is not accepted.
-        ValueError: shapes that don't fit together, an unknown `reduction`, or tensors on different devices.
+        ValueError: shapes that don't fit together, an unknown `reduction`, an `ignore_index` of more than 64 bits, or
+            tensors on different devices.
 
     Source:
         Wen et al., f-Divergence Minimization for Sequence-Level Knowledge Distillation, arXiv 2307.15190.
@@ -58,4 +59,4 @@ def _(p: Tensor, q: Tensor, labels: Tensor | None, reduction: str, ignore_index:
     checks.shape("tvd", "q", q, p.shape, "p's shape")
     check_labels("tvd", labels, p.shape[0], "a label per row of p", "labels")
     checks.one_of("tvd", REDUCTIONS, reduction=reduction)
-    checks.integer("tvd", ignore_index=ignore_index)
+    checks.label("tvd", ignore_index=ignore_index)

@@ -53,6 +53,15 @@ def test_what_calls_the_same_kernels_is_together(site: Path, run_suite: Suite) -
     assert order == [("rms_norm", "bfloat16"), ("rms_norm", "float16"), ("rms_norm", "float32")], done.stdout
 
 
+def test_a_kernel_file_of_no_op_fails(site: Path, run_suite: Suite) -> None:
+    """It would never be found: here it is the only one, and no other test has anything to check."""
+    folder = site / "liger_acme" / "ops"
+    (folder / "rms_norm.py").rename(folder / "rmsnorm.py")
+    done = run_suite(site, "--impl=acme")
+    assert done.returncode == 1, done.stdout
+    assert "rmsnorm.py has the name of no op: is rms_norm meant?" in done.stdout
+
+
 def test_known_failures_are_strict(site: Path, run_suite: Suite) -> None:
     """A failure that is declared is a known failure; a declared test that passes fails; so does an id that is stale."""
     kernel = site / "liger_acme" / "ops" / "rms_norm.py"

@@ -184,7 +184,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     wants = metafunc.fixturenames
     targets = metafunc.config.stash[targets_key]
     if "language" in wants:
-        metafunc.parametrize("language", sorted({t.language for t in targets if t.backend}))
+        asked = {language for language in metafunc.config.getoption("--impl") if language != "torch"}
+        metafunc.parametrize("language", sorted({t.language for t in targets if t.backend} | asked))
         return
     if "target" not in wants:
         return

@@ -1,7 +1,10 @@
 """The interface is the contract's: signatures, errors, the kernel that runs, and torch.compile."""
 
+import importlib
 import inspect
 from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from liger_conformance.running import (
 )
 from liger_conformance.suite.test_values import arguments_of, check
 from liger_core import dispatch
+from liger_core.contract import ops
 
 
 @pytest.mark.cases(kernels=True)
@@ -231,6 +235,16 @@ def test_huge(target: Target, dtype: torch.dtype) -> None:
     baseline, truth = baseline_and_truth(op, few, wanted, few_incoming)
     for name, value in of_ends(actual.items()).items():
         compare(name, value, baseline.items()[name], truth.items()[name])
+
+
+def test_kernel_files(language: str) -> None:
+    """Every file of a package's ``ops/`` is the kernel of an op; one with another name would never be found."""
+    backend = next(b for b in liger_core.backends() if b.language == language)
+    folders = importlib.import_module(f"{backend.package}.ops").__path__
+    for file in (file for folder in folders for file in sorted(Path(folder).glob("[!_]*.py"))):
+        near = get_close_matches(file.stem, ops, 1)
+        hint = f"is {near[0]} meant?" if near else "what kernels share has a name that starts with an underscore"
+        assert file.stem in ops, f"{file} has the name of no op: {hint}"
 
 
 def test_known_failures(language: str, known_failures: KnownFailures) -> None:

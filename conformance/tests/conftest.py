@@ -81,16 +81,19 @@ def _install_package(site: Path, language: str, source: Path, package: str | Non
     return site / package
 
 
-def _install_mutant(site: Path, original: BackendInfo, language: str, file: str, old: str, new: str) -> None:
+def _install_mutant(
+    site: Path, original: BackendInfo, language: str, file: str, old: str, new: str, op: str | None = None
+) -> None:
     """Install a language's package as another language, with one op, and `new` for `old` in one file of it.
 
-    The file is the op's; or, with an underscore, that of the device code which has the op's name.
+    The file is the op's; or, with an underscore, that of the device code which has the op's name, unless `op` is another.
     """
+    op = op or file.removeprefix("_")
     source = Path(importlib.import_module(original.package).__file__ or "").parent
     package = language.replace("-", "_")
     copy = _install_package(site, language, source, package)
     for path in copy.rglob("*.py"):
-        if path.parent.name == "ops" and not path.name.startswith("_") and path.stem != file.removeprefix("_"):
+        if path.parent.name == "ops" and not path.name.startswith("_") and path.stem != op:
             path.unlink()
             continue
         text = path.read_text("utf-8").replace(original.package, package)

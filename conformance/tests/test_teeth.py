@@ -181,8 +181,8 @@ def test_tables_of_wide_strides_are_read_where_they_lie(
 ) -> None:
     """Moved alone, one of two tables that have to have the same strides is copied, and 32-bit offsets do no harm."""
     triton = pytest.importorskip("liger_triton").backend
-    wide, narrow = "plane.to(tl.int64) * plane_stride", "plane * plane_stride"
-    install_mutant(tmp_path, triton, "narrow", "qwen2vl_mrope", wide, narrow)
+    wide, narrow = "1, 2)).to(tl.int64)", "1, 2))"
+    install_mutant(tmp_path, triton, "narrow", "_heads", wide, narrow, "qwen2vl_mrope")
     done = run_suite(tmp_path, "--impl=narrow", "--op=qwen2vl_mrope", "-k", "test_offsets_beyond_32_bits")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed" in done.stdout, done.stdout

@@ -36,13 +36,18 @@ def look_up(indices: Callable[[Make], torch.Tensor], vocabulary: int = 40, **opt
     return lambda make: {"indices": indices(make), "weight": make.randn(vocabulary, 9), **options}
 
 
-def heads(q_heads: int, k_heads: int, size: int, columns: int) -> Build:
+def heads(q_heads: int, k_heads: int, size: int, columns: int, samples: int = 2) -> Build:
     return lambda make: {
-        "q": make.randn(2, 3, q_heads, size).transpose(1, 2),
-        "k": make.randn(2, 3, k_heads, size).transpose(1, 2),
+        "q": make.randn(samples, 3, q_heads, size).transpose(1, 2),
+        "k": make.randn(samples, 3, k_heads, size).transpose(1, 2),
         "cos": make.randn(1, 3, columns),
         "sin": make.randn(1, 3, columns),
     }
+
+
+def unlike(make: Make) -> dict[str, Any]:
+    """A token's heads lie together in q, and apart in k."""
+    return {**heads(4, 2, 16, 16)(make), "k": make.randn(2, 2, 3, 16)}
 
 
 def sequence_first(make: Make) -> dict[str, Any]:
@@ -130,6 +135,9 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("swiglu", "several blocks a row", halves(3, 2500)),
     ("rope", "more heads than a block", heads(300, 1, 16, 16)),
     ("rope", "more heads than a block, of which a part is rotated", heads(1, 300, 24, 16)),
+    ("rope", "blocks of heads of q, of both, and of k", heads(50, 100, 16, 16)),
+    ("rope", "a launch for each of q and k", unlike),
+    ("rope", "more samples than an axis of the grid has", heads(4, 2, 16, 16, samples=3)),
     ("rope", "a layout that the output doesn't keep", sequence_first),
     ("embedding", "one run over many chunks", look_up(lambda make: make.integers(3, 4, 2600))),
     ("embedding", "runs longer than a chunk", look_up(skewed)),
@@ -187,6 +195,7 @@ def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypa
     monkeypatch.setattr("liger_triton.ops.rms_norm.shared_memory", lambda device: 227 << 10)
     monkeypatch.setattr("liger_triton.ops._divergences.sm_count", lambda device: 1)
     monkeypatch.setattr("liger_triton.ops._divergences.PROGRAMS", 1)
+    monkeypatch.setattr("liger_triton.ops._heads.MOST_BATCHES", 2)
     monkeypatch.setattr("liger_triton.ops.embedding.MOST_RANKED", 4096)
     monkeypatch.setattr("liger_triton.ops.grpo_loss.TILE", 32)  # tokens, so that a few rows are several tiles
     arguments = build(Make(dtype, DEVICE))

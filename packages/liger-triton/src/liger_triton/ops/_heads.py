@@ -94,7 +94,6 @@ def rotate(
     k: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    table_strides: tuple[int, int, int],
     backward: bool,
     time: int = 0,
     height: int = 0,
@@ -103,21 +102,23 @@ def rotate(
 
     Args:
         q, k: ``[B, heads, S, D]``, or None.
-        cos, sin: their last dimension is contiguous and has the rotated columns.
-        table_strides: distances in cos and in sin of planes, batches and tokens.
+        cos, sin: ``[S, columns]``, ``[1 or B, S, columns]``, or ``[3, 1 or B, S, columns]`` where there are planes.
         backward: whether q and k are gradients of the results.
         time, height: columns of a half that take the first plane, and the second; the others take the third.
     """
     q, yq, q_count, q_strides, q_tokens_first = _heads(q)
     k, yk, k_count, k_strides, k_tokens_first = _heads(k)
-    tables = cos, sin, table_strides, backward, time, height
-    if q is None or k is None:
-        if q is not None:
-            _launch(yq, None, q, None, q_count, 0, q_strides, q_strides, q_tokens_first, *tables)
-        if k is not None:
-            _launch(yk, None, k, None, k_count, 0, k_strides, k_strides, k_tokens_first, *tables)
-    elif (
-        q.dtype is k.dtype
+    strides = cos.stride()
+    if strides[-1] != 1 or strides != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+        strides = cos.stride()
+    plane = strides[0] if cos.dim() == 4 else 0
+    batch = 0 if cos.dim() == 2 or cos.shape[-3] == 1 else strides[-3]
+    tables = cos, sin, (plane, batch, strides[-2]), backward, time, height
+    if (
+        q is not None
+        and k is not None
+        and q.dtype is k.dtype
         and (q_tokens_first == k_tokens_first or q_count == 1 or k_count == 1)
         # Triton 3.7 for AMD doesn't compile a choice between a tensor of less than 2 GB and one of more.
         and torch.version.hip is None
@@ -125,8 +126,10 @@ def rotate(
         tokens_first = k_tokens_first if q_count == 1 else q_tokens_first  # a single head lies in both orders
         _launch(yq, yk, q, k, q_count, k_count, q_strides, k_strides, tokens_first, *tables)
     else:
-        _launch(yq, None, q, None, q_count, 0, q_strides, q_strides, q_tokens_first, *tables)
-        _launch(yk, None, k, None, k_count, 0, k_strides, k_strides, k_tokens_first, *tables)
+        if q is not None:
+            _launch(yq, None, q, None, q_count, 0, q_strides, q_strides, q_tokens_first, *tables)
+        if k is not None:
+            _launch(yk, None, k, None, k_count, 0, k_strides, k_strides, k_tokens_first, *tables)
     return yq, yk
 
 

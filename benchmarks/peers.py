@@ -56,6 +56,11 @@ class Eager:
         return Eager.jsd(student, torch.log_softmax((teacher_x @ teacher_weight.T).float(), -1))
 
     @staticmethod
+    def fused_linear_logit_statistics(x: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = (x @ linear_weight.T).float()
+        return logits.logsumexp(-1), logits.gather(-1, target[:, None])[:, 0]
+
+    @staticmethod
     def fused_neighborhood_attention(q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7) -> Tensor:
         position = torch.arange(q.shape[2], device=q.device)
         near = (position[:, None] - position).abs() <= kernel_size // 2
@@ -108,6 +113,13 @@ class Eager:
         return rotated(q), rotated(k)
 
     @staticmethod
+    def logit_statistics(logits: Tensor, target: Tensor, return_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+        z = logits.float()
+        lse = z.logsumexp(-1)
+        log_p = z - lse[:, None]
+        return lse, z.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    @staticmethod
     def poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         wide = x.float()
         powers = [p * torch.rsqrt(p.square().mean(-1, keepdim=True) + 1e-6) for p in (wide**3, wide**2, wide)]
@@ -134,6 +146,10 @@ class Eager:
     @staticmethod
     def softmax(x: Tensor) -> Tensor:
         return torch.softmax(x, -1)
+
+    @staticmethod
+    def relu_squared(x: Tensor) -> Tensor:
+        return F.relu(x).square()
 
     @staticmethod
     def sparsemax(x: Tensor) -> Tensor:
@@ -210,6 +226,7 @@ def liger(module: str = "liger_kernel.ops") -> Functions:
         "qwen2vl_mrope": lambda q, k, cos, sin, mrope_section: ops.LigerQwen2VLMRopeFunction.apply(
             q, k, cos, sin, [*mrope_section]
         ),
+        "relu_squared": lambda x: ops.LigerReLUSquaredFunction.apply(x),
         "rms_norm": lambda x, weight: ops.LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False),
         "rope": lambda q, k, cos, sin: ops.LigerRopeFunction.apply(q, k, cos, sin),
         "softmax": lambda x: ops.LigerSoftmaxFunction.apply(x),

@@ -51,8 +51,10 @@ MOVES = {
     "kl_div": Moves({"log_pred": 1, "target": 1}, {"log_pred": 1}),
     "layer_norm": Moves({"x": 2}, {"x": 3}),
     "llama4_rope": Moves({"q": 2, "k": 2}, {"q": 2, "k": 2}),
+    "logit_statistics": Moves({"logits": 1}, {"logits": 2}),
     "poly_norm": Moves({"x": 2}, {"x": 3}),
     "qwen2vl_mrope": Moves({"q": 2, "k": 2}, {"q": 2, "k": 2}),
+    "relu_squared": Moves({"x": 2}, {"x": 3}),
     "rms_norm": Moves({"x": 2}, {"x": 3}),
     "rope": Moves({"q": 2, "k": 2}, {"q": 2, "k": 2}),
     "softmax": Moves({"x": 2}, {"x": 3}),
@@ -63,6 +65,7 @@ MOVES = {
 
 PRODUCTS = {
     "fused_linear_cross_entropy": (Product("x", "linear_weight", 1, 2),),
+    "fused_linear_logit_statistics": (Product("x", "linear_weight", 1, 3),),
     "fused_linear_jsd": (Product("student_x", "student_weight", 1, 2), Product("teacher_x", "teacher_weight", 1, 0)),
 }
 

@@ -36,6 +36,11 @@ def strip(lock: str) -> str:
     return MEMBERS.sub('members = ["resolve-again"]\n', lock)
 
 
+def strip_in_place() -> None:
+    """Strip the uv.lock of the working tree."""
+    LOCK.write_text(strip(LOCK.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 def problems() -> list[str]:
     """What is wrong with the uv.lock in git's index."""
     show = subprocess.run(["git", "show", ":uv.lock"], cwd=LOCK.parent, capture_output=True, text=True)
@@ -65,7 +70,7 @@ def main() -> int:
         print("\n".join(found) or "uv.lock: no addresses, and in step with the pyprojects")
         return bool(found)
     else:
-        LOCK.write_text(strip(LOCK.read_text(encoding="utf-8")), encoding="utf-8")
+        strip_in_place()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from liger_conformance.known import KnownSpills, matches
 ct = pytest.importorskip("cuda.tile", exc_type=ImportError) if capture.stand_in_for_libcuda() else None
 jsd = pytest.importorskip("liger_cutile.ops.jsd")
 rms_norm = pytest.importorskip("liger_cutile.ops.rms_norm")
+tvd = pytest.importorskip("liger_cutile.ops.tvd")
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow  # .ci/run has them beside the lane that they test
 ConstInt = ct.Constant[int]
@@ -92,6 +94,26 @@ def test_accesses_that_are_not_aligned() -> None:
         x, y = torch.empty(64, 64, device=device), torch.empty(64, 8, 32, device=device)
         with pytest.raises(RuntimeError, match=says):
             ct.launch(0, (64,), odd_elements, (y, x, 8, 32))
+
+
+def test_accesses_that_are_not_aligned_in_some_threads(tmp_path: Path) -> None:
+    """Of a row's signs each thread needs one and one far from it; tileiras 13.4 loads two side by side, at any address."""
+    gathered = re.search(r"packed = ct\.gather\(.*", Path(tvd.__file__).read_text())
+    assert gathered is not None
+    as_a_tile = "packed = ct.load(signs, at, (ROWS, BLOCK // SIGNS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)"
+    loaded_as_a_tile = changed(tvd, tmp_path, {gathered[0]: as_a_tile})
+
+    def launch(module: Any, device: str, rows: int, columns: int) -> None:
+        dp = torch.empty(rows, columns, device=device)
+        signs = torch.empty(rows, -(-columns // tvd.SIGNS), dtype=torch.int32, device=device)
+        module._launch_backward(dp, torch.empty((), device=device), signs, None, "batchmean")
+
+    with CutileCompiler().compiling("sm_90") as (device, _):
+        for rows, columns in ((21, 1024), (4096, 248)):
+            launch(tvd, device, rows, columns)
+            with pytest.raises(RuntimeError, match=r"compiled _backward for sm_90 to accesses .* LDG\.E\.64 .*\.64\]"):
+                launch(loaded_as_a_tile, device, rows, columns)
+        launch(loaded_as_a_tile, device, 4, 128256)  # of rows so long, threads need others
 
 
 def test_a_bulk_store_whose_buffer_is_written_before_it_is_read(tmp_path: Path) -> None:

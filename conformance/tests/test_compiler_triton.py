@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from liger_conformance.compilers.triton import scattered_reductions
 from liger_conformance.known import KnownSpills
 
 pytest.importorskip("triton")
@@ -181,3 +182,29 @@ def test_what_cannot_compile_is_an_error(
     done = run_suite(site, *options, **variables)
     assert done.returncode == 4
     assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("lanes", "axis", "scattered"),
+    [
+        ("[[0, 1], [1, 0], [2, 0], [0, 2], [0, 4]]", 1, 1),
+        ("[[0, 1], [1, 0], [2, 0], [0, 2], [0, 4]]", 0, 0),
+        ("[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0]]", 1, 0),
+        ("[[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]]", 0, 0),
+    ],
+)
+def test_reductions_over_scattered_lanes(lanes: str, axis: int, scattered: int) -> None:
+    """What Triton 3.6 made of four groups of 232 x 2 elements, reshaped to rows: lanes 1 and 2 are other groups'."""
+    ttgir = f"""
+#blocked = #ttg.blocked<{{sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [1, 4], order = [1, 0]}}>
+#linear = #ttg.linear<{{register = [[0, 32]], lane = {lanes}, warp = [[0, 8], [0, 16]], block = []}}>
+    %other = "tt.reduce"(%ys) <{{axis = 1 : i32}}> ({{
+    ^bb0(%a: f32, %b: f32):
+      tt.reduce.return %a : f32
+    }}) : (tensor<4x512xf32, #blocked>) -> tensor<4xf32, #ttg.slice<{{dim = 1, parent = #blocked}}>>
+    %mean = "tt.reduce"(%xs) <{{axis = {axis} : i32}}> ({{
+    ^bb0(%a: f32, %b: f32):
+      tt.reduce.return %a : f32
+    }}) : (tensor<4x512xf32, #linear>) -> tensor<4xf32, #ttg.slice<{{dim = 1, parent = #linear}}>>
+"""
+    assert scattered_reductions(ttgir) == scattered

@@ -294,9 +294,10 @@ def test_memory_that_is_used_again():
     """A tensor at the address of one that is gone is known by what it is."""
     # glibc gives more than 32 MB back to the kernel at once, which has then a hole of that very size; less goes into a heap,
     # where whatever comes in between takes a part of it.
-    ones = [1.0] * (5 << 20)
+    # Which hole that is depends on what the process has allocated before, so several sizes are tried.
     with tileir.tracking():
-        for _ in range(20):
+        for attempt in range(60):
+            ones = [1.0] * ((5 + attempt % 6) << 20)
             address = torch.empty(len(ones), dtype=torch.float64).data_ptr()
             again = torch.tensor(ones, dtype=torch.float64)
             launch(256, accumulate, torch.ones(4096), again.view(torch.float32)[:4096], 16)

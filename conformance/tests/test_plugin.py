@@ -8,12 +8,16 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 import liger_conformance.suite
+from liger_conformance import plugin
+from liger_conformance.report import Report
 
 pytest.importorskip("triton")
 
@@ -111,7 +115,9 @@ def test_a_test_of_one_case_takes_the_first_that_is_claimed(
 ) -> None:
     """The case `odd` is refused: no test of one case or two goes without, and torch.compile is none of the reasons."""
     site = install_package(tmp_path / "site", "picky", PICKY).parent
-    done = run_suite(site, "--impl=picky", "--op=swiglu", "--device=cpu", "-vv", "-k", "not test_graph_capture")
+    done = run_suite(
+        site, "--impl=picky", "--op=swiglu", "--device=cpu", "-vv", "-k", "not graph_capture and not captured"
+    )
     assert done.returncode == 0, done.stdout
     outcomes = dict(re.findall(r"::(test_\w+\[\S+\]) (\w+)", done.stdout))
     every_case = ("test_values", "test_same_bits_again", "test_saves_nothing_without", "test_writes_to_nothing")
@@ -218,3 +224,35 @@ def test_what_cannot_run_is_an_error(site: Path, run_suite: Suite, options: list
     done = run_suite(site, *options)
     assert done.returncode == 4
     assert says in done.stderr
+
+
+def test_runs_within_a_run_keep_their_outcomes_apart(pytestconfig: pytest.Config) -> None:
+    """Each run listens for itself: what a nested one ends doesn't end the report of the run around it."""
+    names = ("outer", "inner")
+    configs = [types.SimpleNamespace(stash={plugin.report_key: Report("cpu")}) for _ in names]
+    outer, inner = (plugin.Listener(cast("pytest.Config", config)) for config in configs)
+    for listener, op in ((outer, "rms_norm"), (inner, "softmax"), (outer, "rms_norm")):
+        report = pytest.TestReport("node", ("", 0, ""), {}, "failed", "said", "call")
+        report.user_properties = [("liger", (op, "torch", "cpu", "float32", "passed")), ("liger case", "odd")]
+        listener.pytest_runtest_logreport(report)
+    assert [dict(config.stash[plugin.report_key].counts) for config in configs] == [
+        {("rms_norm", "torch", "cpu", "float32"): {"failed": 2}},
+        {("softmax", "torch", "cpu", "float32"): {"failed": 1}},
+    ]
+    (listener,) = [each for each in pytestconfig.pluginmanager.get_plugins() if isinstance(each, plugin.Listener)]
+    assert listener.config is pytestconfig
+
+
+def test_a_misspelt_option_of_cases_fails() -> None:
+    """It would be ignored, and the test taken for more or fewer targets than it says."""
+
+    class Metafunc:
+        module = types.SimpleNamespace(__name__=f"{plugin.SUITE}.test_values")
+        fixturenames = ("target",)
+        config = types.SimpleNamespace(stash={plugin.targets_key: []}, getoption=lambda name: None)
+        definition = types.SimpleNamespace(
+            name="test_x", iter_markers=lambda name: iter([types.SimpleNamespace(kwargs={"kernel": True})])
+        )
+
+    with pytest.raises(pytest.UsageError, match="test_x: cases has no kernel; it takes groups, dtypes"):
+        plugin.pytest_generate_tests(cast("pytest.Metafunc", Metafunc))

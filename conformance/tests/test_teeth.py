@@ -56,6 +56,12 @@ MUTANTS: dict[str, tuple[str, str, Callable[..., None], str]] = {
     "an option that is missing": ("    offset: float = 0.0,\n", "", INTERFACE, "odd"),
     "a gradient missing a term": ("(g - normed * mean) * r", "g * r", VALUES, "odd"),
     "a flipped sign": ("(g - normed * mean) * r", "(g + normed * mean) * r", VALUES, "odd"),
+    "a row of small scale beside large ones is 0": (
+        "(g - normed * mean) * r",
+        "tl.where(r > 0.1, (g - normed * mean) * r, 0.0)",
+        VALUES,
+        "uneven-rows",
+    ),
     "offset ignored in backward": ("g = ds * (offset + tl", "g = ds * (0.0 * offset + tl", VALUES, "one-offset"),
     "the contiguous stride assumed": ("rows.stride(0)", "x.shape[-1]", test_layouts.test_input_layouts, "odd"),
     "the gradient's stride assumed": ("dy.contiguous()", "dy", test_layouts.test_incoming_gradient_layouts, "odd"),

@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from liger_conformance.layouts import LAYOUTS
+
+if TYPE_CHECKING:
+    from liger_conformance.vary import Vary
 
 QUICK = ("odd", "edge", "option", "extreme")
 """The groups that every run checks, also in an interpreter. Sizes here are tiny."""
@@ -59,22 +64,81 @@ class Make:
         return (torch.rand(shape, generator=self._cpu) < probability).to(self.device)
 
 
+class Blank(Make):
+    """Builds a case's tensors without their values."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        self.dtype, self.device = dtype, device
+
+    def _draw(self, draw: Callable[..., Tensor], shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def mask(self, probability: float, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bool, device=self.device)
+
+
+@dataclass(frozen=True)
+class How:
+    """How `test_values` calls an op with a case's arguments, when it is not the plain way.
+
+    Attributes:
+        layouts: of arguments, by name, as in `LAYOUTS`. ``incoming`` stands for the gradients of the results.
+        wanted: the arguments that want a gradient; None: all. For none of them, the call is without grad mode. The same
+            bits again, and writes to what is given, are looked for in these gradients too.
+        autocast: the call is under autocast, to bfloat16.
+    """
+
+    layouts: dict[str, str] = field(default_factory=dict, hash=False)
+    wanted: tuple[str, ...] | None = None
+    autocast: bool = False
+
+    def __repr__(self) -> str:
+        given = [
+            f"{f.name}={value!r}" for f in fields(self) if (value := getattr(self, f.name)) != getattr(PLAIN, f.name)
+        ]
+        return f"How({', '.join(given)})"
+
+
+PLAIN = How()
+
+
 @dataclass(frozen=True, init=False)
 class Case:
     """One set of sizes and options. `id` is unique in its op; `group` is one of `QUICK` or `TIMED`.
 
+    `holds` gives one element of an argument another value, for infinities: where the reference then gives infinity or
+    NaN, a kernel gives either, as ``docs/numerics.md`` says. `by_row` names arguments whose rows are multiplied by 100 and by
+    1/100 in turn; ``incoming`` stands for the gradients of the results. What has the same rows is then judged row by row.
     Everything else is passed to the file's ``build``.
     """
 
     id: str
     group: str
+    how: How
+    holds: dict[str, float] = field(hash=False)
+    by_row: tuple[str, ...]
     values: dict[str, Any] = field(hash=False)
 
-    def __init__(self, id: str, group: str, **values: Any) -> None:
+    def __init__(
+        self,
+        id: str,
+        group: str,
+        *,
+        how: How = PLAIN,
+        holds: dict[str, float] | None = None,
+        by_row: tuple[str, ...] = (),
+        **values: Any,
+    ) -> None:
         if group not in (*QUICK, *TIMED):
             raise ValueError(f"case {id!r}: group is {group!r}; it takes {', '.join((*QUICK, *TIMED))}")
         object.__setattr__(self, "id", id)
         object.__setattr__(self, "group", group)
+        object.__setattr__(self, "how", how)
+        object.__setattr__(self, "holds", holds or {})
+        object.__setattr__(self, "by_row", by_row)
         object.__setattr__(self, "values", values)
 
     def __str__(self) -> str:
@@ -121,10 +185,35 @@ class OpCases:
         """A case with a tensor of more than 2^31 elements, where such a tensor makes sense."""
         return getattr(self.module, "HUGE", None)
 
+    @property
+    def vary(self) -> Vary:
+        """How the values of the cases may vary in random calls."""
+        return self.module.VARY
+
     def build(self, case: Case, dtype: torch.dtype, device: str, draw: int = 0) -> dict[str, Any]:
         """The case's arguments, by name. Another `draw` gives other values of the same sizes."""
         seed = zlib.crc32(f"{self.op}/{case.id}/{draw}".encode())
-        return self.module.build(Make(dtype, device, seed), **case.values)
+        return self.make(case, Make(dtype, device, seed))
+
+    def make(self, case: Case, make: Make) -> dict[str, Any]:
+        """The case's arguments, by name, of the tensors that `make` makes."""
+        arguments = self.module.build(make, **case.values)
+        for name in case.by_row:
+            if name != "incoming":
+                arguments[name] = uneven(arguments[name])
+        for name, value in case.holds.items():
+            arguments[name].view(-1)[arguments[name].numel() // 2] = value
+        for name, layout in case.how.layouts.items():
+            if arguments.get(name) is not None:
+                arguments[name] = LAYOUTS[layout].apply(arguments[name])
+        return arguments
+
+
+def uneven(tensor: Tensor) -> Tensor:
+    """A tensor whose rows are multiplied by 100 and by 1/100 in turn."""
+    even = torch.arange(tensor.shape[0], device=tensor.device) % 2 == 0
+    factors = torch.where(even, 100.0, 0.01).to(tensor.dtype)
+    return tensor * factors.view(-1, *[1] * (tensor.dim() - 1))
 
 
 def cases_of(op: str) -> OpCases:

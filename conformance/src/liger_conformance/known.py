@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
+
+from liger_conformance.case import cases_of
+from liger_conformance.vary import DTYPES
+from liger_core.contract import ops
 
 
 class KnownFailures:
@@ -62,6 +66,47 @@ class KnownFailures:
         ]
 
 
+class Unclaimed:
+    """The first cases of ops that a language's kernels refuse, and why.
+
+    Every other kernel takes its op's first case, in every dtype. A package declares them in ``<package>/unclaimed.py``:
+
+        UNCLAIMED = {"swiglu-odd-*": "rows are loaded by 16 elements"}
+
+    A key is an op, the id of its first case and a dtype; ``*`` stands for anything. A declaration is strict: each case
+    that it names is refused.
+
+    Args:
+        packages: language to import name of its package.
+
+    Raises:
+        ValueError: a declaration without a reason, or of no op.
+    """
+
+    def __init__(self, packages: dict[str, str]) -> None:
+        self._declared: dict[str, tuple[str, ...]] = {}
+        for language, package in packages.items():
+            if find_spec(f"{package}.unclaimed") is None:
+                continue
+            declared = importlib.import_module(f"{package}.unclaimed").UNCLAIMED
+            for key, reason in declared.items():
+                if not reason.strip():
+                    raise ValueError(f"{package}.unclaimed: {key!r} takes a reason")
+                if not any(matches(key, f"{op}-{case_id}-{dtype}") for op, case_id, dtype in _first_cases()):
+                    raise ValueError(f"{package}.unclaimed: {key!r} is of no op, its first case and a dtype")
+            self._declared[language] = tuple(declared)
+
+    def declares(self, language: str, call: str) -> bool:
+        """Whether a language declares that it refuses a call, named by op, case and dtype."""
+        return any(matches(key, call) for key in self._declared.get(language, ()))
+
+
+def _first_cases() -> Iterator[tuple[str, str, str]]:
+    for op in ops:
+        for dtype in DTYPES:
+            yield op, cases_of(op).cases[0].id, str(dtype).removeprefix("torch.")
+
+
 class KnownSpills:
     """Kernels that are known to keep registers in memory, or to go without fast instructions, and why they may.
 
@@ -113,6 +158,40 @@ class KnownSpills:
     def losses_of(self, target: str) -> list[tuple[str, str]]:
         """The kernels, as patterns, that are declared for an op, language and chip, and what they may lose."""
         return [(kernel, what) for name, kernel, what in self._losses if matches(name, target)]
+
+
+class KnownUnreached:
+    """Kernels and branches of host code that no case reaches, and why.
+
+    A package declares them in ``<package>/unreached.py``:
+
+        UNREACHED = {"interpreted _device.sm_count: device.type == 'cuda' is true": "an interpreter has no device"}
+
+    A key is a lane, a space, and a name of `reach`; ``*`` stands for anything. The lanes are ``interpreted``; ``compiled``,
+    for every chip; and ``compiled-sm_90``, for one alone. A declaration is strict: what it names is not reached.
+
+    Args:
+        package: import name of the package.
+
+    Raises:
+        ValueError: a declaration without a reason, or of no lane.
+    """
+
+    def __init__(self, package: str) -> None:
+        self._declared: list[tuple[str, str]] = []
+        if find_spec(f"{package}.unreached") is None:
+            return
+        for key, reason in importlib.import_module(f"{package}.unreached").UNREACHED.items():
+            lane, _, name = key.partition(" ")
+            if not name or not re.match(r"interpreted$|compiled|\*$", lane):
+                raise ValueError(f"{package}.unreached: {key!r} takes a lane, a space and a name")
+            if not reason.strip():
+                raise ValueError(f"{package}.unreached: {key!r} takes a reason")
+            self._declared.append((lane, name))
+
+    def of(self, lane: str) -> list[str]:
+        """What is declared for a lane, as patterns."""
+        return [name for pattern, name in self._declared if matches(pattern, lane)]
 
 
 class AnySpills(KnownSpills):

@@ -1,12 +1,15 @@
 """The pytest plugin: which implementations are checked, on what, and the report at the end.
 
 ``pytest --pyargs liger_conformance --impl=acme`` checks the language ``acme``, wherever its package comes from.
-With ``--compile=CHIPS`` its kernels are compiled for those chips instead, and nothing runs.
+With ``--compile=CHIPS`` its kernels are compiled for those chips instead, and nothing runs. With ``--random=N`` they are
+called in N ways that no case has.
 """
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +17,52 @@ import pytest
 import torch
 
 import liger_core
-from liger_conformance import interpreters
+from liger_conformance import interpreters, reach, running
 from liger_conformance.case import QUICK, Case, cases_of
 from liger_conformance.compilers import compiler_of, cutile, executor_of
 from liger_conformance.compilers.host_code import compiled_cases
-from liger_conformance.known import AnySpills, KnownFailures, KnownSpills
+from liger_conformance.known import AnySpills, KnownFailures, KnownSpills, KnownUnreached, Unclaimed, matches
 from liger_conformance.report import Report, classify
 from liger_conformance.running import Target
+from liger_conformance.vary import DTYPES, RandomCall, lane_of
 from liger_core.backend import BackendInfo, backends, not_installed
 from liger_core.contract import ops
 
 SUITE = "liger_conformance.suite"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MODULES = {
+    "interpreted": ("test_interface", "test_layouts", "test_purity", "test_values"),
+    "compiled": ("test_compiled",),
+}
+"""The modules of the suite whose tests call ops, by lane."""
+PARAMETERS = ("target", "language", "case", "bad", "dtype")
+"""Of the suite's tests, in the order of a test's name."""
 
 targets_key = pytest.StashKey[list[Target]]()
 known_key = pytest.StashKey[KnownFailures]()
 spills_key = pytest.StashKey[KnownSpills]()
+unclaimed_key = pytest.StashKey[Unclaimed]()
 report_key = pytest.StashKey[Report]()
+failed_key = pytest.StashKey[bool]()
+watch_key = pytest.StashKey[reach.Watch]()
+part_key = pytest.StashKey[str]()
+"""Why what was run can't tell what the cases of a language reach: it is a part of them."""
+
+
+CASES = (
+    "groups",
+    "dtypes",
+    "first",
+    "refused",
+    "one_op",
+    "kernels",
+    "out_of_range",
+    "huge",
+    "compiled",
+    "spills",
+    "executed",
+    "random",
+)
+"""What the mark `cases` takes, by keyword."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,14 +86,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="with --compile, for a compiler that the kernels weren't tuned for: report registers that are kept in memory "
         "and lost fast instructions, and don't fail them",
     )
+    group.addoption(
+        "--random", type=int, metavar="N", help="instead of the cases, N random calls of each language, spread over ops"
+    )
+    group.addoption("--seed", type=int, metavar="S", help="with --random: other calls for each seed (default: 0)")
+    group.addoption(
+        "--reached",
+        action="store_true",
+        help="without an accelerator: fail if the tests of a language, when all of them ran, launched not every kernel or took "
+        "not every branch of its host code",
+    )
     group.addoption("--report", metavar="DIR", type=Path, help="write the matrix to DIR/conformance.json and .md")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "cases(groups, dtypes, first, kernels, out_of_range, huge, compiled, spills, executed): the cases and targets "
-        "that a conformance test takes",
+        f"cases({', '.join(CASES)}): the cases and targets that a conformance test takes",
     )
     config.addinivalue_line("markers", "slow: sizes of real models, and what takes long; run with -m slow")
     for name in config.getoption("--op"):
@@ -71,13 +112,45 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--execute runs what --compile compiles: name the chips")
     if config.getoption("--any-spills") and not config.getoption("--compile"):
         raise pytest.UsageError("--any-spills is about what --compile finds: name the chips")
+    if config.getoption("--random") is not None:
+        if config.getoption("--random") < 1:
+            raise pytest.UsageError("--random takes a number of calls, at least 1")
+        if config.getoption("--execute"):
+            raise pytest.UsageError("--random calls are not executed: leave out --execute")
+        # However many processes end: each is one call's failure.
+        if getattr(config.option, "maxworkerrestart", "") is None:
+            config.option.maxworkerrestart = str(config.getoption("--random"))
+    elif config.getoption("--seed") is not None:
+        raise pytest.UsageError("--seed is of random calls: say how many with --random=N")
     targets, report = _targets_of_chips(config) if config.getoption("--compile") else _targets_of_devices(config)
     config.stash[targets_key] = targets
     packages = {t.backend.language: t.backend.package for t in targets if t.backend}
     config.stash[known_key] = KnownFailures(packages)
+    config.stash[unclaimed_key] = Unclaimed(packages)
     any_spills = config.getoption("--any-spills")
     config.stash[spills_key] = AnySpills() if any_spills else KnownSpills(packages, _chip_targets())
+    if config.getoption("--random"):
+        report.random = f"{config.getoption('--random')} calls, seed {_seed(config)}"
     config.stash[report_key] = report
+    config.pluginmanager.register(Listener(config))
+    if config.getoption("--reached"):
+        _watch(config)
+
+
+def _watch(config: pytest.Config) -> None:
+    """See what the tests of this process reach, and what other processes tell of theirs."""
+    if packages := [package for _, package in _watched(config)]:
+        config.stash[watch_key] = reach.Watch(packages)
+
+
+def _watched(config: pytest.Config) -> list[tuple[str, str]]:
+    """The languages that no accelerator runs, and their packages."""
+    targets = config.stash[targets_key]
+    return sorted({(t.language, t.backend.package) for t in targets if t.backend and t.lane in reach.LANES})
+
+
+def _seed(config: pytest.Config) -> int:
+    return config.getoption("--seed") or 0
 
 
 def _targets_of_devices(config: pytest.Config) -> tuple[list[Target], Report]:
@@ -167,6 +240,16 @@ def _absent(device: str) -> str | None:
     return None if module is not None and module.is_available() else f"this machine has no {device} device"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """With random calls, which need one device each, processes are spread over all CUDA devices of the machine."""
+    if config.getoption("--random") and not config.getoption("--compile") and torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+        for i, spec in enumerate(specs):
+            spec.env["CUDA_VISIBLE_DEVICES"] = devices[i % len(devices)]
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # Asked for one implementation, the tests of the suite itself are not meant.
     if (
@@ -183,15 +266,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     wants = metafunc.fixturenames
     targets = metafunc.config.stash[targets_key]
+    mark = next(metafunc.definition.iter_markers("cases"), None)
+    options = mark.kwargs if mark else {}
+    if unknown := {*options} - {*CASES}:
+        name = metafunc.definition.name
+        raise pytest.UsageError(f"{name}: cases has no {', '.join(sorted(unknown))}; it takes {', '.join(CASES)}")
+    if (metafunc.config.getoption("--random") is not None) != options.get("random", False):
+        metafunc.parametrize([name for name in PARAMETERS if name in wants], [])
+        return
     if "language" in wants:
         asked = {language for language in metafunc.config.getoption("--impl") if language != "torch"}
         metafunc.parametrize("language", sorted({t.language for t in targets if t.backend} | asked))
         return
     if "target" not in wants:
         return
-    mark = next(metafunc.definition.iter_markers("cases"), None)
-    options = mark.kwargs if mark else {}
-    names, rows = [n for n in ("target", "case", "bad", "dtype") if n in wants], []
+    names, rows = [n for n in PARAMETERS if n in wants], []
+    if options.get("random"):
+        for target, call in _random_calls(targets, metafunc.config):
+            text = f"{target}-{call}-{_short(call.dtype)}"
+            rows.append(pytest.param(target, call, call.dtype, id=text))
+        metafunc.parametrize(names, rows)
+        return
+    if options.get("one_op"):
+        targets = _one_op_of_each(targets)
     for target in targets:
         if not _concerns(target, options, metafunc.config):
             continue
@@ -201,6 +298,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             slow = isinstance(case, Case) and case.group not in QUICK and target.lane != "compiled"
             rows.append(pytest.param(*(values[n] for n in names), id="-".join(text), marks=[pytest.mark.slow] * slow))
     metafunc.parametrize(names, rows)
+
+
+def _random_calls(targets: list[Target], config: pytest.Config) -> list[tuple[Target, RandomCall]]:
+    """The calls of each language and device, spread over its ops."""
+    places: dict[tuple[str, str], list[Target]] = {}
+    for target in targets:
+        places.setdefault((target.language, target.device), []).append(target)
+    return [
+        (target, RandomCall(target.op.name, _seed(config), number // len(alike)))
+        for alike in places.values()
+        for number in range(config.getoption("--random"))
+        for target in [alike[number % len(alike)]]
+    ]
+
+
+def _one_op_of_each(targets: list[Target]) -> list[Target]:
+    """A target per language and device: of rms_norm, or else of the first op that there is."""
+    chosen: dict[tuple[str, str], Target] = {}
+    for target in targets:
+        if target.op.name == "rms_norm":
+            chosen[target.language, target.device] = target
+        chosen.setdefault((target.language, target.device), target)
+    return list(chosen.values())
 
 
 def _calls(target: Target, options: dict[str, Any], wants: list[str]) -> list[tuple[Any, torch.dtype | None]]:
@@ -236,6 +356,8 @@ def _short(dtype: torch.dtype) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     known = config.stash[known_key]
+    if why := _part(config, items):
+        config.stash[part_key] = why
     # A test that none of the targets takes is left by pytest as one item without parameters.
     idle = {item for item in items if _of_suite(item) and not _has_target(item)}
     items[:] = [item for item in items if item not in idle]
@@ -254,6 +376,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             ("liger", _place(target, _short(dtype) if dtype else "any")),
             ("liger case", str(values.get("case"))),
         ]
+        if mode := values.get("mode"):
+            item.user_properties.append(("liger mode", mode.name))
         if reason := known.reason(target.language, item.name):
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
     if not config.getoption("--op") and config.getoption("--compile") in (None, "all"):
@@ -264,6 +388,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if slow:
             config.hook.pytest_deselected(items=slow)
             items[:] = [item for item in items if item not in set(slow)]
+
+
+def _part(config: pytest.Config, items: list[pytest.Item]) -> str | None:
+    """Why the tests that pytest collected of the suite are only a part of it, or None."""
+    if any("::" in argument for argument in config.args):
+        return "single tests were asked for"
+    if config.getoption("--random") is not None:
+        return "random calls were asked for"
+    lane = reach.LANES[bool(config.getoption("--compile"))]
+    collected = {item.module.__name__ for item in items if _of_suite(item)}  # type: ignore[attr-defined]
+    if left := {f"{SUITE}.{name}" for name in MODULES[lane]} - collected:
+        return f"{', '.join(sorted(left))} was not asked for"
+    return None
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if any(_of_suite(item) and not item.get_closest_marker("slow") for item in items):
+        items[0].config.stash[part_key] = "tests were left out"
 
 
 def _place(target: Target, dtype: str) -> tuple[str, ...]:
@@ -293,42 +435,144 @@ def known_failures(request: pytest.FixtureRequest) -> KnownFailures:
 
 
 @pytest.fixture
+def unclaimed(request: pytest.FixtureRequest) -> Unclaimed:
+    """What each implementation declares that it refuses."""
+    return request.config.stash[unclaimed_key]
+
+
+@pytest.fixture
 def known_spills(request: pytest.FixtureRequest) -> KnownSpills:
     """What each implementation declares as spilling."""
     return request.config.stash[spills_key]
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if _config is None:
-        return
-    properties = dict(report.user_properties)
-    if place := properties.get("liger"):
-        if outcome := classify(report, place[4]):
-            _config.stash[report_key].add(tuple(place[:4]), outcome, report)
-        if report.when == "call":
-            kernels = properties.get("liger kernels", [])
-            _config.stash[report_key].add_kernels(tuple(place[:4]), properties["liger case"], kernels)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[failed_key] = True
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A process that can't use its device any more ends, once its failure is reported: the next tests need another one."""
+    result = yield
+    if item.stash.get(failed_key, False) and _of_suite(item):
+        target = item.callspec.params.get("target")  # type: ignore[attr-defined]
+        if isinstance(target, Target) and running.is_lost(target):
+            if os.environ.get("PYTEST_XDIST_WORKER"):
+                os._exit(1)
+            item.session.shouldstop = (
+                f"{target.device} can't be used by this process any more; -n1 would start another one"
+            )
+    return result
+
+
+class Listener:
+    """Hears of a run's outcomes, for its own report: runs of pytest may be nested in one process.
+
+    Args:
+        config: the run's.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.failures: set[str] = set()
+        """Tests of the suite that failed, by node id."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = dict(report.user_properties)
+        if place := properties.get("liger"):
+            if report.failed:
+                self.failures.add(report.nodeid)
+            if outcome := classify(report, place[4]):
+                self.config.stash[report_key].add(tuple(place[:4]), outcome, report)
+                if mode := properties.get("liger mode"):
+                    self.config.stash[report_key].add_mode(mode, place[1], place[2], outcome)
+            if report.when == "call":
+                kernels = properties.get("liger kernels", [])
+                self.config.stash[report_key].add_kernels(tuple(place[:4]), properties["liger case"], kernels)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
+        """A test with which a process of pytest-xdist ended, such as one that hung, has failed: the report is to say so."""
+        found = re.search(r"\[(.*)\]$", crashitem)
+        if found is None:
+            return
+        if crashitem in self.failures:  # it ended after its failure was reported
+            report.when, report.outcome = "teardown", "passed"
+            return
+        parts = f"{found[1]}-"
+        for target in self.config.stash[targets_key]:
+            if parts.startswith(f"{target}-"):
+                dtype = next((_short(dtype) for dtype in DTYPES if parts.endswith(f"-{_short(dtype)}-")), "any")
+                report.user_properties = [("liger", _place(target, dtype))]
+                if call := re.fullmatch(rf"{target}-(\d+)-(\d+)-\w+-", parts):
+                    cases, random = cases_of(target.op.name), RandomCall(target.op.name, int(call[1]), int(call[2]))
+                    report.longrepr = (
+                        f"{report.longrepr}\n    {random.line(cases, random.draw(cases, lane_of(target)))}"
+                    )
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
-    """A test with which a process of pytest-xdist ended, such as one that hung, has failed: the report is to say so."""
-    found = re.search(r"\[(.*)\]$", crashitem)
-    if _config is None or found is None:
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A process of pytest-xdist ends, and says what its tests reached."""
+    stash = node.config.stash
+    if watch_key not in stash:
         return
-    parts = f"{found[1]}-"
-    for target in _config.stash[targets_key]:
-        if parts.startswith(f"{target}-"):
-            dtype = next((_short(dtype) for dtype in DTYPES if parts.endswith(f"-{_short(dtype)}-")), "any")
-            report.user_properties = [("liger", _place(target, dtype))]
+    if error or not hasattr(node, "workeroutput"):
+        stash[part_key] = "a process died"
+    elif "liger reached" in node.workeroutput:
+        branches, launched, part = node.workeroutput["liger reached"]
+        stash[watch_key].add(branches, launched)
+        if part:
+            stash[part_key] = part
 
 
-_config: pytest.Config | None = None
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    if watch_key not in config.stash or config.getoption("collectonly"):
+        return
+    watch = config.stash[watch_key]
+    if hasattr(config, "workeroutput"):
+        part = config.stash.get(part_key, "")
+        config.workeroutput["liger reached"] = watch.branches, sorted(watch.launched), part
+    elif part_key not in config.stash and not session.shouldstop and not session.shouldfail:
+        failed = [_judge(config, watch, language, package) for language, package in _watched(config)]
+        if any(failed) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    global _config
-    _config = session.config
+def _judge(config: pytest.Config, watch: reach.Watch, language: str, package: str) -> bool:
+    """Report what a language's cases don't reach; whether that is a failure: something new, or declared and reached."""
+    lane = _lane(config, language)
+    declared = KnownUnreached(package).of(lane)
+    found = watch.unreached(package)
+    of_ops = tuple(f"{op}." for op in config.getoption("--op"))
+    unreached = [name for name in found.unreached if not of_ops or name.startswith(of_ops)]
+    new = [name for name in unreached if not any(matches(pattern, name) for pattern in declared)]
+    stale = [p for p in declared if not any(matches(p, name) for name in found.unreached)] if not of_ops else []
+    report = config.stash[report_key]
+    if not of_ops:
+        report.reached.append(
+            f"{language}, {lane}: {found.kernels} kernels and {found.branches} branches of host code; "
+            f"not reached, for reasons that {package}/unreached.py gives: {len(unreached) - len(new)}"
+        )
+    report.reached += [f"not reached by the cases of {language}, {lane}: {name}" for name in new]
+    report.reached += [f"{package}.unreached declares what is reached, {lane}: {pattern}" for pattern in stale]
+    return bool(new or stale) and not of_ops
+
+
+def _lane(config: pytest.Config, language: str) -> str:
+    """How the lane is called in which a language was checked."""
+    if not config.getoption("--compile"):
+        return "interpreted"
+    targets = [target for target in config.stash[targets_key] if target.language == language]
+    chips = sorted({target.device for target in targets})
+    compiler = compiler_of(targets[0].backend) if targets[0].backend else None
+    return "compiled" if compiler and set(compiler.chips) == set(chips) else f"compiled-{','.join(chips)}"
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -339,8 +583,3 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         if directory := config.getoption("--report"):
             report.write(directory)
             terminalreporter.write_line(f"written to {directory}/conformance.json and {directory}/conformance.md")
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    global _config
-    _config = None

@@ -56,7 +56,11 @@ class Report:
         self.reasons: dict[Place, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
         self.languages_not_run: list[tuple[str, str, str]] = []
         self.kernels: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+        self.reached: list[str] = []
+        self.modes: dict[tuple[str, str, str], str] = {}
         self.ran = 0
+        self.random = ""
+        """How many random calls were asked for, and their seed."""
 
     def not_run(self, language: str, device: str, why: str) -> None:
         """A whole language that can't run here."""
@@ -84,6 +88,10 @@ class Report:
             found["ops"].add(op)
             found["calls"].add(f"{op}-{case}-{dtype}")
 
+    def add_mode(self, mode: str, language: str, device: str, outcome: str) -> None:
+        """The outcome of a language in one of PyTorch's modes."""
+        self.modes[mode, language, device] = outcome
+
     def heading(self) -> dict[str, str]:
         """Versions and hardware."""
         facts = {
@@ -91,6 +99,8 @@ class Report:
             "machine": platform.machine(),
             "device": self.device or "none",
         }
+        if self.random:
+            facts["random"] = self.random
         if self.device not in ("cpu", None):
             facts["device"] = f"{self.device}: {getattr(torch, self.device).get_device_name()}"
         facts["python"] = platform.python_version()
@@ -153,7 +163,7 @@ class Report:
         notes = [f"not run: {language} on {device}: {why}" for language, device, why in self.languages_not_run]
         for outcome, reasons in self._all_reasons().items():
             notes += [f"{outcome} ({count}): {reason}" for reason, count in sorted(reasons.items())]
-        return notes
+        return notes + self.reached
 
     def _all_reasons(self) -> dict[str, Counter[str]]:
         """The reasons of all places together, by outcome."""
@@ -184,6 +194,10 @@ class Report:
                 {"language": key[0], "chip": key[1], **kernel}
                 | {"ops": sorted(kernel["ops"]), "calls": sorted(kernel["calls"])}
                 for key, kernel in sorted(self.kernels.items())
+            ],
+            "modes": [
+                dict(zip(("mode", "language", "device"), key, strict=True)) | {"outcome": outcome}
+                for key, outcome in self.modes.items()
             ],
             "languages not run": [
                 dict(zip(("language", "device", "why"), entry, strict=True)) for entry in self.languages_not_run

@@ -7,16 +7,18 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import liger_core
-from liger_conformance import interpreters
+from liger_conformance import interpreters, reach
 from liger_conformance.case import BIG
+from liger_conformance.compare import DRAWS, largest_error
 from liger_core.backend import BackendInfo, backends
 from liger_core.contract import Op, ops
 
@@ -67,27 +69,40 @@ def only(target: Target) -> Iterator[Observed]:
     """Run ops in the target's language, and in no other: every reference and every other kernel raises `WrongRoute`.
 
     Raises:
-        WrongRoute: also when nothing of the target ran.
+        WrongRoute: also when nothing of the target ran, or when its forward or its backward launched nothing.
     """
     observed = Observed()
     with contextlib.ExitStack() as stack:
         stack.enter_context(liger_core.use(target.language))
         stack.enter_context(interpreters.checking(target.backend, target.device))
+        stack.enter_context(_watched(target))
         if target.backend is None:
             ran: list[bool] = []
             reference = target.op.reference
             stack.enter_context(_replaced(target.op, "reference", lambda **kw: (ran.append(True), reference(**kw))[1]))
         else:
             for op in ops.values():
-                stack.enter_context(_replaced(op, "reference", _forbid(f"the reference of {op.name}", target)))
+                # The code, not a name: a kernel may hold the function, as the op's `__wrapped__` does.
+                stack.enter_context(_replaced(op.reference, "__code__", _forbidden_code(op, target)))
             ran = observed.saved
-            _watch(stack, target.kernel, observed)
+            _watch(stack, target, observed)
         for module in _other_kernels(target):
             what = f"{module.__name__}.forward"
             stack.enter_context(_replaced(module, "forward", _forbid(what, target)))
         yield observed
     if not ran:
         raise WrongRoute(f"{target} was asked for, and didn't run")
+
+
+@contextlib.contextmanager
+def _watched(target: Target) -> Iterator[None]:
+    """See what is reached of the target's package, if this process is to."""
+    if target.backend is None or reach.current is None:
+        yield
+        return
+    with interpreters.launches() as launches, reach.current.tracing():
+        yield
+    reach.current.launched |= {(target.backend.package, str(launch)) for launch in launches}
 
 
 def _other_kernels(target: Target) -> list[ModuleType]:
@@ -104,19 +119,49 @@ def _forbid(what: str, target: Target) -> Callable[..., Any]:
     return forbidden
 
 
-def _watch(stack: contextlib.ExitStack, kernel: ModuleType, observed: Observed) -> None:
+def _forbidden_code(op: Op[..., Any], target: Target) -> CodeType:
+    """Code that raises, for a function of any signature. It runs with that function's globals."""
+
+    def forbidden(*args: Any, **kwargs: Any) -> Any:
+        from liger_conformance.running import WrongRoute
+
+        raise WrongRoute("WHAT")
+
+    what = f"the reference of {op.name} ran where {target} was asked for"
+    constants = tuple(what if constant == "WHAT" else constant for constant in forbidden.__code__.co_consts)
+    return forbidden.__code__.replace(co_consts=constants)
+
+
+def _watch(stack: contextlib.ExitStack, target: Target, observed: Observed) -> None:
+    kernel, backend = target.kernel, target.backend
+    assert kernel is not None
+    assert backend is not None
+    # A compiler takes launches before they are seen; test_compiled counts what it made.
+    counted = interpreters.counts_launches(backend) and target.lane in ("passed", "interpreted")
+    launches = stack.enter_context(interpreters.launches())
     forward, backward = kernel.forward, kernel.backward
     # cuda.tile keeps what a kernel's module held when it was compiled, so these functions; not what they saw.
     watching = [observed]
     stack.callback(watching.clear)
 
+    def launching(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        nonlocal counted
+        if any(isinstance(value, Tensor) and value.numel() == 0 for value in named.values()):
+            counted = False  # of no tokens there may be nothing to compute, in backward neither
+        before = len(launches)
+        found = function(*args, **named)
+        # Where nothing flows into some result, what is left may be the identity, as of fused_add_rms_norm's sum.
+        if counted and len(launches) == before and all(value is not None for value in args):
+            raise WrongRoute(f"{function.__name__} of {target} launched no kernel: it computes by other means")
+        return found
+
     def watched_forward(needs: Any, **arguments: Any) -> Any:
-        result, saved = forward(needs, **arguments)
+        result, saved = launching(forward, needs, **arguments)
         watching[0].saved.append(saved)
         return result, saved
 
     def watched_backward(*args: Any, **options: Any) -> Any:
-        gradients = backward(*args, **options)
+        gradients = launching(backward, *args, **options)
         watching[0].gradients.append(gradients)
         return gradients
 
@@ -165,13 +210,12 @@ def present(op: Op[..., Any], arguments: Arguments) -> tuple[str, ...]:
     return tuple(name for name in op.differentiable if arguments[name] is not None)
 
 
-def incoming_for(op: Op[..., Any], results: dict[str, Tensor | None], draw: int = 0) -> dict[str, Tensor]:
-    """An incoming gradient for each differentiable result, the same at each call of a draw: not one, and not uniform."""
+def incoming_for(op: Op[..., Any], results: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """An incoming gradient for each differentiable result, the same at each call: not one, and not uniform."""
     incoming = {}
     for name, result in differentiable_results(op, results).items():
         place = result.device if result.numel() > BIG else "cpu"
-        seed = zlib.crc32(f"{op.name}/{name}/{draw}".encode() if draw else f"{op.name}/{name}".encode())
-        generator = torch.Generator(place).manual_seed(seed)
+        generator = torch.Generator(place).manual_seed(zlib.crc32(f"{op.name}/{name}".encode()))
         values = torch.randn(result.shape, generator=generator, device=place) if result.dim() else torch.tensor(-1.5)
         incoming[name] = values.to(device=result.device, dtype=result.dtype)
     return incoming
@@ -236,6 +280,17 @@ def evaluate(
     return Outcome({n: r if r is None else r.detach() for n, r in results.items()}, gradients)
 
 
+def is_lost(target: Target) -> bool:
+    """Whether this process can't use the target's device any more, as after a kernel's access to a wrong address."""
+    if target.lane != "passed" or target.device == "cpu":
+        return False
+    try:
+        torch.accelerator.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 WITHOUT_FLOAT64 = ("npu",)
 """Device types where much of PyTorch refuses float64: there the truth is computed on the CPU."""
 
@@ -251,25 +306,129 @@ def widen(value: Any) -> Any:
     return value.double() if value.is_floating_point() else value
 
 
+def incoming_of(op: Op[..., Any], arguments: Arguments) -> dict[str, Tensor]:
+    """An incoming gradient for each differentiable result of a call."""
+    with torch.no_grad():
+        return incoming_for(op, name_results(op, op.reference(**complete(op, arguments))))
+
+
 def baseline_and_truth(
     op: Op[..., Any],
     arguments: Arguments,
     wanted: tuple[str, ...] | None = None,
     incoming: dict[str, Tensor] | None = None,
-    draw: int = 0,
 ) -> tuple[Outcome, Outcome]:
-    """The reference on these arguments in their own dtype, and in float64; without `incoming`, on that of the draw.
+    """The reference on these arguments in their own dtype, and in float64.
 
     The latter is on the CPU where the arguments' device has no float64.
     """
     arguments = complete(op, arguments)
-    if incoming is None:
-        with torch.no_grad():
-            incoming = incoming_for(op, name_results(op, op.reference(**arguments)), draw)
+    incoming = incoming_of(op, arguments) if incoming is None else incoming
     baseline = evaluate(op, op.reference, arguments, wanted, incoming)
     wide = {name: widen(value) for name, value in arguments.items()}
     truth = evaluate(op, op.reference, wide, wanted, {name: widen(value) for name, value in incoming.items()})
     return baseline, truth
+
+
+def errors_nearby(
+    op: Op[..., Any],
+    arguments: Arguments,
+    wanted: tuple[str, ...] | None = None,
+    incoming: dict[str, Tensor] | None = None,
+    rows: int | None = None,
+) -> dict[str, list[Tensor]]:
+    """How far roundings may take an answer from the truth, for each result and gradient: a few samples.
+
+    Half of them are the baseline's largest error at other inputs, as near as roundings are. The others are that of the
+    reference whose inputs and operations are all rounded to float32 at random: what float32 inside comes to with this
+    condition. A baseline may do better for no merit, as in the gradient of a layer norm of two columns, where it cancels.
+    What the truth decides, such as which elements are equal, stays decided. What has so many `rows` has an error for each.
+    """
+    arguments = complete(op, arguments)
+    incoming = incoming_of(op, arguments) if incoming is None else incoming
+    wide, wide_incoming = ({name: widen(value) for name, value in values.items()} for values in (arguments, incoming))
+    decisions: list[Tensor] = []
+    with Deciding(decisions):
+        truth = evaluate(op, op.reference, wide, wanted, wide_incoming)
+    errors: dict[str, list[Tensor]] = {}
+    for draw in range(1, DRAWS):
+        near, near_incoming = moved(arguments, draw), moved(incoming, draw)
+        with Decided(decisions):
+            baseline = evaluate(op, op.reference, near, wanted, near_incoming)
+        near, near_incoming = ({n: widen(v) for n, v in values.items()} for values in (near, near_incoming))
+        with Decided(decisions):
+            near_truth = evaluate(op, op.reference, near, wanted, near_incoming)
+        inexact, inexact_incoming = (moved(values, draw, torch.float32) for values in (wide, wide_incoming))
+        with Decided(decisions, draw):
+            rounded = evaluate(op, op.reference, inexact, wanted, inexact_incoming)
+        for name, value in truth.items().items():
+            found = errors.setdefault(name, [])
+            by_row = rows is not None and has_rows(value, rows)
+            found.append(largest_error(baseline.items()[name], near_truth.items()[name], by_row))
+            found.append(largest_error(rounded.items()[name], value, by_row))
+    return errors
+
+
+class Deciding(TorchDispatchMode):
+    """Notes what operations decide: the results that are no floating-point numbers, such as those of comparisons."""
+
+    def __init__(self, decisions: list[Tensor]) -> None:
+        super().__init__()
+        self.decisions = decisions
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if any(returned.alias_info is not None for returned in function._schema.returns):  # a view, or in place
+            return result
+        return tree_map_only(Tensor, self._one, result)
+
+    def _one(self, value: Tensor) -> Tensor:
+        if not _is_inexact(value):
+            self.decisions.append(value)
+        return value
+
+
+class Decided(Deciding):
+    """Gives operations the results that were noted, and may round the others.
+
+    Args:
+        decisions: of a run of the same operations.
+        seed: of the roundings, which move the result of each operation in float64 by up to half a unit of rounding in
+            float32; None for no rounding.
+    """
+
+    def __init__(self, decisions: list[Tensor], seed: int | None = None) -> None:
+        super().__init__(decisions)
+        self.next, self.seed, self.rounded = iter(decisions), seed, 0
+
+    def _one(self, value: Tensor) -> Tensor:
+        if not _is_inexact(value):
+            return next(self.next).to(value.device, value.dtype)
+        if self.seed is None:
+            return value
+        self.rounded += 1
+        generator = torch.Generator(value.device).manual_seed(zlib.crc32(f"{self.seed}/{self.rounded}".encode()))
+        by = torch.rand(value.shape, generator=generator, device=value.device, dtype=torch.float64)
+        return value * (1 + torch.finfo(torch.float32).eps * (by - 0.5))
+
+
+def _is_inexact(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def moved(values: dict[str, Any], draw: int, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """The values, of which floating-point ones are moved by up to a unit of rounding, otherwise for each draw.
+
+    The unit is of `dtype`, or of each one's own. Zeros, infinities and NaN stay.
+    """
+    found = dict(values)
+    for name, value in values.items():
+        if isinstance(value, Tensor) and _is_inexact(value):
+            eps = torch.finfo(dtype or value.dtype).eps
+            generator = torch.Generator(value.device).manual_seed(zlib.crc32(f"{name}/{draw}".encode()))
+            by = torch.rand(value.shape, generator=generator, device=value.device, dtype=torch.float32)
+            found[name] = (widen(value) * (1 + eps * (2 * widen(by) - 1))).to(value.device, value.dtype)
+    return found
 
 
 class Poison(TorchDispatchMode):

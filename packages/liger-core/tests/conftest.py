@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from liger_core import backend, cli, contract, dispatch, introspect
+from liger_core import backend, contract, dispatch
 from liger_core.backend import BackendInfo, BrokenBackend
 
 Install = Callable[..., None]
@@ -22,9 +22,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 
     def pretend(*infos: BackendInfo, broken: tuple[BrokenBackend, ...] = ()) -> None:
         found = tuple(sorted(infos, key=lambda info: info.language)), broken
-        for module in (backend, dispatch, introspect, cli):
-            monkeypatch.setattr(module, "discover", lambda: found)
-            monkeypatch.setattr(module, "backends", lambda: found[0])
+        monkeypatch.setattr(backend, "discover", lambda: found)
         forget()
 
     def forget() -> None:
@@ -33,8 +31,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
         for op in contract.ops.values():
             op.forget_plans()
 
-    for variable in ("LIGER_KERNEL_BACKEND", "LIGER_KERNEL_STRICT", "LIGER_KERNEL_CHECK"):
-        monkeypatch.delenv(variable, raising=False)
+    for variable in ("LANGUAGE", "STRICT", "KERNEL_BACKEND", "KERNEL_STRICT", "KERNEL_CHECK"):
+        monkeypatch.delenv(f"LIGER_{variable}", raising=False)
     forget()
     yield pretend
     forget()

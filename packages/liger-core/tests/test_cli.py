@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import types
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import pytest
+import torch
 
-from liger_core import BackendInfo, cli
+from liger_core import BackendInfo, cli, doctor
 from liger_core.backend import BrokenBackend
 
 
@@ -28,14 +31,29 @@ def test_where_for_an_unknown_op(toys: None, capsys: pytest.CaptureFixture[str])
 def test_matrix(toys: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["matrix"]) == 0
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:] if line.strip()}
-    assert lines["rms_norm"] == ["yes", "yes"]
-    assert lines["softmax"] == ["-", "-"]
+    assert lines["rms_norm"] == ["yes", "yes", "yes"]
+    assert lines["softmax"] == ["-", "-", "yes"]
 
 
 def test_doctor_tells_what_is_missing(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     install(BackendInfo("acme", ("cpu",), "acme_compiler", "toy_traced", "pip install acme"))
-    assert cli.main(["doctor"]) == 0
-    assert "cpu: acme_compiler is not installed: pip install acme" in capsys.readouterr().out
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "cpu: acme_compiler is not installed: pip install acme" in out
+    assert (
+        "problem: acme can't run on this machine's cpu: acme_compiler is not installed\n  mend:  pip install acme\n"
+        in out
+    )
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_doctor_tells_of_liger_transformers(
+    install: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    install()
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object() if installed else None)
+    cli.main(["doctor"])
+    assert ("`liger-transformers MODEL_TYPE` prints what it swaps" in capsys.readouterr().out) is installed
 
 
 @pytest.mark.parametrize("command", ["doctor", "matrix"])
@@ -46,7 +64,7 @@ def test_how_to_get_what_is_not_installed(
     assert cli.main([command]) == 0
     out = capsys.readouterr().out
     for language in ("triton", "triton-ascend", "cutile"):
-        assert f'{language} is not installed: uv pip install "liger-core[{language}]"' in out
+        assert f'  {language}: uv pip install "liger-core[{language}]"' in out
 
 
 def test_doctor_names_only_what_is_not_installed(
@@ -57,26 +75,26 @@ def test_doctor_names_only_what_is_not_installed(
     )
     cli.main(["doctor"])
     out = capsys.readouterr().out
-    assert "triton-ascend is not installed" in out
-    assert "triton is not installed" not in out
-    assert "cutile is not installed" not in out
+    assert '"liger-core[triton-ascend]"' in out
+    assert '"liger-core[triton]"' not in out
+    assert '"liger-core[cutile]"' not in out
 
 
 def test_where_takes_a_device_and_its_type(toys: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["where", "rms_norm", "--device", "cpu:0"]) == 0
     assert "-> toy-traced: chosen" in capsys.readouterr().out
     assert cli.main(["where", "rms_norm", "--device", "bogus"]) == 2
-    assert "device is 'bogus'; it takes a torch device or its type: cpu, cuda, npu, xpu" in capsys.readouterr().err
+    assert "device is 'bogus'; it takes a torch device or its type: cpu, cuda, hpu, npu, xpu" in capsys.readouterr().err
 
 
 def test_where_nothing_may_fall_back(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
+    monkeypatch.setenv("LIGER_STRICT", "1")
     install()
     assert cli.main(["where", "rms_norm", "--device", "cpu"]) == 1
     out = capsys.readouterr().out
-    assert "torch: no: LIGER_KERNEL_STRICT=1 forbids it" in out
+    assert "torch: no: LIGER_STRICT=1 forbids it" in out
     assert "the call raises Unsupported" in out
 
 
@@ -84,6 +102,11 @@ def test_doctor_fails_on_a_broken_package(install: Callable[..., None], capsys: 
     install(broken=(BrokenBackend("acme", "ImportError: libacme.so"),))
     assert cli.main(["doctor"]) == 1
     assert "problem: acme can't be imported: ImportError: libacme.so" in capsys.readouterr().out
+
+
+def problems() -> dict[str, str]:
+    """What the doctor finds wrong: each with the way to mend it."""
+    return {problem.what: problem.mend for problem in doctor.examine().problems}
 
 
 def test_doctor_sees_packages_that_overwrote_each_other(
@@ -95,11 +118,95 @@ def test_doctor_sees_packages_that_overwrote_each_other(
         files = [PurePosixPath(package) / "__init__.py" for package in ("triton", "nvidia")]
         return types.SimpleNamespace(metadata={"Name": name}, files=files)
 
-    monkeypatch.setattr(cli, "distributions", lambda: [installed("triton"), installed("triton-ascend")])
-    install(BackendInfo("acme", ("cuda",), "triton", "liger_acme.kernels", ""))
-    assert cli.overwritten_packages() == [
-        "triton and triton-ascend both installed the package 'triton'; uninstall both, then install one"
+    monkeypatch.setattr(doctor, "distributions", lambda: [installed("triton"), installed("triton-ascend")])
+    install(BackendInfo("acme", ("cuda",), "triton", "toy_traced", ""))
+    assert problems() == {
+        "triton and triton-ascend both installed the package 'triton'": "uninstall both, then install one"
+    }
+
+
+def test_doctor_sees_an_old_driver(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    """A language says itself why its kernels can't run on this machine."""
+
+    def refuses(device: str) -> str:
+        return f"the {device} driver is 570: install 580 or later"
+
+    install(BackendInfo("acme", ("cpu",), "torch", "toy_traced", "", refuses=refuses))
+    assert problems() == {"acme can't run on this machine's cpu: the cpu driver is 570": "install 580 or later"}
+    assert cli.main(["doctor"]) == 1
+    assert "problem: acme can't run on this machine's cpu: the cpu driver is 570" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_doctor_sees_the_reference_on_an_accelerator(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    monkeypatch.setattr(doctor, "infer_device", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU", raising=False)
+    install(*[BackendInfo("acme", ("cuda",), "torch", "toy_traced", "")] * installed)
+    ((what, mend),) = problems().items()
+    assert what.startswith("the PyTorch reference runs on cuda, since no")
+    assert mend == (
+        'LIGER_LANGUAGE=acme, or liger_core.use("acme")' if installed else 'uv pip install "liger-core[triton]"'
+    )
+
+
+def test_doctor_sees_a_version_outside_its_range(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a requirement that holds here: not of an extra's, nor of one for another system."""
+    pytest.importorskip("packaging")
+    info = tmp_path / "liger_acme-0.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: liger-acme\nVersion: 0.3\nRequires-Dist: torch<2,>=1\nRequires-Dist: pytest>=1\n"
+        "Requires-Dist: pytest<1; extra == 'old'\nRequires-Dist: pytest<1; sys_platform == 'none'\n"
+        "Requires-Dist: not-installed-anywhere>=1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    install()
+    assert problems() == {
+        f"liger-acme 0.3 needs torch<2,>=1; {metadata.version('torch')} is installed": (
+            'uv pip install --upgrade liger-acme "torch<2,>=1"'
+        )
+    }
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_doctor_sees_a_cache_that_cant_be_written(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, below: bool
+) -> None:
+    """The folder itself, or the one that it would be made in."""
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    folder = locked / "inductor" if below else locked
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    install()
+    assert problems() == {}
+    real = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path) != locked and real(path, mode)
+    )  # root may write anywhere
+    assert problems() == {
+        f"{folder}, where compiled kernels are kept, can't be written": (
+            "TORCHINDUCTOR_CACHE_DIR=<a folder that can be written>"
+        )
+    }
+
+
+def test_doctor_for_programs(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    """The same answer and exit status as text."""
+    install(broken=(BrokenBackend("acme", "ImportError: libacme.so"),))
+    assert cli.main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == torch.__version__
+    assert found["runs"] == "torch"
+    assert found["problems"] == [
+        {"what": "acme can't be imported: ImportError: libacme.so", "mend": "reinstall its package, or uninstall it"}
     ]
+    install()
+    assert cli.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
 
 
 def test_the_command_is_installed() -> None:

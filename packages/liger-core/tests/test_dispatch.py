@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import liger_core
-from liger_core import BackendInfo, Unsupported, contract, dispatch
+from liger_core import BackendInfo, Unsupported, calling, cli, dispatch
 from liger_core.backend import BrokenBackend
 
 X = torch.tensor([[3.0, 4.0]])
@@ -64,8 +65,75 @@ def test_use_for_one_op_and_for_the_process(ran: list[str]) -> None:
     assert ran == ["toy-opaque", "torch", "toy-traced"]
 
 
+def test_use_can_be_entered_again(ran: list[str]) -> None:
+    """What is made once holds in each block, and each block restores what held before it."""
+    u = liger_core.use("torch")
+    for _ in range(2):
+        with u:
+            liger_core.rms_norm(X, W)
+            with liger_core.use("toy-opaque"), u:
+                liger_core.rms_norm(X, W)
+            liger_core.rms_norm(X, W)
+        liger_core.rms_norm(X, W)
+    assert ran == ["torch", "torch", "torch", "toy-traced"] * 2
+
+
+def test_use_restores_what_was_set_in_between(toys: None) -> None:
+    u = liger_core.use("torch")
+    liger_core.use("toy-opaque")
+    with u:
+        assert dispatch.state.demand == "torch"
+    assert dispatch.state.demand == "toy-opaque"
+
+
+def test_use_decorates(ran: list[str]) -> None:
+    """It holds while the function runs, also when that calls itself or raises; the process is as it was."""
+
+    @liger_core.use("torch")
+    def norm(x: torch.Tensor, again: int = 1) -> torch.Tensor:
+        """Normalises."""
+        y = liger_core.rms_norm(x, W)
+        return norm(y, again - 1) if again else y
+
+    assert dispatch.state.demand is None
+    norm(X)
+    liger_core.rms_norm(X, W)
+    assert ran == ["torch", "torch", "toy-traced"]
+    assert (norm.__name__, norm.__doc__) == ("norm", "Normalises.")
+    with pytest.raises(TypeError, match="x is a str"):
+        norm("x")  # type: ignore[arg-type]
+    assert dispatch.state.demand is None
+
+
+def test_the_names_of_liger_kernel_are_read_when_ours_are_unset(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That package reads them too, and takes neither our languages nor one per op."""
+    monkeypatch.setenv("LIGER_KERNEL_BACKEND", "toy-opaque")
+    monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
+    for ours, expected in (("", "toy-opaque"), ("torch", "torch"), ("toy-traced,rms_norm=torch", "torch")):
+        monkeypatch.setenv("LIGER_LANGUAGE", ours)
+        dispatch.settings.cache_clear()
+        liger_core.rms_norm.forget_plans()
+        liger_core.rms_norm(X, W)
+        assert ran.pop() == expected
+    monkeypatch.delenv("LIGER_LANGUAGE")
+    monkeypatch.setenv("LIGER_KERNEL_BACKEND", "cutedsl")
+    dispatch.settings.cache_clear()
+    liger_core.rms_norm.forget_plans()
+    with pytest.raises(Unsupported, match="LIGER_KERNEL_BACKEND: there is no language 'cutedsl'"):
+        liger_core.rms_norm(X, W)
+    monkeypatch.delenv("LIGER_KERNEL_BACKEND")
+    for ours, strict in ((None, True), ("0", False), ("1", True)):
+        if ours is not None:
+            monkeypatch.setenv("LIGER_STRICT", ours)
+        dispatch.settings.cache_clear()
+        assert dispatch.settings().strict is strict
+    assert dispatch.settings().of_strict == "LIGER_STRICT"
+
+
 def test_environment_variable(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGER_KERNEL_BACKEND", "torch,rms_norm=toy-opaque")
+    monkeypatch.setenv("LIGER_LANGUAGE", "torch,rms_norm=toy-opaque")
     dispatch.settings.cache_clear()
     liger_core.rms_norm.forget_plans()
     liger_core.rms_norm(X, W)
@@ -87,8 +155,8 @@ def test_environment_variable(ran: list[str], monkeypatch: pytest.MonkeyPatch) -
 def test_bad_demands(
     toys: None, monkeypatch: pytest.MonkeyPatch, demand: str, error: type[Exception], says: str
 ) -> None:
-    monkeypatch.setenv("LIGER_KERNEL_BACKEND", demand)
-    with pytest.raises(error, match=f"LIGER_KERNEL_BACKEND.*{says}"):
+    monkeypatch.setenv("LIGER_LANGUAGE", demand)
+    with pytest.raises(error, match=f"LIGER_LANGUAGE.*{says}"):
         liger_core.rms_norm(X, W)
 
 
@@ -148,18 +216,22 @@ def test_default_refusal_falls_back_and_says_so_once(ran: list[str], caplog: pyt
     assert (
         "rms_norm on cpu runs the PyTorch reference (toy-traced: casting_mode 'none' is not written)" in record.message
     )
+    for _ in range(2):
+        liger_core.rms_norm(X.double(), W.double())
+    assert "toy-traced: weight is float64" in caplog.records[1].message, "another reason is said, too"
+    assert len(caplog.records) == 2
 
 
 def test_strict_makes_the_fallback_an_error(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
+    monkeypatch.setenv("LIGER_STRICT", "1")
     liger_core.rms_norm(X, W)
-    with pytest.raises(Unsupported, match="casting_mode 'none'.*LIGER_KERNEL_STRICT=1 forbids"):
+    with pytest.raises(Unsupported, match="casting_mode 'none'.*LIGER_STRICT=1 forbids"):
         liger_core.rms_norm(X, W, casting_mode="none")
 
 
 def test_strict_takes_0_or_1(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGER_KERNEL_STRICT", "yes")
-    with pytest.raises(ValueError, match="LIGER_KERNEL_STRICT is 'yes'; it takes 0 or 1"):
+    monkeypatch.setenv("LIGER_STRICT", "yes")
+    with pytest.raises(ValueError, match="LIGER_STRICT is 'yes'; it takes 0 or 1"):
         liger_core.rms_norm(X, W)
 
 
@@ -244,6 +316,57 @@ def test_discover_reports_what_does_not_load(monkeypatch: pytest.MonkeyPatch) ->
     assert "x-typo:backend declares package 'toy_tracd', which is not an importable package" in broken[2].error
     assert broken[3] == BrokenBackend("y-inner-typo", "ModuleNotFoundError: No module named 'toy_tracd'")
     assert "package 'toy_traced.ops.rms_norm', which is not an importable package" in broken[4].error
+
+
+@pytest.mark.parametrize("error", [KeyError, SyntaxError, AssertionError, SystemExit, ZeroDivisionError])
+def test_whatever_a_package_raises_is_its_own_error(
+    install: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    error: type[BaseException],
+) -> None:
+    """From its entry point, from its ``ops`` and from what it says of a machine: the others go on, and it is named."""
+    import toy_traced
+
+    from liger_core import backend
+
+    def fails(*_: object) -> str | None:
+        raise error("acme's own")
+
+    if not issubclass(error, SystemExit):
+        picky = BackendInfo("a-picky", ("cpu",), "torch", "toy_traced", "pip install it", ("cpu",), refuses=fails)
+    else:
+        picky = None
+    name = f"liger_ops_{error.__name__.lower()}"
+    (tmp_path / name / "ops").mkdir(parents=True)
+    (tmp_path / name / "__init__.py").write_text("")
+    text = "def" if error is SyntaxError else f"raise {error.__name__}"
+    (tmp_path / name / "ops" / "__init__.py").write_text(text)
+    (tmp_path / name / "ops" / "rms_norm.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    ops = BackendInfo("b-ops", ("cpu",), "torch", name, "pip install it", ("cpu",))
+    entries = [
+        types.SimpleNamespace(name="acme", value="acme:backend", load=fails),
+        types.SimpleNamespace(name="toy-traced", value="toy:backend", load=lambda: toy_traced.backend),
+        types.SimpleNamespace(name="b-ops", value="ops:backend", load=lambda: ops),
+        *([types.SimpleNamespace(name="a-picky", value="picky:backend", load=lambda: picky)] if picky else []),
+    ]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
+    found, broken = backend.discover.__wrapped__()
+    assert [b.name for b in broken] == ["acme"]
+    assert error.__name__ in broken[0].error
+    install(*found, broken=broken)
+    liger_core.rms_norm(X, W)
+    said = str(liger_core.explain("rms_norm", X, W))
+    assert "-> toy-traced: chosen" in said
+    assert f"acme: no: {error.__name__}" in said
+    assert f"b-ops: no: {name}.ops can't be imported: {error.__name__}" in said
+    assert picky is None or f"a-picky: no: toy_traced can't say whether it runs on cpu: {error.__name__}" in said
+    assert liger_core.list_overridden_ops("cpu") == ["rms_norm"]
+    with liger_core.use("b-ops"), pytest.raises(Unsupported, match=f"ops can't be imported: {error.__name__}"):
+        liger_core.rms_norm(X, W)
+    assert cli.main(["doctor"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -379,7 +502,7 @@ def test_explain_an_empty_call(toys: None, monkeypatch: pytest.MonkeyPatch) -> N
     said = liger_core.explain("rms_norm", X[:0], W)
     assert said.chosen.language == "torch"  # type: ignore[union-attr]
     assert "toy-traced: no: x is empty" in str(said)
-    monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
+    monkeypatch.setenv("LIGER_STRICT", "1")
     dispatch.settings.cache_clear()
     assert liger_core.explain("rms_norm", X[:0], W).chosen.language == "torch"  # type: ignore[union-attr]
     liger_core.rms_norm(X[:0], W)
@@ -413,12 +536,12 @@ def test_explain_where_a_kernel_does_not_import(
 
 
 def test_explain_says_what_may_not_fall_back(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
+    monkeypatch.setenv("LIGER_STRICT", "1")
     dispatch.settings.cache_clear()
     assert liger_core.explain("rms_norm", X, W).chosen.language == "toy-traced"  # type: ignore[union-attr]
     refused = liger_core.explain("rms_norm", X, W, casting_mode="none")
     assert refused.chosen is None
-    assert "torch: no: LIGER_KERNEL_STRICT=1 forbids it" in str(refused)
+    assert "torch: no: LIGER_STRICT=1 forbids it" in str(refused)
     with liger_core.use("torch"):
         assert liger_core.explain("rms_norm", X, W).chosen.language == "torch"  # type: ignore[union-attr]
 
@@ -437,6 +560,28 @@ def test_a_device_without_its_plug_in(install: Callable[..., None]) -> None:
     install(BackendInfo("acme", ("dpu",), "torch", "toy_traced", "pip install acme"))
     assert liger_core.list_overridden_ops("dpu:1") == ["rms_norm"]
     assert liger_core.explain("rms_norm", device="npu").device == "npu"
+
+
+PLUG_IN = """
+import types, torch
+torch.utils.rename_privateuse1_backend("mlu")
+torch._register_device_module("mlu", types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 1))
+import liger_core
+print(liger_core.infer_device(), liger_core.explain("rms_norm", device="mlu:0").device)
+try:
+    liger_core.explain("rms_norm", device="bogus")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_device_that_torch_knows_by_a_plug_in() -> None:
+    """PrivateUse1 has the name that a plug-in gives it."""
+    out = subprocess.run(
+        [sys.executable, "-c", PLUG_IN], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert out[0] == "mlu mlu"
+    assert "cpu, cuda, hpu, mlu, npu, xpu" in out[1]
 
 
 @pytest.mark.parametrize("device", ["bogus", "", "npu:x", "cuda:x"])
@@ -481,7 +626,7 @@ def test_dispatch_is_one_look_up_after_the_first_call(toys: None, monkeypatch: p
 
     calls: list[str] = []
     with monkeypatch.context() as patched:
-        for name in ("make_plan", "obstacle", "settings", "parse_demand", "backends", "discover"):
+        for name in ("make_plan", "obstacle", "settings", "parse_demand", "backends", "broken_backends"):
             patched.setattr(dispatch, name, forbidden)
         for name in ("inspect", "_checks", "resolve"):
             patched.setattr(liger_core.rms_norm, name, forbidden)
@@ -493,7 +638,7 @@ def test_dispatch_is_one_look_up_after_the_first_call(toys: None, monkeypatch: p
         sys.setprofile(note)
         liger_core.rms_norm(X, W)
         sys.setprofile(None)
-    assert [name for name in calls if not name.startswith("<")] == ["__call__", "call", "bind", "run"]
+    assert [name for name in calls if not name.startswith("<")] == ["__call__", "call", "bind", "plain", "run"]
 
 
 def test_what_is_remembered_of_a_call_is_its_metadata(toys: None) -> None:
@@ -514,8 +659,8 @@ def test_what_is_remembered_of_a_call_is_its_metadata(toys: None) -> None:
 
 def test_a_kernel_is_asked_again_whether_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may look at strides, which are not remembered."""
-    picky = dispatch.Kernel("picky", lambda x, **_: None if x.is_contiguous() else "strides", lambda *_: "picky")
-    other = dispatch.Kernel("other", None, lambda *_: "other")
+    picky = dispatch.Route("picky", lambda x, **_: None if x.is_contiguous() else "strides", lambda *_: "picky")
+    other = dispatch.Route("other", None, lambda *_: "other")
     monkeypatch.setattr(liger_core.rms_norm, "_plans", {("cpu", None): dispatch.Plan((picky, other), (), False)})
     monkeypatch.setattr(liger_core.rms_norm, "_ready", {})
     for _ in range(2):
@@ -534,7 +679,7 @@ def test_a_remembered_call_gets_a_gradient_only_where_one_is_required(toys: None
 
 
 def test_few_calls_are_remembered(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(calling, "MOST_REMEMBERED", 3)
     for rows in range(1, 10):
         liger_core.rms_norm(X.expand(rows, *X.shape), W)
         assert 1 <= len(liger_core.rms_norm._ready) <= 3

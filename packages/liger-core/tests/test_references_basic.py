@@ -23,6 +23,7 @@ from liger_core.ops.layer_norm import layer_norm
 from liger_core.ops.llama4_rope import llama4_rope
 from liger_core.ops.poly_norm import poly_norm
 from liger_core.ops.qwen2vl_mrope import qwen2vl_mrope
+from liger_core.ops.relu_squared import relu_squared
 from liger_core.ops.rope import rope
 from liger_core.ops.softmax import softmax
 from liger_core.ops.sparsemax import sparsemax
@@ -152,6 +153,19 @@ def test_dyt(beta: bool) -> None:
     assert_agree(
         dyt, other, {"x": randn(2, 3, 7), "alpha": randn(1), "gamma": randn(7), "beta": randn(7) if beta else None}
     )
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_relu_squared(gated: bool) -> None:
+    def other(x: Tensor, up: Tensor | None) -> Tensor:
+        return torch.where(x > 0, x**2, 0 * x) * (1 if up is None else up)
+
+    assert_agree(relu_squared, other, {"x": randn(3, 7), "up": randn(3, 7) if gated else None})
+    assert relu_squared.reference(torch.tensor([float("nan")])).isnan()  # a run that diverges shows it
+    zero = torch.zeros(1, requires_grad=True)
+    relu_squared.reference(zero).backward(torch.tensor([float("inf")]))
+    assert zero.grad is not None
+    assert zero.grad.item() == 0
 
 
 def test_swiglu() -> None:
@@ -368,6 +382,7 @@ SMALL: dict[str, Callable[[], Arguments]] = {
     "dyt": lambda: {"x": randn(3, 8), "alpha": randn(1), "gamma": randn(8), "beta": randn(8)},
     "swiglu": lambda: {"gate": randn(3, 8), "up": randn(3, 8)},
     "geglu": lambda: {"gate": randn(3, 8), "up": randn(3, 8)},
+    "relu_squared": lambda: {"x": randn(3, 8), "up": randn(3, 8)},
     "embedding": lambda: {"indices": torch.tensor([1, 0, 3, 3]), "weight": randn(5, 8)},
     "rope": lambda: {"q": randn(2, 3, 5, 8), "k": randn(2, 1, 5, 8), "cos": randn(2, 5, 4), "sin": randn(2, 5, 4)},
     "llama4_rope": lambda: {"q": randn(2, 5, 3, 8), "k": randn(2, 5, 1, 8), "freqs_cis": randn(5, 4, 2)},

@@ -258,7 +258,7 @@ def test_forward_mode_runs_the_reference(toys: None) -> None:
         y = liger_core.rms_norm(forward_ad.make_dual(x, tangent), None)
         torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, expected)
         with liger_core.use("toy-traced"), pytest.raises(Unsupported, match="forward-mode automatic differentiation"):
-            liger_core.rms_norm(x, None)
+            liger_core.rms_norm(forward_ad.make_dual(x, tangent), None)
 
 
 class NoGradient(torch.autograd.Function):
@@ -338,6 +338,52 @@ def test_hooks_of_saved_tensors_leave_nothing_behind(toys: None, monkeypatch: py
     assert made[-1].take() is None
     assert (torch.autograd.grad(hooked.sum(), x)[0] == 3).all()
     assert (torch.autograd.grad(liger_core.rms_norm(x, None).sum(), x)[0] == 2).all()
+
+
+def other_strides(tensor: Tensor) -> Tensor:
+    """The same values, every other element of a larger tensor, and its dimensions in memory the other way round."""
+    order = list(reversed(range(tensor.dim())))
+    larger = torch.zeros([2 * size for size in reversed(tensor.shape)]).permute(order)
+    view = larger[tuple([slice(None, None, 2)] * tensor.dim())]
+    view.copy_(tensor)
+    return view
+
+
+@pytest.mark.parametrize("way", ["around-the-call", "on-single-tensors"])
+def test_hooks_of_saved_tensors_may_change_strides(toys: None, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Backward gets what forward saved as it lay there, gaps aside, whatever a hook made of it."""
+    import toy_traced.ops.rms_norm as kernel
+
+    seen: list[list[tuple[int, ...]]] = []
+    contiguous, swapped, gaps = torch.randn(3, 4), torch.randn(2, 4, 3).transpose(1, 2), torch.randn(3, 9)[:, :4]
+    one = torch.randn(())
+
+    def forward(needs: Needs, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Saved]:
+        return x * 2, (contiguous, None, swapped, gaps, one)
+
+    def backward(needs: Needs, saved: Saved, dy: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
+        seen.append([t.stride() for t in saved if t is not None])
+        for got, kept in zip(saved, (contiguous, None, swapped, gaps, one), strict=True):
+            assert got is kept or torch.equal(got, kept)
+        return dy * 2, None
+
+    monkeypatch.setattr(kernel, "forward", forward)
+    monkeypatch.setattr(kernel, "backward", backward)
+    x = torch.ones(2, 8, requires_grad=True)
+    if way == "around-the-call":
+        with torch.autograd.graph.saved_tensors_hooks(other_strides, lambda t: t):
+            y = liger_core.rms_norm(x, None)
+    else:
+        y = liger_core.rms_norm(x, None)
+        raw = y.grad_fn._raw_saved_tensors  # type: ignore[union-attr]
+        for place in (0, 2, 3, 4):
+            raw[place].register_hooks(other_strides, lambda t: t)
+    y.sum().backward()
+    liger_core.rms_norm(x, None).sum().backward()
+    assert seen == [
+        [contiguous.stride(), swapped.stride(), (4, 1), ()],
+        [contiguous.stride(), swapped.stride(), gaps.stride(), ()],
+    ]
 
 
 def test_copies_and_pickles_are_the_op_itself() -> None:

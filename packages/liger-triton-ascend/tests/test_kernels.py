@@ -24,7 +24,7 @@ INTERPRETED = interpreters.interprets(backend, DEVICE)
 if INTERPRETED:
     interpreters.repair(backend)
 
-from liger_triton_ascend.ops import _scale, geglu, jsd, kl_div, swiglu  # noqa: E402
+from liger_triton_ascend.ops import _linear, geglu, jsd, kl_div, swiglu  # noqa: E402
 
 
 def far(x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_planes_far_apart():
 SIZE = (1 << 31) - 1
 X = torch.zeros(1)
 LONG = (
-    (_scale._scale, (X, X, torch.full((), 2.0), SIZE), {"IN_PLACE": True}),
+    (_linear._scale, (X, X, torch.full((), 2.0), SIZE), {"IN_PLACE": True}),
     (swiglu._forward, (X, X, X, 1, SIZE, SIZE, SIZE, 1.0, 1.0), {"ROWS": 1}),
     (swiglu._backward, (X, X, X, X, X, 1, SIZE, SIZE, SIZE, SIZE, 1.0, 1.0), {"ROWS": 1}),
     (geglu._forward, (X, X, X, 1, SIZE, SIZE, SIZE), {"ROWS": 1}),

@@ -219,3 +219,24 @@ def test_rows_are_viewed_where_strides_allow() -> None:
         found, stride = as_rows(rows)
         assert stride == rows.shape[-1]
         assert torch.equal(found.reshape(rows.shape), rows)
+
+
+@pytest.mark.parametrize("columns", [17, 64, 100, 768, 1408, 2500, 5632, 11008, 14336])
+def test_halves_of_rows_fill_their_tiles(columns: int) -> None:
+    """Gate and up that are the halves of rows leave few lanes idle, and each row is in one tile."""
+    from liger_triton.ops.swiglu import divide
+
+    rows = 4096
+    tile_rows, block, blocks, programs = divide(rows, columns)
+    assert blocks * block >= columns
+    assert programs * tile_rows >= rows * blocks
+    used = rows * columns / (programs * tile_rows * block)
+    assert used >= (8 / 9 if columns >= 64 else 0.5), f"{used:.0%} of the lanes are used at {columns} columns"
+
+
+def test_halves_at_model_sizes_take_a_row_at_a_time() -> None:
+    from liger_triton.ops.swiglu import divide
+
+    for columns in (5632, 11008, 14336, 28672):
+        assert divide(4096, columns)[:2] == (1, 1024)
+    assert divide(1, 615)[:2] == (1, 1024), "contiguous tensors are one long row"

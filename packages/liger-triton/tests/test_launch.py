@@ -1,5 +1,6 @@
 """A launch is remembered by all that its compilation depends on, and by nothing that it doesn't."""
 
+import functools
 import gc
 import types
 import weakref
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from triton.backends.compiler import BaseBackend
+from triton.runtime import jit as jit_module
 
 from liger_conformance.interpreters.triton import launches
 from liger_triton.ops import _launch
@@ -51,6 +54,7 @@ def test_what_is_launched_again(jit: Jit) -> None:
     [
         ((X.bfloat16(), 1, 0.5), {"BLOCK": 16, "num_warps": 4}),
         ((X, 2, 0.5), {"BLOCK": 16, "num_warps": 4}),
+        ((X, 1, 1), {"BLOCK": 16, "num_warps": 4}),
         ((X, True, 0.5), {"BLOCK": 16, "num_warps": 4}),
         ((X, 1.0, 0.5), {"BLOCK": 16, "num_warps": 4}),
         ((X, 1, None), {"BLOCK": 16, "num_warps": 4}),
@@ -66,6 +70,63 @@ def test_what_is_compiled_apart(jit: Jit, args: tuple[Any, ...], named: dict[str
     kernel[(1,)](*args, **named)
     assert len(jit.compiled) == 2
     assert jit.launched == []
+
+
+@pytest.mark.parametrize(
+    ("n", "like"),
+    [(7, 9), (7, -5), (7, 2**31 - 1), (7, -(2**31) + 1), (16, 4096), (16, 0), (16, -(2**31)), (2**31, 2**40)],
+)
+def test_what_is_launched_again_with_another_number(jit: Jit, n: int, like: int) -> None:
+    kernel = _launch.Kernel(jit)
+    kernel[(1,)](X, n, 0.5, BLOCK=16)
+    kernel[(1,)](X, like, -0.25, BLOCK=16)
+    assert len(jit.compiled) == len(kernel._compiled) == 1
+    assert [launched[10:12] for launched in jit.launched] == [(like, -0.25)]
+
+
+NUMBERS = (
+    1,
+    0,
+    2,
+    15,
+    16,
+    17,
+    -1,
+    -16,
+    2**31 - 1,
+    2**31,
+    2**31 + 1,
+    -(2**31),
+    -(2**31) - 1,
+    -(2**31) - 16,
+    2**63 - 1,
+    2**63,
+)
+"""On both sides of each rule of Triton's."""
+
+
+def test_numbers_are_told_apart_as_triton_does() -> None:
+    """By the rule of the Triton that is installed."""
+    if hasattr(jit_module, "native_specialize_impl"):
+        specialize: Any = functools.partial(jit_module.native_specialize_impl, BaseBackend)
+    else:  # triton 3.5
+        specialize = jit_module.create_specialize_impl(BaseBackend.get_arg_specialization)
+    found = {n: (specialize(n, False, True, True), _launch._specialised(n)) for n in NUMBERS}
+    for n in NUMBERS:
+        for m in NUMBERS:
+            told, remembered = (found[n][i] == found[m][i] for i in (0, 1))
+            assert told == remembered, f"Triton compiles {n} as {found[n][0]} and {m} as {found[m][0]}"
+    for value in (0.5, 1.0, -2.0, 1e300, float("nan")):
+        assert specialize(value, False, True, True) == specialize(0.25, False, True, True), value
+    assert specialize(True, False, True, True) == specialize(False, False, True, True)
+
+
+def test_on_amd_tensors_of_more_than_32_bits_are_compiled_apart(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    kernel = _launch.Kernel(jit)
+    for size in (64, 65, 1 << 29):
+        kernel[(1,)](torch.empty(size), 7, 0.5, BLOCK=16)
+    assert len(jit.compiled) == 2
 
 
 def test_tensors_of_a_subclass_are_remembered_as_plain_ones_are(jit: Jit) -> None:
@@ -102,5 +163,5 @@ def test_few_launches_are_remembered(jit: Jit, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_launch, "MOST_REMEMBERED", 3)
     kernel = _launch.Kernel(jit)
     for n in range(10):
-        kernel[(1,)](X, n, 0.5, BLOCK=16)
+        kernel[(1,)](X, 7, 0.5, BLOCK=n)
         assert 1 <= len(kernel._compiled) <= 3

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from liger_conformance.case import Bad, Case, Make
+from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+from liger_core.ops.cross_entropy import REDUCTIONS
 
 ALL = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
 
@@ -41,12 +43,12 @@ def build(
     target = labels(make, rows, vocabulary, ignored, ignore_index)
     if options.get("return_token_accuracy"):
         large = make.mask(0.5, rows).to(logits.dtype) * 6 * scale
-        at = target.clamp(min=0)[:, None]
+        at = target.clamp(0, vocabulary - 1)[:, None]
         # Not scatter_add_, whose atomics on bfloat16 reach beyond the tensor: compute-sanitizer's memcheck stops there.
         logits.scatter_(1, at, logits.gather(1, at) + large[:, None])
     if masked:
         hidden = make.mask(masked, rows, vocabulary)
-        hidden.scatter_(1, target.clamp(min=0)[:, None], False)
+        hidden.scatter_(1, target.clamp(0, vocabulary - 1)[:, None], False)
         logits = logits.masked_fill(hidden, -torch.inf)
     if garbage:
         logits = logits.masked_fill((target == ignore_index)[:, None], torch.nan)
@@ -58,6 +60,24 @@ def build(
     }
 
 
+VARY = Vary(
+    sizes={"rows": Size(most=1 << 20), "vocabulary": Size()},
+    tensors=("rows vocabulary",),
+    values={
+        "weight": (False, True),
+        "weight_dtype": ANY_DTYPE,
+        "ignored": (0.0, Number(0.0, 1.0)),
+        "ignore_index": (-100, -1, 3),
+        "label_smoothing": (0.0, Number(0.0, 1.0)),
+        "lse_square_scale": (0.0, Number(1e-5, 1.0)),
+        "softcap": (None, Number(1.0, 100.0)),
+        "reduction": REDUCTIONS,
+        "return_z_loss": (False, True),
+        "return_token_accuracy": (False, True),
+        "return_predicted_tokens": (False, True),
+    },
+)
+
 CASES = (
     Case("odd", "odd", rows=5, vocabulary=123, ignored=0.3, weight=True, label_smoothing=0.1, **ALL),
     Case("plain", "odd", rows=7, vocabulary=65),
@@ -65,6 +85,7 @@ CASES = (
     Case(
         "long-row", "odd", rows=2, vocabulary=5000, weight=True, label_smoothing=0.1, softcap=5.0, lse_square_scale=1e-2
     ),
+    Case("row-of-262144", "odd", rows=1, vocabulary=262144),
     Case("one-class", "edge", rows=3, vocabulary=1, **ALL),
     Case("all-ignored", "edge", rows=3, vocabulary=33, ignored=1.0, weight=True, lse_square_scale=0.1, **ALL),
     Case("ignored-class", "edge", rows=6, vocabulary=33, ignored=0.3, ignore_index=3, weight=True),
@@ -118,6 +139,17 @@ CASES = (
         softcap=1.0,
         label_smoothing=0.1,
         **ALL,
+    ),
+    Case("infinite-weight", "extreme", rows=6, vocabulary=66, weight=True, holds={"weight": torch.inf}),
+    Case(
+        "infinite-weight-smoothing",
+        "extreme",
+        rows=6,
+        vocabulary=66,
+        weight=True,
+        label_smoothing=0.1,
+        reduction="none",
+        holds={"weight": torch.inf},
     ),
     Case("small", "small", rows=2048, vocabulary=32000),
     Case("medium", "medium", rows=4096, vocabulary=128256),

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from liger_conformance.case import Bad, Case, Make
+from liger_conformance.vary import ANY_DTYPE, ROWS, Size, Vary
 
 
 def build(
@@ -25,6 +26,12 @@ def build(
     }
 
 
+VARY = Vary(
+    sizes={"rows": ROWS, "hidden": Size()},
+    tensors=("rows hidden",),
+    values={"beta": (True, False), "weight_dtype": ANY_DTYPE},
+)
+
 CASES = (
     Case("odd", "odd", rows=5, hidden=123),
     Case("batched", "odd", rows=(2, 3), hidden=65),
@@ -36,6 +43,10 @@ CASES = (
     Case("float32-weight", "option", rows=4, hidden=96, weight_dtype=torch.float32),
     Case("tiny-values", "extreme", rows=4, hidden=64, scale=1e-4),
     Case("big-values", "extreme", rows=4, hidden=64, scale=1e4),
+    Case("infinite-alpha", "extreme", rows=5, hidden=65, holds={"alpha": torch.inf}),
+    Case("negative-infinite-alpha", "extreme", rows=5, hidden=65, holds={"alpha": -torch.inf, "x": 0.0}),
+    Case("infinite-gamma", "extreme", rows=4, hidden=65, holds={"gamma": torch.inf}),
+    Case("uneven-rows", "extreme", rows=6, hidden=97, by_row=("incoming",)),
     Case("small", "small", rows=2048, hidden=2048),
     Case("medium", "medium", rows=8192, hidden=4096),
     Case("large", "large", rows=16384, hidden=8192),

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from liger_conformance.case import Bad, Case, Make
+from liger_conformance.vary import Size, Vary
 
 
 def build(
@@ -25,11 +26,22 @@ def build(
     }
 
 
+VARY = Vary(
+    sizes={"rows": Size(most=1 << 18, dims=(0, 3)), "hidden": Size(most=1 << 14), "vocabulary": Size()},
+    tensors=("rows hidden", "vocabulary hidden"),
+    values={
+        "index_dtype": (torch.int64, torch.int32),
+        "used": lambda vocabulary: (None, 1, vocabulary),
+        "padding_idx": lambda vocabulary: (None, 0, -1, vocabulary // 2, -vocabulary),
+    },
+)
+
 CASES = (
     Case("odd", "odd", rows=11, hidden=123, vocabulary=37),
     Case("batched", "odd", rows=(2, 3, 5), hidden=65, vocabulary=17),
     Case("many-rows", "odd", rows=133, hidden=17, vocabulary=300),
     Case("long-row", "odd", rows=3, hidden=5000, vocabulary=2),
+    Case("thousands-of-indices", "odd", rows=2100, hidden=5, vocabulary=70),
     Case("one-element", "edge", rows=1, hidden=1, vocabulary=1),
     Case("scalar-index", "edge", rows=(), hidden=33, vocabulary=5),
     Case("one-index-many-times", "edge", rows=300, hidden=9, vocabulary=4, used=1),

@@ -6,6 +6,8 @@ import torch
 
 from liger_conformance.case import Bad, Case, Make
 from liger_conformance.cases.cross_entropy import ALL, bad_options
+from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+from liger_core.ops.cross_entropy import REDUCTIONS
 
 
 def build(
@@ -45,6 +47,53 @@ def build(
         **options,
     }
 
+
+def budgets(rows: int, hidden: int, vocabulary: int) -> tuple[int | None, ...]:
+    """Room for all rows, and, beside an accumulator in float32, for half of them, for three and for one."""
+    one = 8 * vocabulary
+    rest = 4 * vocabulary + 32 * rows
+    return (
+        None,
+        rows * one + rest,
+        *(4 * vocabulary * hidden + n * one + rest for n in (rows // 2 + 1, 3, 1)),
+        one + rest,
+    )
+
+
+def answers(hidden: int, decided: bool, bias: bool) -> tuple[bool, ...]:
+    """Whether a return_* flag may be set: only where no rounding decides which logit is the largest."""
+    return (False, True) if decided and hidden >= 256 and not bias else (False,)
+
+
+def few_chunks(rows: int) -> tuple[bool, ...]:
+    """Whether the accumulator may have x's dtype: its error grows with the chunks that are added to it, as users are told."""
+    return (False, True) if rows <= 64 else (False,)
+
+
+VARY = Vary(
+    sizes={"rows": Size(most=1 << 16), "hidden": Size(most=1 << 13), "vocabulary": Size()},
+    tensors=("rows hidden", "vocabulary hidden", "rows vocabulary"),
+    values={
+        "bias": (False, True),
+        "bias_dtype": ANY_DTYPE,
+        "class_weight": (False, True),
+        "class_weight_dtype": ANY_DTYPE,
+        "decided": (False, True),
+        "ignored": (0.0, Number(0.0, 1.0)),
+        "ignore_index": (-100, -1, 3),
+        "label_smoothing": (0.0, Number(0.0, 1.0)),
+        "lse_square_scale": (0.0, Number(1e-5, 1.0)),
+        "softcap": (None, Number(1.0, 100.0)),
+        "reduction": REDUCTIONS,
+        "token_scaling": (False, True),
+        "return_z_loss": (False, True),
+        "return_token_accuracy": answers,
+        "return_predicted_tokens": answers,
+        "accum_dtype": lambda: (torch.float32,),
+        "own_accum_dtype": few_chunks,
+        "memory_budget": budgets,
+    },
+)
 
 # With this budget, 48 rows of 16 by 96 take several chunks in each dtype.
 CHUNKS = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 10_000}
@@ -138,9 +187,42 @@ CASES = (
         class_weight=True,
         class_weight_dtype=torch.float32,
     ),
+    Case(
+        "float32-bias-few-rows",
+        "option",
+        rows=4,
+        hidden=64,
+        vocabulary=600,
+        bias=True,
+        bias_dtype=torch.float32,
+        reduction="none",
+    ),
+    Case("float32-bias-chunks", "option", **CHUNKS, ignored=0.9, bias=True, bias_dtype=torch.float32),
+    Case("float32-bias-columns", "option", **COLUMNS, ignored=0.9, bias=True, bias_dtype=torch.float32),
+    Case(
+        "token-scaling-few-rows",
+        "option",
+        rows=3,
+        hidden=4,
+        vocabulary=659,
+        label_smoothing=0.1,
+        softcap=7.0,
+        reduction="none",
+        token_scaling=True,
+    ),
     Case("big-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=300.0, bias=True),
     Case("big-values-softcap", "extreme", rows=4, hidden=32, vocabulary=65, scale=300.0, softcap=1.0),
     Case("tiny-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=1e-4),
+    Case(
+        "infinite-weight",
+        "extreme",
+        rows=6,
+        hidden=16,
+        vocabulary=65,
+        class_weight=True,
+        label_smoothing=0.1,
+        holds={"class_weight": torch.inf},
+    ),
     Case("small", "small", rows=2048, hidden=2048, vocabulary=32000),
     Case("medium", "medium", rows=8192, hidden=4096, vocabulary=128256),
     Case("large", "large", rows=32768, hidden=4096, vocabulary=128256),

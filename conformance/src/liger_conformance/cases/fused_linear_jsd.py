@@ -6,6 +6,8 @@ import torch
 
 from liger_conformance.case import Bad, Case, Make
 from liger_conformance.cases.cross_entropy import labels
+from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
+from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
 
 def build(
@@ -44,6 +46,39 @@ def build(
         arguments["teacher_x"][0, 0] = torch.nan
     return arguments
 
+
+def budgets(rows: int, hidden: int, vocabulary: int) -> tuple[int | None, ...]:
+    """Room for all rows, and, beside an accumulator in float32, for half of them, for three and for one."""
+    one = 12 * vocabulary
+    rest = 4 * vocabulary + 32 * rows
+    return None, rows * one + rest, *(4 * vocabulary * hidden + n * one + rest for n in (rows // 2 + 1, 3, 1))
+
+
+VARY = Vary(
+    sizes={
+        "rows": Size(most=1 << 16),
+        "hidden": Size(most=1 << 13),
+        "teacher_hidden": Size(most=1 << 13),
+        "vocabulary": Size(),
+    },
+    tensors=(
+        "rows hidden",
+        "rows teacher_hidden",
+        "vocabulary hidden",
+        "vocabulary teacher_hidden",
+        "rows vocabulary",
+    ),
+    values={
+        "teacher_dtype": ANY_DTYPE,
+        "ignored": (None, 0.0, Number(0.0, 1.0)),
+        "ignore_index": (-100, -1, 3),
+        "beta": (0.0, 0.5, 1.0, Number(0.01, 0.99)),
+        "temperature": (1.0, Number(0.3, 10.0)),
+        "accum_dtype": lambda: (torch.float32,),
+        "own_accum_dtype": few_chunks,
+        "memory_budget": budgets,
+    },
+)
 
 # With this budget, 48 rows of 16 by 96 take several chunks in each dtype.
 CHUNKS = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 12_000}

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.vary import Number, Size, Vary
 
 
 def build(
@@ -26,10 +27,25 @@ def build(
     return {"q": one(magnitude), "k": one(magnitude), "v": one(), **options}
 
 
+VARY = Vary(
+    sizes={
+        "batch": Size(most=64),
+        "heads": Size(most=64),
+        "length": Size(most=1 << 14),
+        "head": Size(most=256),
+        "kernel_size": Size(most=127, step=2),
+        "dilation": Size(most=64),
+    },
+    tensors=("batch heads length head kernel_size",),
+    values={"scale": (None, Number(-1.0, 1.0)), "transposed": (False, True)},
+)
+
 CASES = (
     Case("odd", "odd", batch=2, heads=3, length=13, head=11),
     Case("small-window", "odd", batch=1, heads=2, length=29, head=16, kernel_size=3),
     Case("wide-head", "odd", batch=1, heads=3, length=9, head=130),
+    Case("wider-head", "odd", batch=1, heads=1, length=9, head=80),
+    Case("many-short-sequences", "odd", batch=3, heads=6, length=2, head=3),
     Case("long", "odd", batch=1, heads=1, length=150, head=16),
     Case("one-element", "edge", batch=1, heads=1, length=1, head=1),
     Case("window-of-one", "edge", batch=1, heads=2, length=7, head=16, kernel_size=1),
@@ -37,6 +53,8 @@ CASES = (
     Case("window-larger-than-the-sequence", "edge", batch=1, heads=2, length=7, head=16, kernel_size=51),
     Case("dilation-larger-than-the-sequence", "edge", batch=1, heads=2, length=7, head=16, dilation=9),
     Case("wide-window", "option", batch=1, heads=1, length=70, head=16, kernel_size=41),
+    Case("dq-of-a-wide-window", "odd", how=How(wanted=("q",)), batch=1, heads=1, length=70, head=16, kernel_size=41),
+    Case("dv-of-a-wide-window", "odd", how=How(wanted=("v",)), batch=1, heads=1, length=70, head=16, kernel_size=41),
     Case("dilated", "option", batch=1, heads=2, length=23, head=16, kernel_size=5, dilation=2),
     Case("far-dilated", "option", batch=1, heads=1, length=40, head=16, kernel_size=3, dilation=17),
     Case("scale", "option", batch=1, heads=2, length=11, head=16, scale=0.5),

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
 
 def build(
@@ -32,12 +33,45 @@ def build(
     }
 
 
+VARY = Vary(
+    sizes={
+        "samples": Size(most=1 << 16),
+        "num_groups": Size(most=1 << 10),
+        "group": Size(most=1 << 10),
+        "spatial": Size(most=1 << 20, dims=(0, 3)),
+    },
+    tensors=("samples num_groups group spatial",),
+    values={
+        "channels": lambda num_groups, group: (num_groups * group,),
+        "weight": (True, False),
+        "bias": (True, False),
+        "weight_dtype": ANY_DTYPE,
+        "eps": Number(1e-8, 1.0),
+        "channels_last": lambda spatial: (False, True) if len(spatial) == 2 else (False,),
+    },
+)
+
 CASES = (
     Case("odd", "odd", samples=3, channels=6, spatial=(37,), num_groups=2),
     Case("image", "odd", samples=2, channels=9, spatial=(5, 7), num_groups=3),
     Case("volume", "odd", samples=2, channels=4, spatial=(3, 2, 5), num_groups=2),
+    Case("small-groups", "odd", samples=2, channels=60, spatial=(48,), num_groups=4),
     Case("many-samples", "odd", samples=33, channels=3, spatial=(11,), num_groups=1),
     Case("long-group", "odd", samples=1, channels=6, spatial=(1501,), num_groups=2),
+    Case("group-in-parts", "option", samples=1, channels=2, spatial=(8208,), num_groups=1),
+    Case("odd-group-in-parts", "option", samples=1, channels=3, spatial=(4097,), num_groups=1),
+    Case("groups-of-16384", "option", samples=2, channels=4, spatial=(4096,), num_groups=1),
+    Case("one-long-group", "odd", samples=1, channels=5, spatial=(14001,), num_groups=1),
+    Case("dx-of-long-groups", "odd", how=How(wanted=("x",)), samples=3, channels=2, spatial=(20000,), num_groups=1),
+    Case(
+        "dweight-of-a-long-group",
+        "odd",
+        how=How(wanted=("weight",)),
+        samples=1,
+        channels=2,
+        spatial=(20000,),
+        num_groups=1,
+    ),
     Case("no-spatial", "edge", samples=3, channels=10, spatial=(), num_groups=2),
     Case("one-group", "edge", samples=2, channels=5, spatial=(13,), num_groups=1),
     Case("a-group-each", "edge", samples=2, channels=5, spatial=(13,), num_groups=5),
@@ -53,6 +87,8 @@ CASES = (
     Case("far-from-zero", "extreme", samples=16, channels=8, spatial=(25,), num_groups=4, mean=1000.0),
     Case("tiny-values", "extreme", samples=2, channels=6, spatial=(20,), num_groups=3, scale=1e-4),
     Case("big-values", "extreme", samples=2, channels=6, spatial=(20,), num_groups=3, scale=1e4),
+    Case("infinite-weight", "extreme", samples=2, channels=6, spatial=(20,), num_groups=3, holds={"weight": torch.inf}),
+    Case("uneven-rows", "extreme", samples=6, channels=4, spatial=(19,), num_groups=2, by_row=("x",)),
     Case("small", "small", samples=32, channels=128, spatial=(1024,), num_groups=32),
     Case("medium", "medium", samples=64, channels=512, spatial=(2048,), num_groups=32),
     Case("large", "large", samples=128, channels=512, spatial=(8192,), num_groups=32),

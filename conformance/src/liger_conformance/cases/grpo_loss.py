@@ -5,6 +5,9 @@ from typing import Any
 import torch
 
 from liger_conformance.case import Bad, Case, Make
+from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+from liger_core.losses.policy import LEVELS, REDUCTIONS
+from liger_core.ops.grpo_loss import LOSS_TYPES
 
 
 def build(
@@ -75,6 +78,36 @@ def build(
     }
 
 
+PLAIN_RATIO = ("cispo", "sapo")
+"""Loss types without delta and sequence level."""
+
+VARY = Vary(
+    sizes={"batch": Size(most=64), "length": Size(least=0, most=1 << 14), "vocabulary": Size()},
+    tensors=("batch length vocabulary",),
+    values={
+        "old": (True, False),
+        "ref": (True, False),
+        "logps_dtype": ANY_DTYPE,
+        "masked": (None, 0.0, Number(0.0, 1.0)),
+        "mask_dtype": (torch.bool, torch.int64, torch.float32, torch.bfloat16),
+        "importance": lambda batch, length: (None, (batch,), (batch, 1), (batch, length)),
+        "items": (None, Number(0.5, 1000.0)),
+        "temperature": (1.0, Number(0.3, 3.0)),
+        "beta": lambda ref: (0.0, 0.04, 0.5) if ref else (0.0,),
+        "eps_low": Number(0.0, 0.5),
+        "eps_high": Number(0.0, 3.0),
+        "delta": lambda loss_type: (None,) if loss_type in PLAIN_RATIO else (None, None, 1.1, 2.5),
+        "loss_type": LOSS_TYPES,
+        "importance_sampling_level": lambda loss_type: LEVELS[:1] if loss_type in PLAIN_RATIO else LEVELS,
+        "max_completion_length": (None, 1, 100),
+        "num_items_in_batch": lambda items: (None, 7, 0.5) if items is None else (None,),
+        "use_bias_correction_kl": (False, True),
+        "sapo_temperature_pos": Number(0.3, 3.0),
+        "sapo_temperature_neg": Number(0.3, 3.0),
+        "reduction": REDUCTIONS,
+    },
+)
+
 TINY = {"batch": 3, "length": 5, "vocabulary": 37}
 """Three rows, so that advantages of both signs are likely."""
 
@@ -85,6 +118,7 @@ CASES = (
     Case("long-row", "odd", batch=1, length=2, vocabulary=5000, temperature=1.3, logps_dtype=torch.bfloat16),
     Case("one-token", "edge", batch=1, length=1, vocabulary=3),
     Case("no-tokens", "edge", batch=2, length=0, vocabulary=9),
+    Case("no-tokens-without-kl", "edge", batch=2, length=0, vocabulary=9, ref=False, beta=0.0),
     Case("all-masked", "edge", **TINY, masked=1.0, loss_type="bnpo"),
     Case("masked-row-sequence", "edge", **TINY, masked=0.3, masked_rows=1, importance_sampling_level="sequence"),
     Case("garbage-under-the-mask", "edge", **TINY, masked=0.4, garbage=True),
@@ -174,6 +208,18 @@ CASES = (
     ),
     Case("none-cispo", "option", **TINY, masked=0.3, loss_type="cispo", beta=0.0, eps_high=0.9, reduction="none"),
     Case("big-values", "extreme", **TINY, scale=1e3, masked=0.3),
+    Case("infinite-advantage", "extreme", **TINY, loss_type="bnpo", holds={"advantages": torch.inf}),
+    Case("infinite-ratio-cispo", "extreme", **TINY, loss_type="cispo", holds={"old_logps": -torch.inf}),
+    Case("infinite-advantage-clipped", "extreme", **TINY, delta=0.5, eps_low=1e-3, holds={"advantages": torch.inf}),
+    Case(
+        "infinite-importance-clipped",
+        "extreme",
+        **TINY,
+        delta=0.5,
+        eps_low=1e-3,
+        importance=(3, 5),
+        holds={"importance_sampling_ratio": torch.inf},
+    ),
     Case("small", "small", batch=4, length=512, vocabulary=32000, masked=0.1),
     Case("medium", "medium", batch=8, length=1024, vocabulary=128256, masked=0.1),
     Case("large", "large", batch=8, length=2048, vocabulary=151936, masked=0.1),

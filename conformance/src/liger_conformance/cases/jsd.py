@@ -6,6 +6,7 @@ import torch
 
 from liger_conformance.case import Bad, Case, Make
 from liger_conformance.cases.cross_entropy import labels
+from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
 
 def logprobs(
@@ -61,6 +62,17 @@ def build(
     return {"student_logprobs": student, "teacher_logprobs": teacher, "labels": target, **options}
 
 
+VARY = Vary(
+    sizes={"rows": Size(most=1 << 20), "vocabulary": Size()},
+    tensors=("rows vocabulary",),
+    values={
+        "teacher_dtype": ANY_DTYPE,
+        "ignored": (None, 0.0, Number(0.0, 1.0)),
+        "ignore_index": (-100, -1, 3),
+        "beta": (0.0, 0.5, 1.0, Number(0.01, 0.99)),
+    },
+)
+
 CASES = (
     Case("odd", "odd", rows=5, vocabulary=123, ignored=0.3, beta=0.3),
     Case("plain", "odd", rows=7, vocabulary=65),
@@ -85,6 +97,8 @@ CASES = (
     Case("far-forward", "extreme", rows=4, vocabulary=64, far=0.5, beta=0.0),
     Case("big-values", "extreme", rows=4, vocabulary=64, scale=3e3),
     Case("tiny-values", "extreme", rows=4, vocabulary=64, scale=1e-2),
+    Case("infinite-student", "extreme", rows=4, vocabulary=64, holds={"student_logprobs": torch.inf}),
+    Case("infinite-teacher", "extreme", rows=4, vocabulary=64, beta=0.3, holds={"teacher_logprobs": torch.inf}),
     Case("small", "small", rows=1024, vocabulary=32000),
     Case("medium", "medium", rows=2048, vocabulary=128256),
     Case("large", "large", rows=4096, vocabulary=128256),

@@ -6,6 +6,8 @@ import torch
 
 from liger_conformance.case import Bad, Case, Make
 from liger_conformance.cases.jsd import logprobs
+from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+from liger_core.ops.kl_div import REDUCTIONS
 
 
 def build(
@@ -37,6 +39,17 @@ def build(
         target = target.exp()
     return {"log_pred": log_pred, "target": target.to(target_dtype or make.dtype), **options}
 
+
+VARY = Vary(
+    sizes={"rows": Size(most=1 << 20), "vocabulary": Size()},
+    tensors=("rows vocabulary",),
+    values={
+        "target_dtype": ANY_DTYPE,
+        "log_target": (False, True),
+        "reduction": REDUCTIONS,
+        "eps": (0.0, Number(1e-10, 0.1)),
+    },
+)
 
 CASES = (
     Case("odd", "odd", rows=5, vocabulary=123),

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
 def build(
@@ -27,12 +28,25 @@ def build(
     }
 
 
+VARY = Vary(
+    sizes={"rows": ROWS, "hidden": Size()},
+    tensors=("rows hidden",),
+    values={"bias": (True, False), "weight_dtype": ANY_DTYPE, "eps": Number(1e-8, 1.0)},
+)
+
 CASES = (
     Case("odd", "odd", rows=5, hidden=123),
     Case("batched", "odd", rows=(2, 3), hidden=65),
     Case("many-rows", "odd", rows=133, hidden=17),
     Case("thousands-of-rows", "odd", rows=2500, hidden=17),
     Case("long-row", "odd", rows=2, hidden=5000),
+    Case("rows-of-8192", "option", rows=2, hidden=8192),
+    Case("row-of-8193", "odd", rows=1, hidden=8193),
+    Case("row-of-16385", "option", rows=1, hidden=16385),
+    Case("rows-of-16400", "option", rows=2, hidden=16400),
+    Case("row-of-131072", "odd", how=How(wanted=("x",)), rows=1, hidden=131072),
+    Case("dx-of-long-rows", "odd", how=How(wanted=("x",)), rows=2, hidden=16400),
+    Case("dweight-of-long-rows", "odd", how=How(wanted=("weight",)), rows=2, hidden=16400),
     Case("one-element", "edge", rows=1, hidden=1),
     Case("one-column", "edge", rows=7, hidden=1),
     Case("vector", "edge", rows=(), hidden=33),
@@ -43,6 +57,8 @@ CASES = (
     Case("far-from-zero", "extreme", rows=64, hidden=50, mean=1000.0),
     Case("tiny-values", "extreme", rows=4, hidden=64, scale=1e-4),
     Case("big-values", "extreme", rows=4, hidden=64, scale=1e4),
+    Case("infinite-weight", "extreme", rows=4, hidden=65, holds={"weight": torch.inf}),
+    Case("uneven-rows", "extreme", rows=6, hidden=97, by_row=("x",)),
     Case("small", "small", rows=2048, hidden=2048),
     Case("medium", "medium", rows=8192, hidden=4096),
     Case("large", "large", rows=16384, hidden=8192),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from liger_conformance.case import Bad, Case, Make
+from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
 
 def build(
@@ -41,6 +42,24 @@ def build(
     }
 
 
+VARY = Vary(
+    sizes={
+        "batch": Size(most=64),
+        "length": Size(most=1 << 16),
+        "q_heads": Size(most=128),
+        "k_heads": Size(most=128),
+        "head": Size(least=2, most=512, step=2),
+    },
+    tensors=("batch length q_heads head", "batch length k_heads head"),
+    values={
+        "real": (False, True),
+        "conjugated": lambda real: (False,) if real else (False, True),
+        "transposed": (False, True),
+        "k_dtype": ANY_DTYPE,
+        "freqs_dtype": ANY_DTYPE,
+    },
+)
+
 CASES = (
     Case("odd", "odd", batch=2, length=5, q_heads=3, k_heads=1, head=22),
     Case("odd-real", "odd", batch=3, length=7, q_heads=4, k_heads=2, head=10, real=True),
@@ -56,6 +75,7 @@ CASES = (
     Case("float32-k", "option", batch=2, length=5, q_heads=3, k_heads=1, head=16, k_dtype=torch.float32),
     Case("bfloat16-k", "option", batch=2, length=5, q_heads=3, k_heads=1, head=16, k_dtype=torch.bfloat16),
     Case("big-values", "extreme", batch=1, length=5, q_heads=2, k_heads=1, head=16, scale=1e4),
+    Case("uneven-rows", "extreme", batch=4, length=5, q_heads=3, k_heads=1, head=22, by_row=("q", "k", "incoming")),
     Case("small", "small", batch=1, length=2048, q_heads=32, k_heads=8, head=128),
     Case("medium", "medium", batch=4, length=2048, q_heads=32, k_heads=8, head=128),
     Case("large", "large", batch=2, length=16384, q_heads=32, k_heads=8, head=128),

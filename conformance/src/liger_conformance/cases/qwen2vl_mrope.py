@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from liger_conformance.case import Bad, Case, Make
+from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
 
 def build(
@@ -40,6 +41,37 @@ def build(
         "mrope_section": sections,
     }
 
+
+def splits(pairs: int) -> tuple[tuple[int, int, int], ...]:
+    """Sections of so many columns in all: as in models, and with one or two of them empty."""
+    quarter, three, half = pairs // 4, pairs * 3 // 8, pairs // 2
+    return (
+        (pairs - 2 * three, three, three),
+        (pairs - quarter, quarter, 0),
+        (half, 0, pairs - half),
+        (pairs, 0, 0),
+        (0, pairs, 0),
+        (0, 0, pairs),
+    )
+
+
+VARY = Vary(
+    sizes={
+        "batch": Size(most=64),
+        "length": Size(most=1 << 16),
+        "q_heads": Size(most=128),
+        "k_heads": Size(most=128),
+        "pairs": Size(most=256),
+    },
+    tensors=("batch length q_heads pairs", "batch length k_heads pairs"),
+    values={
+        "sections": splits,
+        "tables": lambda batch: (1, batch),
+        "transposed": (True, False),
+        "k_dtype": ANY_DTYPE,
+        "table_dtype": ANY_DTYPE,
+    },
+)
 
 CASES = (
     Case("odd", "odd", batch=2, length=5, q_heads=3, k_heads=1, sections=(3, 4, 4), tables=1),
@@ -91,6 +123,17 @@ CASES = (
         k_dtype=torch.bfloat16,
     ),
     Case("big-values", "extreme", batch=1, length=5, q_heads=2, k_heads=1, sections=(2, 3, 3), scale=1e4),
+    Case(
+        "uneven-rows",
+        "extreme",
+        batch=4,
+        length=5,
+        q_heads=3,
+        k_heads=1,
+        sections=(3, 4, 4),
+        tables=1,
+        by_row=("q", "k", "incoming"),
+    ),
     Case("small", "small", batch=1, length=2048, q_heads=32, k_heads=8, sections=(16, 24, 24)),
     Case("medium", "medium", batch=4, length=2048, q_heads=32, k_heads=8, sections=(16, 24, 24)),
     Case("large", "large", batch=2, length=16384, q_heads=32, k_heads=8, sections=(16, 24, 24)),

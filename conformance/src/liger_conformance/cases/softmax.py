@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from liger_conformance.case import Bad, Case, Make
+from liger_conformance.vary import ROWS, Size, Vary
 
 
 def build(
@@ -27,13 +28,24 @@ def build(
     return {"x": x}
 
 
+VARY = Vary(
+    sizes={"rows": ROWS, "columns": Size()},
+    tensors=("rows columns",),
+    values={"masked": (0.0, 0.5)},
+)
+
 CASES = (
     Case("odd", "odd", rows=5, columns=123),
     Case("batched", "odd", rows=(2, 3), columns=65),
     Case("many-rows", "odd", rows=133, columns=17),
     Case("long-row", "odd", rows=2, columns=5000),
     Case("longer-row", "odd", rows=2, columns=20000),
+    Case("longer-odd-row", "odd", rows=2, columns=16385),
     Case("very-long-row", "odd", rows=1, columns=(1 << 16) + 7),
+    Case("row-of-16400", "option", rows=1, columns=16400),
+    Case("row-of-20480", "option", rows=1, columns=20480),
+    Case("row-of-262144", "option", rows=1, columns=262144),
+    Case("whole-rows", "odd", rows=64, columns=64),
     Case("one-element", "edge", rows=1, columns=1),
     Case("one-column", "edge", rows=7, columns=1),
     Case("vector", "edge", rows=(), columns=33),
@@ -47,6 +59,7 @@ CASES = (
     Case("long-big-values", "extreme", rows=2, columns=3000, scale=1e4),
     Case("longer-sharp", "extreme", rows=2, columns=40000, scale=20.0, masked=0.5),
     Case("tiny-values", "extreme", rows=4, columns=64, scale=1e-4),
+    Case("uneven-rows", "extreme", rows=6, columns=97, by_row=("incoming",)),
     Case("small", "small", rows=4096, columns=1024),
     Case("medium", "medium", rows=8192, columns=8192),
     Case("large", "large", rows=8192, columns=32768),

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from liger_conformance.case import Bad, Case, Make
+from liger_conformance.vary import Size, Vary
 
 
 def build(
@@ -33,11 +34,20 @@ def build(
     return {"x": x, **options}
 
 
+VARY = Vary(
+    sizes={"shape": Size(most=1 << 20, dims=(1, 4))},
+    tensors=("shape",),
+    values={"dim": lambda shape: (-1, *range(-len(shape), len(shape)))},
+)
+
 CASES = (
     Case("odd", "odd", shape=(5, 123)),
     Case("batched", "odd", shape=(2, 3, 65)),
     Case("many-rows", "odd", shape=(133, 17)),
     Case("long-row", "odd", shape=(2, 5000)),
+    Case("rows-of-8192", "option", shape=(2, 8192)),
+    Case("row-of-16400", "option", shape=(1, 16400)),
+    Case("row-of-32768", "option", shape=(1, 32768)),
     Case("one-element", "edge", shape=(1, 1)),
     Case("one-column", "edge", shape=(7, 1)),
     Case("vector", "edge", shape=(33,)),
@@ -56,6 +66,7 @@ CASES = (
     Case("large-support", "extreme", shape=(4, 1000), scale=1e-2),
     Case("big-values", "extreme", shape=(4, 64), scale=1e4),
     Case("far-from-zero", "extreme", shape=(4, 64), mean=1e4),
+    Case("uneven-rows", "extreme", shape=(6, 64), scale=0.1, by_row=("incoming",)),
     Case("small", "small", shape=(2048, 1024)),
     Case("medium", "medium", shape=(4096, 8192)),
     Case("large", "large", shape=(4096, 32768)),

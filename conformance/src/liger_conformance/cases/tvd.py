@@ -7,6 +7,8 @@ import torch
 from liger_conformance.case import Bad, Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.jsd import logprobs
+from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+from liger_core.ops.tvd import REDUCTIONS
 
 
 def build(
@@ -37,11 +39,25 @@ def build(
     return {"p": p, "q": q, "labels": target, **options}
 
 
+VARY = Vary(
+    sizes={"rows": Size(most=1 << 20), "vocabulary": Size()},
+    tensors=("rows vocabulary",),
+    values={
+        "q_dtype": ANY_DTYPE,
+        "ignored": (None, 0.0, Number(0.0, 1.0)),
+        "ignore_index": (-100, -1, 3),
+        "ties": (0.0, 0.3),
+        "reduction": REDUCTIONS,
+    },
+)
+
 CASES = (
     Case("odd", "odd", rows=5, vocabulary=123, ignored=0.3),
     Case("plain", "odd", rows=7, vocabulary=65),
     Case("many-rows", "odd", rows=133, vocabulary=17, ignored=0.1, reduction="mean"),
     Case("long-row", "odd", rows=2, vocabulary=5000, reduction="sum"),
+    Case("rows-of-248", "option", rows=3, vocabulary=248, ignored=0.3),
+    Case("rows-of-1024", "option", rows=21, vocabulary=1024),
     Case("one-element", "edge", rows=1, vocabulary=1, reduction="none"),
     Case("one-row", "edge", rows=1, vocabulary=40),
     Case("all-ignored", "edge", rows=3, vocabulary=33, ignored=1.0),
@@ -56,6 +72,7 @@ CASES = (
     Case("none-ignored", "option", rows=5, vocabulary=96, ignored=0.3, reduction="none", garbage=True),
     Case("float32-q", "option", rows=5, vocabulary=96, q_dtype=torch.float32, ties=0.3),
     Case("bfloat16-q", "option", rows=5, vocabulary=96, q_dtype=torch.bfloat16),
+    Case("rows-of-1024-float32-q", "option", rows=21, vocabulary=1024, q_dtype=torch.float32, reduction="none"),
     Case("big-values", "extreme", rows=4, vocabulary=64, scale=1e4),
     Case("small", "small", rows=1024, vocabulary=32000),
     Case("medium", "medium", rows=2048, vocabulary=128256),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from importlib.metadata import entry_points
+from typing import cast
+
 from liger_conformance.compilers.ascend import TritonAscendCompiler
 from liger_conformance.compilers.compiler import CannotExecute, Compiled, Compiler, Executor
 from liger_conformance.compilers.cutile import CutileCompiler
@@ -15,8 +19,19 @@ _TRITON_ASCEND = TritonAscendCompiler()
 _CUTILE = CutileCompiler()
 
 
+@functools.cache
+def _brought() -> dict[str, Compiler]:
+    """The compilers that packages bring: entry points of the group ``liger.compilers``, named by language."""
+    return {entry.name: entry.load() for entry in entry_points(group="liger.compilers")}
+
+
 def compiler_of(backend: BackendInfo) -> Compiler | None:
-    """The compiler of a language's kernels, or None when there is none here."""
+    """The compiler of a language's kernels, or None when there is none here.
+
+    The one that a package brings comes first.
+    """
+    if (brought := _brought().get(backend.language)) is not None:
+        return brought
     if backend.requires == "triton" and "cuda" in backend.devices:
         return _TRITON
     if backend.requires == "triton" and "npu" in backend.devices:
@@ -29,4 +44,4 @@ def compiler_of(backend: BackendInfo) -> Compiler | None:
 def executor_of(backend: BackendInfo) -> Executor | None:
     """What runs a language's compiled kernels on the CPU, or None when there is nothing here that does."""
     compiler = compiler_of(backend)
-    return compiler if compiler is _TRITON_ASCEND else None
+    return cast("Executor", compiler) if hasattr(compiler, "executing") else None

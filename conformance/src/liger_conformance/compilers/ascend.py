@@ -29,6 +29,7 @@ from liger_conformance.compilers.ascend_buffers import bytes_taken
 from liger_conformance.compilers.ascend_execute import Executable
 from liger_conformance.compilers.compiler import Compiled
 from liger_conformance.compilers.triton import pointers
+from liger_conformance.reach import untraced
 
 MOST_PROGRAMS = 65535
 """Of a launch: more raise."""
@@ -91,6 +92,7 @@ class TritonAscendCompiler:
         compiled: list[Compiled] = []
         compile = JITFunction.run
 
+        @untraced
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
             sizes = grid({**dict(zip(self.arg_names, args, strict=False)), **named}) if callable(grid) else grid
             named = {name: pointers(value) for name, value in named.items()}

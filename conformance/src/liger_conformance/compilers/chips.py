@@ -14,6 +14,8 @@ from unittest import mock
 
 import torch
 
+from liger_conformance.compilers.alignment import unaligned
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -80,13 +82,8 @@ def resource_usage(cubin: bytes) -> tuple[int, int, int]:
 
 
 def misaligned(cubin: bytes) -> tuple[str, ...]:
-    """Loads and stores of several words, at a constant distance from an address that no such access can have."""
-    found = set()
-    for line in _cuobjdump(cubin, "-sass").splitlines():
-        access = re.search(r"\b(?:LDG|STG|LDS|STS)\.(?:\w+\.)*(64|128)\b[^;]*\+(-?0x[0-9a-f]+)\]", line)
-        if access and int(access[2], 16) % (int(access[1]) // 8):
-            found.add(access[0])
-    return tuple(sorted(found))
+    """Loads and stores of several words that go wrong in some thread, at an address that no such access can have."""
+    return unaligned(_cuobjdump(cubin, "-sass"))
 
 
 def overwritten(cubin: bytes) -> tuple[str, ...]:

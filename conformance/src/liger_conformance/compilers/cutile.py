@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import subprocess
@@ -29,6 +30,7 @@ from liger_conformance.compilers.chips import CHIPS, Chip, misaligned, overwritt
 from liger_conformance.compilers.compiler import Compiled
 from liger_conformance.interpreters.tileir import capture
 from liger_conformance.interpreters.tileir.bytecode import Module
+from liger_conformance.reach import untraced
 
 CACHE: Path | None = None
 """Where what tileiras made is kept, for other processes and runs: a file for each bytecode, chip and version of it."""
@@ -73,6 +75,7 @@ class CutileCompiler:
 
         compiled: list[Compiled] = []
 
+        @untraced
         def launch(stream: Any, grid: Any, kernel: Any, arguments: tuple[Any, ...], /, **options: Any) -> None:
             capture.check_grid(grid)
             compiled.append(_compile_once(kernel, capture.signature(kernel, arguments), chip))
@@ -111,7 +114,7 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
     made, said = _run_tileiras(code, chip, name)
     registers, stack, shared = resource_usage(made)
     # What tileiras 13.4 gets wrong. To disassemble takes longer than to compile, so only what may be wrong is.
-    if _splits(code) and (wrong := misaligned(made)):  # a small tile that it splits as it loads it
+    if _splits(code) and (wrong := misaligned(made)):  # a small tile that it splits, or repeats, as it loads it
         raise RuntimeError(f"tileiras compiled {name} for {chip} to accesses that aren't aligned: {'; '.join(wrong)}")
     if _bulk_stores(said) > 1 and (wrong := overwritten(made)):  # some loops with two of them
         raise RuntimeError(
@@ -170,11 +173,27 @@ def _version() -> bytes:
 
 
 def _splits(code: bytes) -> bool:
-    """Whether a program takes parts of tiles."""
+    """Whether a program takes parts of tiles, or repeats the elements of a tile as it was loaded along the last axis."""
     blocks = [function.body for function in Module(code).functions]
+    loaded: dict[int, tuple[Any, ...]] = {}
     for block in blocks:
-        blocks += [region for op in block.ops for region in op.regions]
-    return any(op.name == "extract" for block in blocks for op in block.ops)
+        for op in block.ops:
+            blocks += op.regions
+            if op.name == "extract":
+                return True
+            if op.name in ("load_view", "load_ptr"):
+                loaded[op.results[0]] = op.types[0].shape
+            elif op.name not in ("reduce", "scan", "mma") and (
+                from_ := [loaded[v] for v in op.operands if v in loaded]
+            ):
+                if (
+                    op.name == "broadcast"
+                    and from_[0][-1:] == (1,) != op.types[0].shape[-1:]
+                    and math.prod(from_[0]) > 1
+                ):
+                    return True
+                loaded |= {v: t.shape for v, t in zip(op.results, op.types, strict=True)}
+    return False
 
 
 @functools.cache

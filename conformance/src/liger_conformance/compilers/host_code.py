@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import compress, product
 from operator import gt
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_conformance.case import TIMED, Case, Make, cases_of
+from liger_conformance.case import TIMED, Blank, Case, cases_of
 from liger_conformance.compilers import Compiler, compiler_of
+from liger_conformance.layouts import LAYOUTS
 from liger_conformance.running import Arguments, Target, WrongRoute, complete, only, present
 from liger_core import Unsupported
 from liger_core.contract import Needs
@@ -20,29 +21,13 @@ FIRST = 2
 """How many of an op's cases stand for all where these would be too many. They have odd sizes."""
 
 
-class Blank(Make):
-    """Builds a case's tensors without their values."""
-
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
-        self.dtype, self.device = dtype, device
-
-    def _draw(self, draw: Callable[..., Tensor], shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-
-    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def mask(self, probability: float, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.bool, device=self.device)
-
-
 def compiled_cases(target: Target) -> list[tuple[Case, torch.dtype]]:
     """What is compiled of an op for a chip, so that all ops take minutes for all chips.
 
-    For the language's first chip every case in bfloat16, and options and the sizes of models in float32 too. For the
-    others, in bfloat16, the first cases, options and the larger sizes of models, and the largest in float32 too. Where
-    the compiler is slow, the first chip gets what otherwise the others do, the smallest size of models, and the medium one
-    in float32; and those get the first case and the largest.
+    For the language's first chip every case in bfloat16, options and the sizes of models in float32 too, and the first case
+    in float16. For the others, in bfloat16, the first cases, options and the larger sizes of models, and the largest in
+    float32 too. Where the compiler is slow, the first chip gets what otherwise the others do, the odd cases, the smallest
+    size of models, and the medium one in float32; and those get the first case and the largest.
     """
     found = cases_of(target.op.name)
     everything = (*found.cases, *([found.huge] if found.huge else []))
@@ -53,15 +38,24 @@ def compiled_cases(target: Target) -> list[tuple[Case, torch.dtype]]:
     elif first or not slow:
         sizes = TIMED if first else TIMED[1:]
         wide = [case for case in found.cases if case.group in sizes[1:]]
-        narrow = [case for case in everything if case in found.cases[:FIRST] or case.group in ("option", *sizes)]
+        groups = ("option", *sizes, *(["odd"] if first else []))
+        narrow = [case for case in everything if case in found.cases[:FIRST] or case.group in groups]
     else:
         wide = []
         narrow = [case for case in found.cases if case == found.cases[0] or case.group == "large"]
-    return [(case, torch.bfloat16) for case in narrow] + [(case, torch.float32) for case in wide]
+    half = found.cases[:1] if first else ()
+    return [
+        *((case, torch.bfloat16) for case in narrow),
+        *((case, torch.float32) for case in wide),
+        *((case, torch.float16) for case in half),
+    ]
 
 
 def call(target: Target, case: Case, dtype: torch.dtype, device: str) -> None:
     """Call a kernel file's forward and backward: for every gradient and, as `_needs` says, for fewer.
+
+    For the first chip the first case's tensors are transposed too, which host code copies or takes as they are, and then far
+    apart; and backward is called twice, the second time without what forward made for it.
 
     Args:
         target: whose kernel file.
@@ -75,32 +69,66 @@ def call(target: Target, case: Case, dtype: torch.dtype, device: str) -> None:
     """
     op, kernel = target.op, target.kernel
     assert kernel is not None
-    arguments = complete(op, cases_of(op.name).module.build(Blank(dtype, device), **case.values))
+    arguments = complete(op, cases_of(op.name).make(case, Blank(dtype, device)))
     refuses = getattr(kernel, "refuses", None)
     if refuses is not None and (why := refuses(**arguments)):
         raise Unsupported(f"{target.language}: {why}")
     options = {name: arguments[name] for name in op.options}
     with torch.no_grad(), only(target):
         try:
-            for needs in _needs(target, case, dtype, arguments):
-                result, saved = kernel.forward(needs, **arguments)
+            for given, needs in _calls(target, case, dtype, arguments, refuses):
+                result, saved = kernel.forward(needs, **given)
                 if any(needs):
-                    for incoming in _incoming(target, case, dtype, result):
+                    for incoming in _incoming(target, case, dtype, result) * (2 if given is not arguments else 1):
                         kernel.backward(needs, saved, *incoming, **options)
         except Unsupported as error:
             raise WrongRoute(f"{target} calls another op, which takes no tensors without data") from error
 
 
+def _calls(
+    target: Target,
+    case: Case,
+    dtype: torch.dtype,
+    arguments: Arguments,
+    refuses: Callable[..., str | None] | None,
+) -> list[tuple[Arguments, Needs]]:
+    """The arguments of each call, and which gradients it asks for."""
+    needs = _needs(target, case, dtype, arguments)
+    calls = [(arguments, some) for some in needs]
+    if case == cases_of(target.op.name).cases[0] and _is_first_chip(target):
+        for layout in (_transposed, _far_apart):
+            given = {name: layout(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+            if refuses is None or not refuses(**given):
+                calls.append((given, needs[0]))
+    return calls
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    """Of the same sizes, with the last two dimensions swapped in memory."""
+    return LAYOUTS["transposed"].apply(tensor) if tensor.dim() else tensor
+
+
+def _far_apart(tensor: Tensor) -> Tensor:
+    """Of the same sizes, with rows, or what its first dimension holds, so far apart that offsets need 64 bits."""
+    if tensor.dim() < 2:
+        return tensor
+    strides = ((1 << 31) + 8, *tensor.contiguous().stride()[1:])
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
 def _needs(target: Target, case: Case, dtype: torch.dtype, arguments: Arguments) -> list[Needs]:
     """Which gradients to ask for.
 
-    All; for the first chip also none at the sizes of models, and any subset for the first cases.
+    All, or those that the case wants. For the first chip also none, at the sizes of models, and any subset, for the first
+    cases: each gradient alone, for the first case, where the compiler is slow.
     """
     op = target.op
     there = present(op, arguments)
-    every = tuple(name in there for name in op.differentiable)
+    wanted = there if case.how.wanted is None else case.how.wanted
+    every = tuple(name in there and name in wanted for name in op.differentiable)
     if _takes_subsets(target, case, dtype):
-        return [needs for needs in product((True, False), repeat=len(every)) if not any(map(gt, needs, every))]
+        subsets = [needs for needs in product((True, False), repeat=len(every)) if not any(map(gt, needs, every))]
+        return [n for n in subsets if n == every or sum(n) < 2] if _compiler(target).slow else subsets
     return [every, (False,) * len(every)] if case.group in TIMED and _is_first_chip(target) else [every]
 
 
@@ -115,8 +143,8 @@ def _incoming(target: Target, case: Case, dtype: torch.dtype, result: Any) -> li
 
 
 def _takes_subsets(target: Target, case: Case, dtype: torch.dtype) -> bool:
-    first = case in cases_of(target.op.name).cases[:FIRST]
-    return first and dtype is torch.bfloat16 and _is_first_chip(target) and not _compiler(target).slow
+    first = cases_of(target.op.name).cases[: 1 if _compiler(target).slow else FIRST]
+    return case in first and dtype is torch.bfloat16 and _is_first_chip(target)
 
 
 def _is_first_chip(target: Target) -> bool:

@@ -8,6 +8,7 @@ Importing this module does not import triton; calling its functions does.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib.util
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from liger_conformance.compilers.chips import CHIPS, Chip, resource_usage, torch_on
 from liger_conformance.compilers.compiler import Compiled
+from liger_conformance.reach import untraced
 
 THREADS = 1024
 """The most of a program, on each chip."""
@@ -64,6 +66,7 @@ class TritonCompiler:
         compiled: list[Compiled] = []
         compile = JITFunction.run
 
+        @untraced
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
             named = {name: pointers(value) for name, value in named.items()}
             kernel = compile(self, *pointers(args), grid=grid, warmup=True, **named)
@@ -166,6 +169,10 @@ def _describe(kernel: Any, chip: Chip) -> Compiled:
         over.append(f"{metadata.num_warps} warps of {chip.warp} threads, of {THREADS} threads")
     if (getattr(metadata, "tmem_size", None) or 0) > TENSOR_MEMORY:
         over.append(f"{metadata.tmem_size} columns of tensor memory, of {TENSOR_MEMORY}")
+    if scattered := scattered_reductions(kernel.asm["ttgir"]):
+        over.append(
+            f"{scattered} reductions over lanes that don't follow each other, which Triton up to 3.6 gets wrong"
+        )
     return Compiled(
         f"{function.module.rpartition('.')[2]}.{function.__name__}",
         f"{', '.join(named)}; {', '.join(types)}",
@@ -173,6 +180,24 @@ def _describe(kernel: Any, chip: Chip) -> Compiled:
         spills,
         tuple(over),
     )
+
+
+_LINEAR = re.compile(r"^#(\w+) = #ttg\.linear<\{.*?lane = (\[.*?\]), warp = ", re.M)
+_REDUCTION = re.compile(r"\"tt\.reduce\"\(.*?<\{axis = (\d+) : i32\}>.*?^ *\}\) : \(tensor<[^#]*#(\w+)>", re.M | re.S)
+
+
+def scattered_reductions(ttgir: str) -> int:
+    """Reductions whose elements lie in lanes of a warp with other ones' between them.
+
+    Triton 3.5 and 3.6 combine as many lanes that follow each other, so those of other reductions. A tensor gets such a
+    layout where dimensions that aren't adjacent in a warp are reshaped to one.
+    """
+    lanes = {name: ast.literal_eval(bases) for name, bases in _LINEAR.findall(ttgir)}
+    count = 0
+    for axis, layout in _REDUCTION.findall(ttgir):
+        bits = [bit for bit, base in enumerate(lanes.get(layout, ())) if base[int(axis)]]
+        count += bool(bits) and bits[-1] - bits[0] >= len(bits)
+    return count
 
 
 @functools.cache

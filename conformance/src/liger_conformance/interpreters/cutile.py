@@ -14,6 +14,7 @@ from typing import Any
 
 from liger_conformance.interpreters import tileir
 from liger_conformance.interpreters.triton import Launch
+from liger_conformance.reach import untraced
 
 
 def repair() -> None:
@@ -36,6 +37,7 @@ def launches(recorded: list[Launch]) -> Iterator[None]:
 
     launch = cuda.tile.launch
 
+    @untraced
     @functools.wraps(launch)
     def record(stream: Any, grid: Any, kernel: Any, *arguments: Any, **options: Any) -> None:
         launch(stream, grid, kernel, *arguments, **options)

@@ -31,6 +31,7 @@ from liger_conformance.interpreters import (
     triton_syntax,
     triton_values,
 )
+from liger_conformance.reach import untraced
 
 __all__ = ["Launch", "launches", "repair"]
 
@@ -112,6 +113,9 @@ class Launch:
     kernel: str
     module: str
     grid: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        return f"{self.module.rpartition('.')[2]}.{self.kernel}"
 
 
 _recorders: list[list[Launch]] = []
@@ -197,6 +201,7 @@ def _watch_interpreted_launches() -> None:
     set_grid_dim = InterpreterBuilder.set_grid_dim
     running: list[Any] = []
 
+    @untraced
     @functools.wraps(launch)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         running.append(self.fn)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+import traceback
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from liger_conformance import reach
 from liger_conformance.case import QUICK, Case, cases_of
+from liger_conformance.plugin import watch_key
 from liger_conformance.report import NOT_CLAIMED
 from liger_conformance.running import Target, refusal
 from liger_core import Unsupported
@@ -44,12 +47,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     mark = item.get_closest_marker("cases")
-    if mark is not None and "first" in mark.kwargs:
+    if mark is not None and "first" in mark.kwargs and not mark.kwargs.get("refused", False):
         _take_one_that_is_claimed(item, mark.kwargs.get("groups", QUICK))
     try:
-        return (yield)
+        with reach.watching(item.config.stash.get(watch_key, None)):
+            return (yield)
     except Unsupported as why:
+        target: Target | None = item.funcargs.get("target")  # type: ignore[attr-defined]
+        if target is not None and target.backend is not None and _passed(why, target.backend.package):
+            message = f"{target} raised Unsupported while it ran; refuses says it before, or nobody does: {why}"
+            raise AssertionError(message) from why
         pytest.skip(f"{NOT_CLAIMED}{why}")
+
+
+def _passed(error: Unsupported, package: str) -> bool:
+    """Whether an error came through a package's code. What `refuses` says is a value: the dispatcher raises it."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(module.startswith(f"{package}.") for module in modules)
 
 
 def _take_one_that_is_claimed(item: pytest.Item, groups: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from liger_conformance import reach
 from liger_conformance.case import Case
 from liger_conformance.compilers import Compiled, compiler_of
 from liger_conformance.compilers.host_code import call, compiled_cases
@@ -23,6 +24,7 @@ def compile_launches(target: Target, case: Case, dtype: torch.dtype) -> list[Com
     assert compiler is not None
     with compiler.compiling(target.device) as (device, compiled):
         call(target, case, dtype, device)
+    reach.record(target.backend.package, {kernel.kernel for kernel in compiled})
     return list({str(kernel): kernel for kernel in compiled}.values())
 
 
@@ -35,8 +37,25 @@ def test_compiled(
     record_property: Callable[[str, Any], None],
 ) -> None:
     """Each launch compiles, takes no more than the chip has, and keeps every register out of memory."""
+    check_launches(
+        target,
+        case,
+        dtype,
+        known_spills,
+        lambda kernels: record_property("liger kernels", [dataclasses.asdict(kernel) for kernel in kernels]),
+    )
+
+
+def check_launches(
+    target: Target,
+    case: Case,
+    dtype: torch.dtype,
+    known_spills: KnownSpills,
+    record: Callable[[list[Compiled]], None] = lambda kernels: None,
+) -> None:
+    """Compile what a case launches, hand it to `record`, and fail what the chip can't run or what it would do badly."""
     kernels = compile_launches(target, case, dtype)
-    record_property("liger kernels", [dataclasses.asdict(kernel) for kernel in kernels])
+    record(kernels)
     if not kernels:
         pytest.fail(f"{target} launches no kernel", pytrace=False)
     for kernel in kernels:

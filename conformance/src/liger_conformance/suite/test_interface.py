@@ -15,7 +15,7 @@ import liger_core
 from liger_conformance import interpreters
 from liger_conformance.case import QUICK, Bad, Case, Make, cases_of
 from liger_conformance.compare import compare, same_bits
-from liger_conformance.known import KnownFailures
+from liger_conformance.known import KnownFailures, Unclaimed
 from liger_conformance.running import (
     Target,
     baseline_and_truth,
@@ -55,20 +55,34 @@ def test_backward_signature(target: Target) -> None:
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=2)
 def test_route(target: Target, case: Case, dtype: torch.dtype) -> None:
-    """The package that was asked for launches the kernels, all of them, also inside composed ops."""
+    """The package that was asked for launches the kernels, all of them, also inside composed ops.
+
+    Whichever gradients are wanted, `only` sees that forward and backward launch some.
+    """
     arguments = complete(target.op, arguments_of(target, case, dtype))
+    names = present(target.op, arguments)
     with interpreters.launches() as launches, only(target):
         with torch.no_grad():
             target.op(**arguments)
-        forward_launches = len(launches)
-        evaluate(target.op, target.op, arguments)
+        for wanted in {names, *((name,) for name in names)}:
+            evaluate(target.op, target.op, arguments, wanted)
     if target.backend is None:
         assert not launches, f"the reference launched {launches[0]}"
         return
     foreign = [launch for launch in launches if not launch.module.startswith(f"{target.backend.package}.")]
     assert not foreign, f"{foreign[0].kernel} of {foreign[0].module} ran where {target} was asked for"
-    if interpreters.counts_launches(target.backend):
-        assert forward_launches, f"{target} launched no kernel: it computes by other means"
+
+
+@pytest.mark.cases(groups=QUICK, first=1, kernels=True, refused=True)
+def test_claims(target: Target, case: Case, dtype: torch.dtype, unclaimed: Unclaimed) -> None:
+    """A kernel takes its op's first case in every dtype, or its package declares that it doesn't, and why."""
+    why = refusal(target, arguments_of(target, case, dtype))
+    declared = unclaimed.declares(target.language, f"{target.op.name}-{case}-{str(dtype).removeprefix('torch.')}")
+    where = f"{target.backend.package}.unclaimed" if target.backend else ""
+    if declared:
+        assert why is not None, f"{where} declares what {target} takes: {case}"
+    else:
+        assert why is None, f"{target} owes the case {case}, which it refuses: {why}. Take it, or say why in {where}"
 
 
 def test_bad_input(target: Target, bad: Bad) -> None:
@@ -118,8 +132,14 @@ def test_autocast(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Autocast casts the operands of a matmul and nothing else."""
     op = target.op
     arguments = complete(op, arguments_of(target, case, dtype))
-    with only(target), torch.autocast(target.device, torch.bfloat16):
-        actual = evaluate(op, op, arguments)
+
+    def in_autocast(**given: Any) -> Any:
+        with torch.autocast(target.device, torch.bfloat16):
+            return op(**given)
+
+    # A kernel's backward is in float32 inside a region too. PyTorch's own, which the reference has, is cast there.
+    with only(target), torch.autocast(target.device, torch.bfloat16, enabled=target.backend is not None):
+        actual = evaluate(op, in_autocast, arguments)
     cast = {n: v.bfloat16() if n in op.autocast and v is not None else v for n, v in arguments.items()}
     with only(target):
         expected = evaluate(op, op, cast)
@@ -176,6 +196,10 @@ def more_rows(arguments: dict[str, Any], first: str) -> dict[str, Any]:
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
 def test_graph_capture(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Forward and backward are captured in a CUDA graph and replayed on other data: there is no host sync."""
+    check_graph_capture(target, case, dtype)
+
+
+def check_graph_capture(target: Target, case: Case, dtype: torch.dtype) -> None:
     if target.device != "cuda":
         pytest.skip("CUDA graphs need a CUDA device")
     op = target.op

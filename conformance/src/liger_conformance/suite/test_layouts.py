@@ -1,11 +1,15 @@
-"""Any strides, of inputs and of incoming gradients."""
+"""Any strides: of inputs, of incoming gradients, and of what comes back of what was saved."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from liger_conformance.case import QUICK, Case
 from liger_conformance.compare import same_bits
+from liger_conformance.layouts import expanded, outermost_last, padded, shifted, sliced, transposed
 from liger_conformance.running import (
     Arguments,
     Target,
@@ -20,38 +24,14 @@ from liger_conformance.running import (
 from liger_conformance.suite.test_values import arguments_of, check
 
 
-def transposed(tensor: Tensor) -> Tensor:
-    """The same values, the last two dimensions swapped in memory."""
-    return tensor.mT.contiguous().mT if tensor.dim() > 1 else sliced(tensor)
+def lazy(tensor: Tensor) -> Tensor:
+    """The same values, their signs changed in memory: what PyTorch calls a negative, or of complex numbers a conjugate, view."""
+    if tensor.is_complex():
+        return tensor.conj().resolve_conj().conj()
+    return torch._neg_view(-tensor) if tensor.is_floating_point() else tensor
 
 
-def sliced(tensor: Tensor) -> Tensor:
-    """The same values, every other element of a larger tensor, after an odd offset."""
-    larger = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1] + 3)
-    view = larger[..., 3::2]
-    view.copy_(tensor)
-    return view
-
-
-def padded(tensor: Tensor) -> Tensor:
-    """The same values, as the first columns of longer rows."""
-    longer = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 5)
-    view = longer[..., : tensor.shape[-1]]
-    view.copy_(tensor)
-    return view
-
-
-def expanded(tensor: Tensor) -> Tensor:
-    """The first row, seen as every row (stride 0)."""
-    return tensor[:1].expand(tensor.shape) if tensor.dim() > 1 else tensor
-
-
-def outermost_last(tensor: Tensor) -> Tensor:
-    """The same values, the first dimension innermost in memory."""
-    return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
-
-
-LAYOUTS = (transposed, sliced, padded, expanded, outermost_last)
+LAYOUTS = (transposed, sliced, padded, expanded, outermost_last, lazy)
 
 
 def relaid(arguments: Arguments, layout: object) -> Arguments:
@@ -74,6 +54,40 @@ def test_incoming_gradient_layouts(target: Target, case: Case, dtype: torch.dtyp
     with torch.no_grad():
         incoming = incoming_for(target.op, name_results(target.op, target.op.reference(**arguments)))
     check(target, lambda draw: arguments_of(target, case, dtype, draw), None, relaid(incoming, layout))
+
+
+def kept(layout: Callable[[Tensor], Tensor]) -> saved_tensors_hooks:
+    """Hooks that give every saved tensor back in another layout. Scalars stay."""
+    return saved_tensors_hooks(lambda t: layout(t) if t.dim() else t.clone(), lambda t: t)
+
+
+@pytest.mark.parametrize(
+    ("given", "back"),
+    [
+        ("contiguous", "transposed"),
+        ("contiguous", "sliced"),
+        ("contiguous", "shifted"),
+        ("transposed", "contiguous"),
+        ("transposed", "from-the-cpu"),
+    ],
+)
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+def test_saved_layouts(target: Target, case: Case, dtype: torch.dtype, given: str, back: str) -> None:
+    """Hooks of saved tensors may return other strides than they got, as offloading and compressing ones do."""
+    layouts = {"contiguous": Tensor.contiguous, "transposed": transposed, "sliced": sliced, "shifted": shifted}
+    build = layouts[given]
+    # Pinned memory makes it forget strides, also where it finds no CUDA and so doesn't pin.
+    place = "cuda" if target.device == "cpu" else target.device
+    hooks = save_on_cpu(pin_memory=True, device_type=place) if back == "from-the-cpu" else kept(layouts[back])
+    with hooks:
+        check(target, lambda draw: relaid(arguments_of(target, case, dtype, draw), build))
+
+
+@pytest.mark.cases(groups=("option",), dtypes=(torch.bfloat16,))
+def test_saved_layouts_of_options(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Which tensors are saved, and how they lie, is the options' to say."""
+    with kept(sliced):
+        check(target, lambda draw: arguments_of(target, case, dtype, draw))
 
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)

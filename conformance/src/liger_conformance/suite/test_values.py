@@ -1,6 +1,7 @@
 """Values and gradients, by the float64 rule."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,22 +9,27 @@ import pytest
 import torch
 
 import liger_core
-from liger_conformance.case import QUICK, TIMED, Case, cases_of
-from liger_conformance.compare import DRAWS, check_reference, compare
+from liger_conformance.case import QUICK, TIMED, Case, cases_of, uneven
+from liger_conformance.compare import check_reference, compare
+from liger_conformance.layouts import LAYOUTS
 from liger_conformance.running import (
     Arguments,
     Outcome,
     Target,
     baseline_and_truth,
     complete,
+    errors_nearby,
     evaluate,
+    has_rows,
     incoming_for,
+    incoming_of,
     name_results,
     only,
     present,
     refusal,
     require,
 )
+from liger_core.contract import Op
 
 
 def arguments_of(target: Target, case: Case, dtype: torch.dtype, draw: int = 0) -> Arguments:
@@ -36,6 +42,9 @@ def check(
     wanted: tuple[str, ...] | None = None,
     incoming: dict[str, torch.Tensor] | None = None,
     call: Callable[..., Any] | None = None,
+    autocast: bool = False,
+    infinite: bool = False,
+    by_row: bool = False,
 ) -> Outcome:
     """Run a target, prove that it ran, and compare every result and the gradients of the `wanted` arguments.
 
@@ -45,54 +54,103 @@ def check(
         wanted: the arguments to differentiate by; None: all.
         incoming: gradients of the results; None: random ones.
         call: what runs the op, compiled code that can't be watched; None: the op itself.
+        autocast: run under autocast to bfloat16: what is checked is then the call with the arguments that it casts.
+        infinite: an argument holds an infinity, as `compare` has it.
+        by_row: what has the rows of the first argument is judged row by row.
 
     Raises:
         Mismatch: a value is wrong.
         WrongRoute: another implementation ran.
     """
     arguments = complete(target.op, build(0))
+    seen = cast(target.op, arguments) if autocast else arguments
     expected = None
-    if refusal(target, arguments) is None:  # else the kernel is not run, which says so below
+    if refusal(target, seen) is None:  # else the kernel is not run, which says so below
         # Before the kernel, which may write to what it is given: that is another test's to say.
         with contextlib.suppress(torch.OutOfMemoryError):
-            expected = baseline_and_truth(target.op, arguments, wanted, incoming)
+            expected = baseline_and_truth(target.op, seen, wanted, incoming)
     if call is None:
-        actual = _run(target, arguments, wanted, incoming)
+        with torch.autocast(target.device, torch.bfloat16, enabled=autocast):
+            actual = _run(target, arguments, seen, wanted, incoming)
     else:
         with liger_core.use(target.language):
             actual = evaluate(target.op, call, arguments, wanted, incoming)
     if expected is None:  # a kernel that runs out of memory, too, has failed above
         pytest.skip("the float64 reference doesn't fit this device's memory")
     baseline, truth = expected
-    others: list[tuple[Outcome, Outcome]] = []
-
-    def other_draws(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        if not others:
-            draws = range(1, DRAWS)
-            others.extend(baseline_and_truth(target.op, build(draw), wanted, incoming, draw) for draw in draws)
-        return [(b.items()[name], t.items()[name]) for b, t in others]
-
+    rows = seen[target.op.names[0]].shape[0] if by_row else None
+    nearby = functools.cache(lambda: errors_nearby(target.op, seen, wanted, incoming, rows))
     same = actual.items().keys() == baseline.items().keys()
     require(same, f"there are {', '.join(actual.items())}; the contract says {', '.join(baseline.items())}")
     for name, value in actual.items().items():
-        compare(name, value, baseline.items()[name], truth.items()[name], lambda name=name: other_draws(name))
+        two = baseline.items()[name], truth.items()[name]
+        each = rows is not None and has_rows(value, rows)
+        compare(name, value, *two, lambda name=name: nearby()[name], infinite=infinite, by_row=each)
     return actual
 
 
+def cast(op: Op[..., Any], arguments: Arguments) -> Arguments:
+    """What autocast to bfloat16 makes of a call's arguments: of the operands of a matmul."""
+    return {
+        name: value.bfloat16() if name in op.autocast and value is not None else value
+        for name, value in arguments.items()
+    }
+
+
 def _run(
-    target: Target, arguments: Arguments, wanted: tuple[str, ...] | None, incoming: dict[str, torch.Tensor] | None
+    target: Target,
+    arguments: Arguments,
+    seen: Arguments,
+    wanted: tuple[str, ...] | None,
+    incoming: dict[str, torch.Tensor] | None,
 ) -> Outcome:
-    """Run the target and no other; each gradient has its argument's shape and dtype before autograd sees to that."""
+    """Run the target and no other; each gradient has its argument's shape and dtype before autograd sees to that.
+
+    `seen` are the arguments as the kernel gets them. The gradients are given back in their dtypes.
+    """
     with only(target) as observed:
         actual = evaluate(target.op, target.op, arguments, wanted, incoming)
     for gradients in observed.gradients:
         for name, gradient in zip(target.op.differentiable, gradients, strict=True):
             for what in ("shape", "dtype") if gradient is not None else ():
-                got, contract = getattr(gradient, what), getattr(arguments[name], what)
+                got, contract = getattr(gradient, what), getattr(seen[name], what)
                 require(
                     got == contract, f"backward gives {name} a gradient of {what} {got}; the contract says {contract}"
                 )
+    for name, gradient in actual.gradients.items():
+        if gradient is not None and arguments[name].dtype != seen[name].dtype:
+            got, contract = gradient.dtype, arguments[name].dtype
+            require(got == contract, f"the gradient of {name} has dtype {got} under autocast; {name} has {contract}")
+            actual.gradients[name] = gradient.to(seen[name].dtype)
     return actual
+
+
+def check_case(target: Target, case: Case, dtype: torch.dtype) -> Outcome:
+    """Check a case in the way that it says: its layouts, the gradients that it wants, and whether it is under autocast.
+
+    Raises:
+        Mismatch, WrongRoute: as `check`.
+    """
+    op, how = target.op, case.how
+    incoming = None
+    layout = how.layouts.get("incoming")
+    if layout or "incoming" in case.by_row:
+        arguments = complete(op, arguments_of(target, case, dtype))
+        incoming = incoming_of(op, cast(op, arguments) if how.autocast else arguments)
+    if incoming is not None and "incoming" in case.by_row:
+        incoming = {name: uneven(value) for name, value in incoming.items()}
+    if incoming is not None and layout:
+        incoming = {name: LAYOUTS[layout].apply(value) if value.dim() else value for name, value in incoming.items()}
+    with torch.set_grad_enabled(how.wanted != ()):
+        return check(
+            target,
+            lambda draw: arguments_of(target, case, dtype, draw),
+            how.wanted,
+            incoming,
+            autocast=how.autocast,
+            infinite=bool(case.holds),
+            by_row=bool(case.by_row),
+        )
 
 
 def floating_dtypes(arguments: Arguments) -> set[torch.dtype]:
@@ -101,7 +159,7 @@ def floating_dtypes(arguments: Arguments) -> set[torch.dtype]:
 
 def test_values(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The kernel is at most twice as far from the float64 answer as PyTorch is in the same dtype."""
-    actual = check(target, lambda draw: arguments_of(target, case, dtype, draw))
+    actual = check_case(target, case, dtype)
     if target.backend is None and case.group != "extreme":  # there, cancellation leaves any formula few digits
         arguments = arguments_of(target, case, dtype)
         truth = baseline_and_truth(target.op, arguments)[1]

@@ -1,24 +1,31 @@
 """Operators for training language models: one contract per op, one kernel per language."""
 
+from liger_core import losses
+from liger_core.asking import explain, get_current_backend, list_overridden_ops
 from liger_core.backend import BackendInfo, Unsupported, backends
+from liger_core.calling import get_op
+from liger_core.devices import infer_device
 from liger_core.dispatch import use
-from liger_core.introspect import explain, get_current_backend, get_op, infer_device, list_overridden_ops
+from liger_core.losses.policy import GRPOOutput
 from liger_core.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_core.ops.dyt import dyt
 from liger_core.ops.embedding import embedding
 from liger_core.ops.fused_add_rms_norm import fused_add_rms_norm
 from liger_core.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
+from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
 from liger_core.ops.fused_neighborhood_attention import fused_neighborhood_attention
 from liger_core.ops.geglu import geglu
 from liger_core.ops.group_norm import group_norm
-from liger_core.ops.grpo_loss import GRPOOutput, grpo_loss
+from liger_core.ops.grpo_loss import grpo_loss
 from liger_core.ops.jsd import jsd
 from liger_core.ops.kl_div import kl_div
 from liger_core.ops.layer_norm import layer_norm
 from liger_core.ops.llama4_rope import llama4_rope
+from liger_core.ops.logit_statistics import LogitStatistics, logit_statistics
 from liger_core.ops.poly_norm import poly_norm
 from liger_core.ops.qwen2vl_mrope import qwen2vl_mrope
+from liger_core.ops.relu_squared import relu_squared
 from liger_core.ops.rms_norm import rms_norm
 from liger_core.ops.rope import rope
 from liger_core.ops.softmax import softmax
@@ -30,6 +37,7 @@ __all__ = [
     "BackendInfo",
     "CrossEntropyOutput",
     "GRPOOutput",
+    "LogitStatistics",
     "Unsupported",
     "backends",
     "cross_entropy",
@@ -39,6 +47,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
     "fused_linear_jsd",
+    "fused_linear_logit_statistics",
     "fused_neighborhood_attention",
     "geglu",
     "get_current_backend",
@@ -51,8 +60,11 @@ __all__ = [
     "layer_norm",
     "list_overridden_ops",
     "llama4_rope",
+    "logit_statistics",
+    "losses",
     "poly_norm",
     "qwen2vl_mrope",
+    "relu_squared",
     "rms_norm",
     "rope",
     "softmax",

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _has_storage, _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
-if TYPE_CHECKING:
-    from liger_core.contract import Op
+from liger_core import modes
+from liger_core.declaration import Arguments, Declaration, Needs
+
+Saved = tuple[Any, ...]
+"""What a kernel's forward keeps for its backward: tensors, or None, and last it may be a `Once`. Empty when nothing
+needs a gradient."""
+
+Run = Callable[[Arguments, Needs, dict[str, Any]], Any]
+"""Runs a kernel: the arguments, which differentiable ones require a gradient, and the options."""
 
 
 class Once:
@@ -30,40 +38,41 @@ class Once:
         return tensors
 
 
-def differentiable(
-    op: Op[..., Any], kernel: ModuleType, language: str
-) -> Callable[[dict[str, Any], tuple[bool, ...], dict[str, Any]], Any]:
-    """A function of an op's checked arguments that runs `kernel`, and records it when a gradient is wanted.
-
-    It takes every argument by name, which differentiable ones require a gradient, and the options by name.
-    """
+def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str) -> Run:
+    """A function of an op's checked arguments that runs `kernel`, and records it when a gradient is wanted."""
     tensors = op.tensors
     takes_gradient = tuple(name in op.differentiable for name in tensors)
     all_take_gradient = all(takes_gradient)
     keeps_gradient = op.keeps_gradient
     nothing = (False,) * len(op.differentiable)
-    no_double = (
-        f"{op.name} in {language} has no second derivative; liger_core.use('torch') runs the reference, which has"
+    runs_reference = "liger_core.use('torch') runs the reference, which"
+    no_double = f"{op.name} in {language} has no second derivative; {runs_reference} has"
+    no_batch = (
+        f"{op.name} in {language} takes one incoming gradient and not a batch of them, as is_grads_batched=True and "
+        f"vectorize=True give; {runs_reference} takes it"
     )
 
-    class Kernel(torch.autograd.Function):
+    class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, call: tuple[Any, ...], *given: Tensor | None) -> Any:
             needs, arguments, options = call
+            traced = arguments is None
             if arguments is None:
                 options = dict(zip(op.options, options, strict=True))
                 arguments = dict(zip(tensors, given, strict=True)) | options
             result, saved = kernel.forward(needs, **arguments)
-            once = None
+            once = strides = None
             if saved and type(saved[-1]) is Once:
                 *saved, once = saved
-                if _top_saved_tensors_default_hooks(True) is not None:
+            if not traced and _top_saved_tensors_default_hooks(True) is not None:
+                strides = _strides(saved)
+                if once is not None:
                     once.take()  # activation checkpointing, or another hook that keeps no tensors: backward makes them anew
-            ctx.call = needs, options, once
+            ctx.call = needs, options, once, strides
             ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
             if isinstance(result, tuple):
-                if torch.compiler.is_compiling():
+                if modes.compiling():
                     return tuple(_absent(given[0]) if r is None else r for r in result)
                 if keeps_gradient is not None:
                     ctx.mark_non_differentiable(
@@ -73,39 +82,64 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            needs, options, once = ctx.call
+            needs, options, once, strides = ctx.call
             if keeps_gradient is not None:
                 grads = tuple(g for g, keeps in zip(grads, keeps_gradient) if keeps)  # noqa: B905  a bare tensor is the first result
+            traced = modes.compiling()
             device = None
             for grad in grads:
                 if grad is not None:
                     device = grad.device.type
+                    if not traced and (grad.is_neg() or not _has_storage(grad)):
+                        if modes.is_batched(grad):
+                            raise RuntimeError(no_batch)
+                        grads = tuple([g if g is None else modes.resolved(g) for g in grads])
             if device is None:  # nothing flows into any result
                 return (None,) * (1 + len(tensors))
             kept = ctx.saved_tensors  # read once: checkpointing gives them no second time
+            if strides is not None:
+                kept = tuple(map(_laid_out, kept, strides))
             saved = kept if once is None else (*kept, once)
-            traced = torch.compiler.is_compiling()
-            if not traced and torch.is_autocast_enabled(device):  # forward ran without, too
-                with torch.no_grad(), torch.autocast(device, enabled=False):
-                    found = kernel.backward(needs, saved, *grads, **options)
-            elif traced or not torch.is_grad_enabled():
+            if traced:
                 found = kernel.backward(needs, saved, *grads, **options)
             else:
-                with torch.no_grad():
+                if not modes.plain() and (why := modes.recording()) is not None:
+                    raise RuntimeError(f"backward of {op.name} in {language}: {why}; {runs_reference} can be recorded")
+                again = torch.is_grad_enabled()
+                if _is_any_autocast_enabled():  # forward ran without, too
+                    with torch.no_grad(), torch.autocast(device, enabled=False):
+                        found = kernel.backward(needs, saved, *grads, **options)
+                elif again:
+                    with torch.no_grad():
+                        found = kernel.backward(needs, saved, *grads, **options)
+                else:
                     found = kernel.backward(needs, saved, *grads, **options)
-            if not traced and torch.is_grad_enabled():
-                sources = [t for t in (*kept, *grads) if t is not None and t.requires_grad]
-                sources = sources or [torch.empty(0, requires_grad=True)]
-                found = tuple(g if g is None else _NoSecondDerivative.apply(no_double, g, *sources) for g in found)
+                if again:
+                    sources = [t for t in (*kept, *grads) if t is not None and t.requires_grad]
+                    sources = sources or [torch.empty(0, requires_grad=True)]
+                    found = tuple(g if g is None else _NoSecondDerivative.apply(no_double, g, *sources) for g in found)
             if all_take_gradient:
                 return None, *found
             gradients = iter(found)
             return None, *[next(gradients) if takes else None for takes in takes_gradient]
 
-    # Kernel.apply, but for 1.8 of its 6.7 µs: it asks whether a torch.func transform is active, as `Op.call` has done.
-    apply = super(torch.autograd.Function, Kernel).apply  # pyright: ignore[reportAttributeAccessIssue]
+    # Profiles, `grad_fn` and anomaly reports show a node by its class.
+    named: Any = type(Node)(f"{op.name}[{language}]", (Node,), {})  # pyright: ignore[reportCallIssue]
+    node = named._backward_cls
 
-    def run(arguments: dict[str, Any], needs: tuple[bool, ...], options: dict[str, Any]) -> Any:
+    def raw(self: Any) -> Any:
+        """The saved tensors, for hooks on single ones: these are registered after forward, whatever was active then."""
+        needs, options, once, strides = self.call
+        if strides is None:
+            self.call = needs, options, once, _strides(self.saved_tensors)
+        return super(node, self)._raw_saved_tensors
+
+    node._raw_saved_tensors = property(raw)
+
+    # named.apply, but for 1.8 of its 6.7 µs: it asks whether a torch.func transform is active, as `Op.call` has done.
+    apply = super(torch.autograd.Function, named).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+    def run(arguments: Arguments, needs: Needs, options: dict[str, Any]) -> Any:
         result: Any
         if needs == nothing:
             if torch.is_grad_enabled():
@@ -114,9 +148,9 @@ def differentiable(
                     result = kernel.forward(nothing, **arguments)[0]
             else:
                 result = kernel.forward(nothing, **arguments)[0]
-        elif torch.compiler.is_compiling():
+        elif modes.compiling():
             given = [arguments[name] for name in tensors]
-            result = Kernel.apply((needs, None, tuple(options.values())), *given)
+            result = named.apply((needs, None, tuple(options.values())), *given)
             if isinstance(result, tuple):
                 kept = keeps_gradient or (True,) * len(result)
                 result = tuple(
@@ -129,6 +163,21 @@ def differentiable(
         return result
 
     return run
+
+
+def _strides(saved: Sequence[Tensor | None]) -> list[tuple[int, ...]]:
+    return [() if tensor is None else tensor.stride() for tensor in saved]
+
+
+def _laid_out(tensor: Tensor | None, strides: tuple[int, ...]) -> Tensor | None:
+    """A tensor with its dimensions in memory as they are in one of these `strides`; without gaps, if it isn't it already.
+
+    Hooks of saved tensors, such as those that offload, may return another layout than they got.
+    """
+    if tensor is None or tensor.stride() == strides:
+        return tensor
+    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    return tensor.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
 
 
 # Dynamo (torch 2.13) traces neither a None among a Function's results nor marks of some of them as non-differentiable.

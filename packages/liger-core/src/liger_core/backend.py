@@ -9,13 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any, cast
 
-LOAD_ERRORS = (ImportError, AttributeError, TypeError, ValueError, OSError, RuntimeError)
-"""What a module that can't be loaded raises."""
+# Extras of liger-core whose packages hold no kernels.
+NO_LANGUAGES = ("transformers", "distributed")
 
 
 class Unsupported(NotImplementedError):
     """The language that was asked for can't take this call. The message says why, and what to do."""
+
+
+def _is_identifier(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier()
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class BackendInfo:
                 f"BackendInfo: language is {self.language!r}; it takes lower-case words joined by '-', not 'torch'"
             )
         for field in ("devices", "default_devices"):
-            value = getattr(self, field)
-            if not isinstance(value, tuple) or not all(isinstance(d, str) and d.isidentifier() for d in value):
+            value: Any = getattr(self, field)
+            if type(value) is not tuple or not all(map(_is_identifier, cast("tuple[Any, ...]", value))):
                 raise ValueError(f"BackendInfo: {field} is {value!r}; it takes a tuple of torch device types")
         if not self.devices:
             raise ValueError("BackendInfo: devices is empty; a language runs somewhere")
@@ -71,10 +76,25 @@ class BackendInfo:
             return f"{self.language} runs on {', '.join(self.devices)}, not on {device}"
         if find_spec(self.requires) is None:
             return f"{self.requires} is not installed: {self.install}"
-        return self.refuses(device) if self.refuses else None
+        try:
+            return self.refuses(device) if self.refuses else None
+        except Exception as error:  # the package's own: the other languages go on without it
+            return f"{self.package} can't say whether it runs on {device}: {type(error).__name__}: {error}"
+
+    def broken(self) -> str | None:
+        """Why the package's ``ops/__init__.py`` can't be imported, or None. It is imported here; no kernel is."""
+        name = f"{self.package}.ops"
+        try:
+            if find_spec(name) is not None:
+                importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # the package's own: the other languages go on without it
+            return f"{name} can't be imported: {type(error).__name__}: {error}"
+        return None
 
     def has_kernel(self, op: str) -> bool:
-        """Whether the package has a file for `op`. Imports the package's ``ops/__init__.py``, no kernel."""
+        """Whether the package has a file for `op`, and is not `broken`. Imports no kernel."""
+        if self.broken() is not None:
+            return False
         ops = f"{self.package}.ops"
         return find_spec(ops) is not None and find_spec(f"{ops}.{op}") is not None
 
@@ -97,7 +117,7 @@ def discover() -> tuple[tuple[BackendInfo, ...], tuple[BrokenBackend, ...]]:
     from importlib.metadata import entry_points
 
     found: dict[str, BackendInfo] = {}
-    broken = []
+    broken: list[BrokenBackend] = []
     for entry in sorted(entry_points(group="liger.backends"), key=lambda e: e.name):
         try:
             info = entry.load()
@@ -110,7 +130,7 @@ def discover() -> tuple[tuple[BackendInfo, ...], tuple[BrokenBackend, ...]]:
                 raise ImportError(
                     f"{entry.value} declares package {info.package!r}, which is not an importable package"
                 )
-        except LOAD_ERRORS as error:
+        except (Exception, SystemExit) as error:  # whatever it is, the package's own: the others go on without it
             broken.append(BrokenBackend(entry.name, f"{type(error).__name__}: {error}"))
         else:
             found[info.language] = info
@@ -122,21 +142,34 @@ def backends() -> tuple[BackendInfo, ...]:
     return discover()[0]
 
 
-def absent_languages() -> list[str]:
-    """The languages among liger-core's extras that no installed package declares."""
+def broken_backends() -> tuple[BrokenBackend, ...]:
+    """Every entry point of a kernel language that could not be loaded."""
+    return discover()[1]
+
+
+def _extras() -> list[str]:
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:
-        extras = metadata("liger-core").get_all("Provides-Extra") or []
+        return metadata("liger-core").get_all("Provides-Extra") or []
     except PackageNotFoundError:
         return []
-    installed = {b.language for b in backends()} | {b.name for b in discover()[1]}
-    return [extra for extra in extras if extra not in installed]
+
+
+def absent_languages() -> list[str]:
+    """The languages among liger-core's extras that no installed package declares."""
+    installed = {b.language for b in backends()} | {b.name for b in broken_backends()}
+    return [extra for extra in _extras() if extra not in installed and extra not in NO_LANGUAGES]
+
+
+def absent_packages() -> list[str]:
+    """liger-core's extras that are no languages and are not installed."""
+    return [extra for extra in _extras() if extra in NO_LANGUAGES and find_spec(f"liger_{extra}") is None]
 
 
 def not_installed(language: str) -> str:
     """What to tell somebody who asks for a language that no installed package declares."""
-    for entry in discover()[1]:
+    for entry in broken_backends():
         if entry.name == language:
             return f"{language} is installed but can't be imported: {entry.error}"
     if language in absent_languages():

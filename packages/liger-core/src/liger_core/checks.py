@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
@@ -111,12 +110,7 @@ def flag(op: str, **options: Any) -> None:
 
 
 def indices_below(op: str, name: str, indices: Tensor, limit: int, ignore: int | None = None) -> None:
-    """Every element of `indices` that isn't `ignore` lies in [0, limit), or IndexError. Reads the data: a device sync.
-
-    A fake tensor has none, and passes.
-    """
-    if isinstance(indices, FakeTensor):
-        return
+    """Every element of `indices` that isn't `ignore` lies in [0, limit), or IndexError. Reads the data: a device sync."""
     wrong = (indices < 0) | (indices >= limit)
     if ignore is not None:
         wrong &= indices != ignore

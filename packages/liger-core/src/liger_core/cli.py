@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import platform
+import json
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distributions, version
-
-import torch
+from dataclasses import asdict
 
 import liger_core
-from liger_core.backend import BackendInfo, absent_languages, backends, discover, not_installed
-from liger_core.contract import ops as contract_ops
+from liger_core.backend import absent_languages, absent_packages, backends
+from liger_core.calling import ops
+from liger_core.doctor import examine
+
+HINTS = {"liger-transformers": ": `liger-transformers MODEL_TYPE` prints what it swaps"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="liger", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, and how to get it")
-    doctor.set_defaults(run=lambda options: run_doctor())
+    doctor.add_argument("--json", action="store_true", help="for a bug report, or a program")
+    doctor.set_defaults(run=lambda options: run_doctor(options.json))
     where = commands.add_parser("where", help="which kernel an op runs, and why not the others")
     where.add_argument("op", help="such as rms_norm")
     where.add_argument("--device", help="a torch device or its type (default: this machine's)")
@@ -35,29 +37,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def run_doctor() -> int:
-    """Print what is installed; 1 when something is broken, 0 otherwise."""
-    device = liger_core.infer_device()
-    chosen = liger_core.get_current_backend(device)
-    print(f"python {platform.python_version()}, torch {torch.__version__}, liger-core {_version('liger-core')}")
-    print(
-        f"device {device}{_device_name(device)}: {chosen.language if chosen else 'the PyTorch reference'} runs by default"
-    )
+def run_doctor(as_json: bool) -> int:
+    """Print what is installed; 1 when something is to be mended, 0 otherwise."""
+    found = examine()
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+        return 1 if found.problems else 0
+    name = f" ({found.device_name})" if found.device_name else ""
+    runs = "the PyTorch reference" if found.runs == "torch" else found.runs
+    print(f"python {found.python}, torch {found.torch}, liger-core {found.liger_core}")
+    print(f"device {found.device}{name}: {runs} runs by default")
     print()
-    problems = []
-    for backend in backends():
-        print(f"{backend.language} ({backend.package} {_version(backend.package)}), for {', '.join(backend.devices)}")
-        print(f"  {_count(backend)} of {len(contract_ops)} ops")
-        for place in backend.devices:
-            absent = f"no {place} device on this machine" if place not in (device, "cpu") else None
-            print(f"  {place}: {backend.missing(place) or absent or 'ready'}")
+    for language in found.languages:
+        print(f"{language.language} ({language.package} {language.version}), for {', '.join(language.devices)}")
+        print(f"  {language.kernels} of {found.ops} ops")
+        for device, state in language.devices.items():
+            print(f"  {device}: {state}")
+    for package, version in found.packages.items():
+        print(f"{package} {version}{HINTS.get(package, '')}")
     print_absent()
-    for broken in discover()[1]:
-        problems.append(f"{broken.name} can't be imported: {broken.error}")
-    problems += overwritten_packages()
-    for problem in problems:
-        print(f"\nproblem: {problem}")
-    return 1 if problems else 0
+    for problem in found.problems:
+        print(f"\nproblem: {problem.what}\n  mend:  {problem.mend}")
+    return 1 if found.problems else 0
 
 
 def run_where(op: str, device: str | None) -> int:
@@ -70,57 +71,28 @@ def run_where(op: str, device: str | None) -> int:
 def run_matrix() -> int:
     """Print op × language × device."""
     columns = [(b, device) for b in backends() for device in b.devices]
-    heads = [f"{b.language}/{device}" for b, device in columns]
-    width = max(map(len, contract_ops))
+    heads = [f"{b.language}/{device}" for b, device in columns] + ["torch"]
+    width = max(map(len, ops))
     print(" " * width, *heads, sep="  ")
-    for op in sorted(contract_ops):
-        cells = ["yes" if b.has_kernel(op) else "-" for b, _ in columns]
+    for op in sorted(ops):
+        cells = ["yes" if b.has_kernel(op) else "-" for b, _ in columns] + ["yes"]
         print(op.ljust(width), *(cell.ljust(len(head)) for cell, head in zip(cells, heads, strict=True)), sep="  ")
-    print("\nThe PyTorch reference implements every op on every device.")
+    print("\ntorch is the PyTorch reference, on every device.")
     if not columns:
         print_absent()
     return 0
 
 
 def print_absent() -> None:
-    """Print how to get the languages that are not installed."""
+    """Print how to get what is not installed."""
     if languages := absent_languages():
-        print("\nEach for its own devices, and not every two in one environment:")
-        print(*(f"  {not_installed(language)}" for language in languages), sep="\n")
-
-
-def overwritten_packages() -> list[str]:
-    """Installed distributions that wrote to the same files, so that one of them is not what it says it is.
-
-    Only packages that liger loads count: others share an empty ``__init__.py``, without harm.
-    """
-    ours = {"liger_core", *(name.partition(".")[0] for b in backends() for name in (b.package, b.requires))}
-    owners: dict[str, list[str]] = {}
-    for distribution in distributions():
-        for path in distribution.files or ():
-            if len(path.parts) == 2 and path.name == "__init__.py" and path.parts[0] in ours:
-                owners.setdefault(path.parts[0], []).append(distribution.metadata["Name"])
-    return [
-        f"{' and '.join(sorted(set(names)))} both installed the package {package!r}; uninstall both, then install one"
-        for package, names in sorted(owners.items())
-        if len(set(names)) > 1
-    ]
-
-
-def _count(backend: BackendInfo) -> int:
-    return sum(backend.has_kernel(op) for op in contract_ops)
-
-
-def _device_name(device: str) -> str:
-    module = getattr(torch, device)
-    return f" ({module.get_device_name()})" if device != "cpu" else ""
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package.partition(".")[0].replace("_", "-"))
-    except PackageNotFoundError:
-        return "not installed as a distribution"
+        print(
+            "\nLanguages that are not installed; each is for its own devices, and not every two fit in one environment:"
+        )
+        print(*(f'  {language}: uv pip install "liger-core[{language}]"' for language in languages), sep="\n")
+    if packages := absent_packages():
+        print("\nPackages that are not installed:")
+        print(*(f'  liger-{name}: uv pip install "liger-core[{name}]"' for name in packages), sep="\n")
 
 
 if __name__ == "__main__":

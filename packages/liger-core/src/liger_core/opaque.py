@@ -8,7 +8,11 @@ from typing import ParamSpec
 
 import torch
 
+from liger_core import modes
+
 P = ParamSpec("P")
+
+_taken: set[str] = set()
 
 
 def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -30,12 +34,15 @@ def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable
 
     def decorate(launch: Callable[P, None]) -> Callable[P, None]:
         name = f"liger::{launch.__module__}.{launch.__qualname__}".replace(".", "_").replace("<locals>", "")
+        while name in _taken:  # by "a.b" for "a_b", or by another function that the same code made
+            name += "_"
+        _taken.add(name)
         custom = torch.library.custom_op(name, launch, mutates_args=writes)
         custom.register_fake(_writes_nothing)
 
         @functools.wraps(launch)
         def call(*args: P.args, **kwargs: P.kwargs) -> None:
-            if torch.compiler.is_compiling():
+            if modes.compiling():
                 custom(*args, **kwargs)
             else:
                 launch(*args, **kwargs)

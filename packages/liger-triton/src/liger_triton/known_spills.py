@@ -9,10 +9,6 @@ KNOWN_SPILLS = {
         18,
         "rows of up to 8192 columns that are not a multiple of 16: each is fetched ahead in small pieces",
     ),
-    "layer_norm-triton-sm_90 layer_norm._backward[*BLOCK=8192*, i32, i32, i32, i32*": (
-        28,
-        "rows of up to 8192 columns that are not a multiple of 16: each is fetched ahead in small pieces",
-    ),
     "fused_neighborhood_attention-triton-sm_100 fused_neighborhood_attention._backward_wide[*HEAD=16*": (
         14,
         "heads of 16, which no model has: a thread has all 255 registers",

@@ -1,12 +1,14 @@
 """Cross-entropy of logits and class labels."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from liger_core import checks
-from liger_core.contract import op, upcast
+from liger_core.contract import op
+from liger_core.ops.logit_statistics import LogitStatistics, statistics_of_logits
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -28,7 +30,85 @@ class CrossEntropyOutput(NamedTuple):
     predicted_tokens: Tensor | None
 
 
-@op(differentiable=("logits",), result=CrossEntropyOutput, grad_results=("loss",))
+class CrossEntropyOptions(TypedDict, total=False):
+    """The options of `cross_entropy` that don't decide what it returns."""
+
+    ignore_index: int
+    label_smoothing: float
+    lse_square_scale: float
+    softcap: float | None
+    reduction: str
+
+
+class CrossEntropyCall:
+    """How `cross_entropy` is called, for type checkers: the flags decide what it returns."""
+
+    @overload
+    def __call__(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_z_loss: Literal[False] = False,
+        return_token_accuracy: Literal[False] = False,
+        return_predicted_tokens: Literal[False] = False,
+        **options: Unpack[CrossEntropyOptions],
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_z_loss: Literal[True],
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        **options: Unpack[CrossEntropyOptions],
+    ) -> CrossEntropyOutput: ...
+    @overload
+    def __call__(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_token_accuracy: Literal[True],
+        return_z_loss: bool = False,
+        return_predicted_tokens: bool = False,
+        **options: Unpack[CrossEntropyOptions],
+    ) -> CrossEntropyOutput: ...
+    @overload
+    def __call__(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_predicted_tokens: Literal[True],
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        **options: Unpack[CrossEntropyOptions],
+    ) -> CrossEntropyOutput: ...
+    @overload
+    def __call__(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        *,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        **options: Unpack[CrossEntropyOptions],
+    ) -> Tensor | CrossEntropyOutput: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing makes one."""
+        raise NotImplementedError
+
+
+@op(differentiable=("logits",), result=CrossEntropyOutput, grad_results=("loss",), overloads=CrossEntropyCall)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -54,7 +134,7 @@ def cross_entropy(
     Args:
         logits: ``[N, V]``; float32, bfloat16 or float16.
         target: int64 ``[N]``, the labels.
-        weight: ``[V]``, a weight per class, or None.
+        weight: ``[V]``, a weight per class, or None. What an infinite one reaches is infinite or NaN.
         ignore_index: the label of rows that don't count.
         label_smoothing: probability given to the uniform distribution; 0 to 1.
         lse_square_scale: coefficient of the z-loss, lse². It is not weighted by class.
@@ -113,48 +193,93 @@ def loss_of_logits(
     token_scaling: bool,
 ) -> Tensor | CrossEntropyOutput:
     """The reference of `cross_entropy` and, with `token_scaling`, of `fused_linear_cross_entropy`."""
-    vocabulary = logits.shape[-1]
+    statistics = statistics_of_logits(
+        logits,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        return_total=bool(label_smoothing),
+        return_best=True,
+    )
+    return loss_of_statistics(
+        statistics,
+        target,
+        weight,
+        vocabulary=logits.shape[-1],
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        reduction=reduction,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        token_scaling=token_scaling,
+    )
+
+
+def loss_of_statistics(
+    statistics: LogitStatistics,
+    target: Tensor,
+    weight: Tensor | None,
+    *,
+    vocabulary: int,
+    ignore_index: int,
+    label_smoothing: float,
+    lse_square_scale: float,
+    reduction: str,
+    return_z_loss: bool,
+    return_token_accuracy: bool,
+    return_predicted_tokens: bool,
+    token_scaling: bool,
+) -> Tensor | CrossEntropyOutput:
+    """A cross-entropy from the statistics of its rows, which may have been joined from shards of the vocabulary.
+
+    Args:
+        statistics: of the whole vocabulary; with `total` when `label_smoothing` isn't 0, with `best_index` when the
+            accuracy or the predicted tokens are asked for.
+        target: int64 ``[N]``, the labels.
+        weight: ``[V]``, a weight per class of the whole vocabulary, or None.
+        vocabulary: V.
+        ignore_index, label_smoothing, lse_square_scale, reduction: as in `cross_entropy`.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: as in `cross_entropy`.
+        token_scaling: as in `fused_linear_cross_entropy`.
+    """
     counted = target != ignore_index
     in_range = (target >= 0) & (target < vocabulary)
-    label = target.clamp(0, vocabulary - 1)
     rows = counted.sum()
+    lse = statistics.lse * torch.ones_like(statistics.lse).masked_fill(counted & ~in_range, torch.nan)
+    nll = lse - statistics.picked
 
-    x = upcast(logits).masked_fill(~counted[:, None], 0.0)
-    if softcap is not None:
-        x = softcap * torch.tanh(x / softcap)
-    lse = x.logsumexp(-1)
-    lse = lse * torch.ones_like(lse).masked_fill(counted & ~in_range, torch.nan)
-    nll = lse - x.gather(-1, label[:, None]).squeeze(-1)
-
-    class_weight = x.new_ones(vocabulary) if weight is None else weight.detach().to(x.dtype)
-    label_weight = class_weight[label].masked_fill(~(counted & in_range), 0.0)
-    total = rows.clamp(min=1) if weight is None else torch.where(rows > 0, label_weight.sum(), 1.0)
+    class_weight = lse.new_ones(vocabulary) if weight is None else weight.detach().to(lse.dtype)
+    label_weight = class_weight[target.clamp(0, vocabulary - 1)].masked_fill(~(counted & in_range), 0.0)
+    divisor = rows.clamp(min=1) if weight is None else torch.where(rows > 0, label_weight.sum(), 1.0)
     loss = (1 - label_smoothing) * label_weight * nll
-    if label_smoothing:
-        smooth = lse * class_weight.sum() - (class_weight * x).sum(-1)
-        loss = loss + label_smoothing / vocabulary * smooth
+    if statistics.total is not None:
+        loss = loss + label_smoothing / vocabulary * (lse * class_weight.sum() - statistics.total)
     z_loss = lse_square_scale * lse.square()
     if token_scaling:
         probability = torch.exp(-nll.detach())
         loss, z_loss = loss * probability, z_loss * probability
 
     loss, z_loss = loss.masked_fill(~counted, 0.0), z_loss.masked_fill(~counted, 0.0)
-    predicted = logits.argmax(-1).masked_fill(~counted, -1)
-    accuracy = (counted & (predicted == target)).to(x.dtype)
+    accuracy = None
+    if return_token_accuracy:
+        accuracy = (counted & (statistics.best_index == target)).to(loss.dtype)
+        if reduction != "none":
+            accuracy = accuracy.sum() / rows.clamp(min=1)
     if reduction == "mean":
-        loss, z_loss = loss.sum() / total, z_loss.sum() / rows.clamp(min=1)
+        loss, z_loss = loss.sum() / divisor, z_loss.sum() / rows.clamp(min=1)
     elif reduction == "sum":
         loss, z_loss = loss.sum(), z_loss.sum()
-    if reduction != "none":
-        accuracy = accuracy.sum() / rows.clamp(min=1)
     loss = loss + z_loss
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
         return loss
     return CrossEntropyOutput(
         loss,
         z_loss.detach() if return_z_loss else None,
-        accuracy if return_token_accuracy else None,
-        predicted if return_predicted_tokens else None,
+        accuracy,
+        statistics.best_index if return_predicted_tokens else None,
     )
 
 

@@ -11,7 +11,8 @@ from liger_core.contract import op, upcast
 def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     """Squash each element, then scale and shift it: y = gamma · tanh(alpha · x) + beta.
 
-    Computed in float32 and rounded once.
+    Computed in float32 and rounded once. alpha counts as no more than 1e30, and no less than −1e30: with an infinite
+    one, tanh is 0 where x is 0.
 
     Args:
         x: ``[..., H]``; float32, bfloat16 or float16.
@@ -32,7 +33,7 @@ def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     >>> dyt(torch.tensor([[0.0, 100.0]]), torch.ones(1), torch.full((2,), 2.0), torch.ones(2))
     tensor([[1., 3.]])
     """
-    y = upcast(gamma) * torch.tanh(upcast(alpha) * upcast(x))
+    y = upcast(gamma) * torch.tanh(upcast(alpha).clamp(-1e30, 1e30) * upcast(x))
     if beta is not None:
         y = y + upcast(beta)
     return y.to(x.dtype)

@@ -1,15 +1,104 @@
 """Cross-entropy of a linear layer's logits, without the logits."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from liger_core import checks
 from liger_core.contract import op
-from liger_core.ops.cross_entropy import CrossEntropyOutput, check_labels, check_options, loss_of_logits
+from liger_core.ops.cross_entropy import (
+    CrossEntropyOptions,
+    CrossEntropyOutput,
+    check_labels,
+    check_options,
+    loss_of_logits,
+)
 
 ACCUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class FusedLinearCrossEntropyOptions(CrossEntropyOptions, total=False):
+    """The options of `fused_linear_cross_entropy` that don't decide what it returns."""
+
+    class_weight: Tensor | None
+    token_scaling: bool
+    accum_dtype: torch.dtype
+    memory_budget: int | None
+
+
+class FusedLinearCrossEntropyCall:
+    """How `fused_linear_cross_entropy` is called, for type checkers: the flags decide what it returns."""
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        return_z_loss: Literal[False] = False,
+        return_token_accuracy: Literal[False] = False,
+        return_predicted_tokens: Literal[False] = False,
+        **options: Unpack[FusedLinearCrossEntropyOptions],
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        return_z_loss: Literal[True],
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        **options: Unpack[FusedLinearCrossEntropyOptions],
+    ) -> CrossEntropyOutput: ...
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        return_token_accuracy: Literal[True],
+        return_z_loss: bool = False,
+        return_predicted_tokens: bool = False,
+        **options: Unpack[FusedLinearCrossEntropyOptions],
+    ) -> CrossEntropyOutput: ...
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        return_predicted_tokens: Literal[True],
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        **options: Unpack[FusedLinearCrossEntropyOptions],
+    ) -> CrossEntropyOutput: ...
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        **options: Unpack[FusedLinearCrossEntropyOptions],
+    ) -> Tensor | CrossEntropyOutput: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing makes one."""
+        raise NotImplementedError
 
 
 @op(
@@ -17,6 +106,7 @@ ACCUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
     result=CrossEntropyOutput,
     grad_results=("loss",),
     autocast=("x", "linear_weight", "bias"),
+    overloads=FusedLinearCrossEntropyCall,
 )
 def fused_linear_cross_entropy(
     x: Tensor,

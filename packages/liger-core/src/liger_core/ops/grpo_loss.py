@@ -1,35 +1,22 @@
 """Policy-gradient losses of group relative policy optimisation."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.contract import op, upcast
+from liger_core.contract import op
+from liger_core.losses.logprobs import logprobs_of_statistics
+from liger_core.losses.policy import LOSS_TYPES as ALL_LOSS_TYPES
+from liger_core.losses.policy import MASK_DTYPES, GRPOOutput, check_options, policy_loss
+from liger_core.ops.logit_statistics import statistics_of_logits
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
-LEVELS = ("token", "sequence")
-REDUCTIONS = ("mean", "none")
-MASK_DTYPES = (torch.bool, torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LOSS_TYPES = tuple(name for name in ALL_LOSS_TYPES if name != "vespo")
+"""vespo's weight of a token depends on the whole row: compose `token_logprobs` and `policy_loss`."""
 
-
-class GRPOOutput(NamedTuple):
-    """A policy-gradient loss and what is logged beside it, all float32.
-
-    Attributes:
-        loss: a scalar, or ``[B, L]`` when `reduction` is ``"none"``. The only field with a gradient.
-        kl: mean over unmasked tokens of the divergence that `beta` multiplies; None when `beta` is 0.
-        clip_ratio: share of the unmasked tokens, or of the rows at ``"sequence"`` level, whose ratio ρ is clipped to a
-            side that changes the loss: above 1 + eps_high (``"cispo"``: eps_high) with a positive advantage, below
-            1 − eps_low (not ``"cispo"``) with a negative one. 0 for ``"sapo"``.
-
-    When `reduction` is ``"none"``, kl and clip_ratio are ``[B, L]``, with 0 at masked tokens.
-    """
-
-    loss: Tensor
-    kl: Tensor | None
-    clip_ratio: Tensor
+IGNORED = -1
+"""Stands for the id of a masked token: no id that counts may be negative."""
 
 
 @op(differentiable=("logits",), result=GRPOOutput, grad_results=("loss",))
@@ -76,7 +63,8 @@ def grpo_loss(
         old_logps: ``[B, L]``, log-probabilities under the policy that sampled; None: lp, taken as a constant.
         ref_logps: ``[B, L]``, log-probabilities under the reference policy. None only when `beta` is 0.
         completion_ids: int64 ``[B, L]``, the tokens.
-        advantages: ``[B]``.
+        advantages: ``[B]``. An infinite one makes a row's loss infinite or NaN, and the gradient of its tokens that
+            aren't clipped.
         completion_mask: ``[B, L]``, bool, int or float, 0 at masked tokens; None masks nothing.
         temperature: what logits are divided by; greater than 0.
         beta: weight of the divergence from the reference policy; at least 0.
@@ -114,70 +102,34 @@ def grpo_loss(
     >>> grpo_loss(logits, None, None, ids, torch.ones(1), beta=0.0)
     GRPOOutput(loss=tensor(-1.), kl=None, clip_ratio=tensor(0.))
     """
-    rows, length = completion_ids.shape
     vocabulary = logits.shape[-1]
     mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask != 0
     used = torch.ones_like(mask) if loss_type == "luspo" and reduction == "mean" else mask
-    in_range = (completion_ids >= 0) & (completion_ids < vocabulary)
-    ids = completion_ids.clamp(0, vocabulary - 1)
-
-    x = upcast(logits[:, :-1]).masked_fill(~used[..., None], 0.0) / temperature
-    lp = x.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
-    lp = lp * torch.ones_like(lp).masked_fill(used & ~in_range, torch.nan)
-    old = lp.detach() if old_logps is None else upcast(old_logps.detach()).masked_fill(~used, 0.0)
-    log_ratio = lp - old
-    if importance_sampling_level == "sequence":
-        log_ratio = log_ratio.masked_fill(~mask, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = log_ratio.exp()
-
-    advantage = upcast(advantages.detach())[:, None]
-    if loss_type == "cispo":
-        loss = -ratio.clamp(max=eps_high).detach() * advantage * lp
-        clipped = (ratio > eps_high) & (advantage > 0)
-    elif loss_type == "sapo":
-        tau = torch.full_like(advantage, sapo_temperature_neg).masked_fill(advantage > 0, sapo_temperature_pos)
-        loss = -4 * advantage * torch.sigmoid(tau * (ratio - 1)) / tau
-        clipped = torch.zeros_like(mask)
-    else:
-        limited = ratio if delta is None else ratio.clamp(max=delta)
-        loss = -torch.minimum(limited * advantage, ratio.clamp(1 - eps_low, 1 + eps_high) * advantage)
-        clipped = ((ratio < 1 - eps_low) & (advantage < 0)) | ((ratio > 1 + eps_high) & (advantage > 0))
-    if importance_sampling_ratio is not None:
-        importance = upcast(importance_sampling_ratio.detach())
-        loss = loss * (importance[:, None] if importance.dim() == 1 else importance)
-    kl = None
-    if beta != 0 and ref_logps is not None:
-        difference = upcast(ref_logps.detach()).masked_fill(~used, 0.0) - lp
-        kl = difference.exp() - difference - 1
-        if use_bias_correction_kl:
-            kl = kl * ratio
-        loss = loss + beta * kl
-        kl = kl.detach().masked_fill(~mask, 0.0)
-
-    masked = loss.masked_fill(~mask, 0.0)
-    clip = clipped.to(loss.dtype)
-    if reduction == "none":
-        return GRPOOutput(masked, kl, clip.masked_fill(~mask, 0.0))
-    row_tokens, tokens = mask.sum(-1), mask.sum().clamp(min=1)
-    if loss_type in ("grpo", "sapo"):
-        mean = (masked.sum(-1) / row_tokens.clamp(min=1)).sum() / max(rows, 1)
-    elif loss_type == "bnpo":
-        mean = masked.sum() / tokens
-    elif loss_type == "dr_grpo":
-        mean = masked.sum() / max(rows * (max_completion_length or length), 1)
-    elif loss_type == "luspo":
-        mean = (loss * row_tokens[:, None]).expand(rows, length).sum() / max(rows * length, 1)
-    elif num_items_in_batch is None:
-        mean = masked.sum() / tokens
-    elif isinstance(num_items_in_batch, Tensor):
-        mean = masked.sum() / num_items_in_batch.detach().to(masked.dtype).clamp(min=1)
-    else:
-        mean = masked.sum() / max(num_items_in_batch, 1)
-    if importance_sampling_level == "sequence":
-        clip_ratio = clip.sum() / max(rows, 1)
-    else:
-        clip_ratio = clip.masked_fill(~mask, 0.0).sum() / tokens
-    return GRPOOutput(mean, None if kl is None else kl.sum() / tokens, clip_ratio)
+    # An id out of range stays one, whatever stands for the masked.
+    ids = completion_ids.masked_fill(completion_ids < 0, vocabulary).masked_fill(~used, IGNORED).flatten()
+    rows = logits[:, :-1].reshape(-1, vocabulary)
+    statistics = statistics_of_logits(rows, ids, ignore_index=IGNORED, temperature=temperature)
+    logprobs = logprobs_of_statistics(statistics, ids, vocabulary, IGNORED).view(completion_ids.shape)
+    return policy_loss(
+        logprobs,
+        old_logps,
+        ref_logps,
+        advantages,
+        completion_mask,
+        beta=beta,
+        eps_low=eps_low,
+        eps_high=eps_high,
+        delta=delta,
+        loss_type=loss_type,
+        importance_sampling_level=importance_sampling_level,
+        max_completion_length=max_completion_length,
+        num_items_in_batch=num_items_in_batch,
+        use_bias_correction_kl=use_bias_correction_kl,
+        importance_sampling_ratio=importance_sampling_ratio,
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+        reduction=reduction,
+    )
 
 
 @grpo_loss.checks
@@ -189,19 +141,8 @@ def _(
     advantages: Tensor,
     completion_mask: Tensor | None,
     temperature: float,
-    beta: float,
-    eps_low: float,
-    eps_high: float,
-    delta: float | None,
-    loss_type: str,
-    importance_sampling_level: str,
-    max_completion_length: int | None,
-    num_items_in_batch: int | float | Tensor | None,
-    use_bias_correction_kl: bool,
     importance_sampling_ratio: Tensor | None,
-    sapo_temperature_pos: float,
-    sapo_temperature_neg: float,
-    reduction: str,
+    **options: Any,
 ) -> None:
     name = "grpo_loss"
     floats = {"logits": logits, "old_logps": old_logps, "ref_logps": ref_logps, "advantages": advantages}
@@ -223,38 +164,8 @@ def _(
     ):
         checks.shape(name, which, tensor, tokens, "the shape of logits[:, :-1]")
     checks.shape(name, "advantages", advantages, (rows,), "an advantage per row of logits")
-    if importance_sampling_ratio is not None:
-        got, accepted = tuple(importance_sampling_ratio.shape), ((rows,), (rows, 1), tokens)
-        if all(got != shape for shape in accepted):  # Dynamo gets `in` wrong for sizes that change
-            takes = "{}, {} or {}".format(*accepted)
-            raise ValueError(f"{name}: importance_sampling_ratio has shape {got}; it takes {takes}")
-
-    checks.one_of(name, LOSS_TYPES, loss_type=loss_type)
-    checks.one_of(name, LEVELS, importance_sampling_level=importance_sampling_level)
-    checks.one_of(name, REDUCTIONS, reduction=reduction)
     checks.number(name, above=0, temperature=temperature)
-    checks.number(name, above=0, sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
-    checks.number(name, least=0, beta=beta, eps_low=eps_low, eps_high=eps_high)
-    checks.flag(name, use_bias_correction_kl=use_bias_correction_kl)
-    if beta != 0 and ref_logps is None:
-        raise ValueError(f"{name}: ref_logps is None; it takes a tensor when beta is not 0, and beta is {beta!r}")
-    if delta is not None:
-        checks.number(name, above=0, delta=delta)
-    if max_completion_length is not None:
-        checks.integer(name, least=1, max_completion_length=max_completion_length)
-    if isinstance(num_items_in_batch, Tensor):
-        checks.dtypes(name, (*checks.INTEGERS, *checks.FLOATS), num_items_in_batch=num_items_in_batch)
-        checks.ndim(name, 0, 0, num_items_in_batch=num_items_in_batch)
-    elif num_items_in_batch is not None:
-        checks.number(name, num_items_in_batch=num_items_in_batch)
-    if loss_type in ("cispo", "sapo"):
-        if delta is not None:
-            raise ValueError(f"{name}: delta is {delta!r}; it takes None when loss_type is {loss_type!r}")
-        if importance_sampling_level != "token":
-            raise ValueError(
-                f"{name}: importance_sampling_level is {importance_sampling_level!r}; it takes 'token' when loss_type "
-                f"is {loss_type!r}"
-            )
+    check_options(name, tokens, ref_logps, importance_sampling_ratio, loss_types=LOSS_TYPES, **options)
 
 
 @grpo_loss.checks_values

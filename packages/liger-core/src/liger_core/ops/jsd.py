@@ -23,6 +23,7 @@ def jsd(
 
     With teacher P, student Q and M = beta P + (1 − beta) Q, a row's divergence is beta KL(P‖M) + (1 − beta) KL(Q‖M);
     at beta = 0 it is KL(P‖Q), and at beta = 1 KL(Q‖P). A term of probability 0 is 0: log-probabilities may be −inf.
+    What +inf reaches is infinite or NaN.
 
     Args:
         student_logprobs: ``[N, V]``; float32, bfloat16 or float16. The only tensor that gets a gradient.

@@ -16,7 +16,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
 
     Args:
         x: ``[..., H]``; float32, bfloat16 or float16.
-        weight: ``[H]``; of any of those dtypes.
+        weight: ``[H]``; of any of those dtypes. Where it is infinite, y is infinite or NaN, and so is a row's
+            gradient.
         bias: ``[H]``; of any of those dtypes. None for no shift.
         eps: added to the variance.
 

@@ -15,8 +15,9 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Ten
 
     Args:
         x: ``[..., H]``; float32, bfloat16 or float16.
-        weight: ``[3]``, for the third, second and first power; of any of those dtypes.
-        bias: ``[1]``; of any of those dtypes. Its gradient has its shape.
+        weight: ``[3]``, for the third, second and first power; of any of those dtypes. With an infinite one, what it
+            reaches is infinite or NaN.
+        bias: ``[1]`` or ``[]``; of any of those dtypes. Its gradient has its shape.
         eps: added to each mean square.
 
     Returns:
@@ -24,7 +25,7 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Ten
 
     Raises:
         TypeError: a dtype or type that is not accepted.
-        ValueError: `weight` is not ``[3]`` or `bias` not ``[1]``, or tensors on different devices.
+        ValueError: `weight` is not ``[3]`` or `bias` not ``[1]`` or ``[]``, or tensors on different devices.
 
     Source:
         Zhuo et al., Polynomial Composition Activations, arXiv 2411.03884.
@@ -46,5 +47,6 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
     checks.floating("poly_norm", x=x, weight=weight, bias=bias)
     checks.ndim("poly_norm", 1, x=x)
     checks.shape("poly_norm", "weight", weight, (3,), "one for each power")
-    checks.shape("poly_norm", "bias", bias, (1,))
+    if bias.numel() != 1 or bias.dim() > 1:
+        raise ValueError(f"poly_norm: bias has shape {tuple(bias.shape)}; it takes (1,) or ()")
     checks.number("poly_norm", eps=eps)

@@ -6,12 +6,12 @@ its rounding is an error of 5e-4 in every probability.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any
 
 import cuda.tile as ct
-import torch
 from torch import Tensor
 
+from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._exp import exp_like
@@ -37,8 +37,10 @@ LEAST = -3.4028234663852886e38
 def _cap(x, softcap):
     """softcap · tanh(x / softcap), and its derivative; x and 1 without a softcap."""
     if given(softcap):
-        tanh = ct.tanh(x / softcap)
-        return softcap * tanh, 1.0 - tanh * tanh
+        u = x / softcap
+        # Not 1 − tanh², of which nothing is left near 1.
+        e = ct.exp(-2.0 * ct.abs(u))
+        return softcap * ct.tanh(u), 4.0 * e / ((1.0 + e) * (1.0 + e))
     else:
         return x, 1.0
 
@@ -127,7 +129,8 @@ def _rows(
     z_loss = lse * 0.0
     if given(lse_square_scale):
         z_loss = lse * lse * lse_square_scale
-    probability = exp_like(-nll, logits)
+    # Not of nll, whose rounding is many times that of its parts.
+    probability = exp_like(label_logit - top, logits) / exp_sum
     if TOKEN_SCALING:
         loss *= probability
         z_loss *= probability
@@ -250,100 +253,9 @@ def _reduce(
             ct.store(accuracy, (0,), ct.sum(hit_sum) / count)
 
 
-class Options(NamedTuple):
-    """What a row's loss depends on besides its logits. What is off is None: a kernel is then compiled without it."""
-
-    ignore_index: int
-    label_smoothing: float | None
-    lse_square_scale: float | None
-    softcap: float | None
-    token_scaling: bool
-
-
-class Rows(NamedTuple):
-    """What `run_rows` writes per row; None for what isn't wanted.
-
-    Attributes:
-        losses: float32 ``[N]``; with the z-loss in it when the reduction is ``"none"``.
-        z_losses: float32 ``[N]``.
-        hits: float32 ``[N]``; 1 where the largest logit is the label's.
-        predicted: int64 ``[N]``.
-        statistics: float32 ``[2, N]``, a row's maximum and the sum of its exponentials relative to that;
-            with token scaling ``[3, N]``, and the label's probability. What `run_gradient` needs.
-    """
-
-    losses: Tensor
-    z_losses: Tensor | None
-    hits: Tensor | None
-    predicted: Tensor | None
-    statistics: Tensor | None
-
-
-def options_of(
-    ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None, token_scaling: bool
-) -> Options:
-    """The options, normalised."""
-    return Options(
-        ignore_index,
-        float(label_smoothing) or None,
-        float(lse_square_scale) or None,
-        None if softcap is None else float(softcap),
-        token_scaling,
-    )
-
-
-def new_rows(
-    target: Tensor,
-    options: Options,
-    *,
-    reduction: str,
-    return_z_loss: bool,
-    return_token_accuracy: bool,
-    return_predicted_tokens: bool,
-    differentiable: bool,
-) -> Rows:
-    """Memory for the results of all rows."""
-    n = target.shape[0]
-    z_loss = return_z_loss or (options.lse_square_scale is not None and reduction != "none")
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=target.device)
-
-    return Rows(
-        empty(n),
-        empty(n) if z_loss else None,
-        empty(n) if return_token_accuracy else None,
-        torch.empty_like(target) if return_predicted_tokens else None,
-        empty(3 if options.token_scaling else 2, n) if differentiable else None,
-    )
-
-
-def weight_sum_of(weight: Tensor | None, options: Options) -> Tensor | None:
-    """The sum of all class weights, which label smoothing needs; float32, a scalar."""
-    return weight.sum(dtype=torch.float32) if weight is not None and options.label_smoothing is not None else None
-
-
 def _vector(scalar: Tensor | None) -> Tensor | None:
     """A tensor without dimensions, which tileiras 13.4 doesn't take for an argument, as one of an element."""
     return None if scalar is None else scalar.view(1)
-
-
-def run_rows(
-    rows: Rows,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    weight_sum: Tensor | None,
-    options: Options,
-    reduction: str,
-    first: int = 0,
-    bias: Tensor | None = None,
-) -> None:
-    """Write the results of the rows from `first` on, as many as `logits` has.
-
-    `target`, `weight` and `bias`, which is added to the logits, are contiguous.
-    """
-    _launch_rows(*rows, logits, bias, target, weight, weight_sum, first, *options, reduction == "none")
 
 
 @opaque(writes=("losses", "z_losses", "hits", "predicted", "statistics"))
@@ -376,39 +288,6 @@ def _launch_rows(
             each and lse_square_scale is not None, token_scaling, min(power_of_2(columns), BLOCK),
             16 // logits.element_size(),
         )  # fmt: skip
-
-
-def run_gradient(
-    dlogits: Tensor,
-    logits: Tensor | None,
-    target: Tensor,
-    weight: Tensor | None,
-    weight_sum: Tensor | None,
-    statistics: Tensor,
-    dloss: Tensor | None,
-    totals: Tensor | None,
-    options: Options,
-    first: int = 0,
-    first_column: int = 0,
-    vocabulary: int | None = None,
-    bias: Tensor | None = None,
-) -> None:
-    """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
-
-    Args:
-        dlogits: contiguous.
-        logits: None where `dlogits` holds them.
-        statistics: of `run_rows`.
-        dloss: gradient of the loss; a scalar, one per row, or None for 1.
-        totals: of `reduce`, to divide by, or None.
-        vocabulary: how many columns there are, where `logits` has not all of them.
-        bias: of all columns, added to the logits; contiguous.
-    """
-    vocabulary = dlogits.shape[1] if vocabulary is None else vocabulary
-    _launch_gradient(
-        dlogits, logits, bias, target, weight, weight_sum, statistics, dloss, totals, vocabulary, first, first_column,
-        *options,
-    )  # fmt: skip
 
 
 @opaque(writes=("dlogits",))
@@ -450,49 +329,6 @@ def _launch_gradient(
         )  # fmt: skip
 
 
-def new_totals(target: Tensor) -> Tensor:
-    """Memory for what ``"mean"`` divides by: the number of rows that count, and the sum of their labels' weights."""
-    return torch.empty(2, dtype=torch.float32, device=target.device)
-
-
-def run_totals(totals: Tensor, target: Tensor, weight: Tensor | None, columns: int, options: Options) -> None:
-    """Write what ``"mean"`` divides by."""
-    _launch_reduce(None, None, None, totals, None, None, None, target, weight, columns, options.ignore_index, True)
-
-
-def reduce(
-    rows: Rows,
-    target: Tensor,
-    weight: Tensor | None,
-    totals: Tensor | None,
-    columns: int,
-    options: Options,
-    *,
-    reduction: str,
-    return_z_loss: bool,
-    return_token_accuracy: bool,
-    return_predicted_tokens: bool,
-) -> Tensor | tuple[Tensor | None, ...]:
-    """The op's result, from the rows'. `totals`, when given, are written as by `run_totals`."""
-    loss, z_loss, accuracy = rows.losses, rows.z_losses, rows.hits
-    if reduction != "none":
-
-        def scalar() -> Tensor:
-            return torch.empty((), dtype=torch.float32, device=target.device)
-
-        loss = scalar()
-        z_loss = scalar() if return_z_loss else None
-        accuracy = scalar() if return_token_accuracy else None
-        mean = reduction == "mean"
-        _launch_reduce(
-            loss, z_loss, accuracy, totals, rows.losses, rows.z_losses, rows.hits, target, weight if mean else None,
-            columns, options.ignore_index, mean,
-        )  # fmt: skip
-    if return_z_loss or return_token_accuracy or return_predicted_tokens:
-        return loss, z_loss, accuracy, rows.predicted
-    return loss
-
-
 @opaque(writes=("loss", "z_loss", "accuracy", "totals"))
 def _launch_reduce(
     loss: Tensor | None,
@@ -512,3 +348,46 @@ def _launch_reduce(
         _reduce, (1,), _vector(loss), _vector(z_loss), _vector(accuracy), totals, losses, z_losses, hits, target,
         weight, columns, ignore_index, mean, min(power_of_2(target.shape[0]), LABELS),
     )  # fmt: skip
+
+
+class _Kernels(CrossEntropyKernels):
+    def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
+        target, weight, weight_sum, bias, _, options = labels
+        *chosen, reduction = options
+        _launch_rows(*results, logits, bias, target, weight, weight_sum, first, *chosen, reduction == "none")
+
+    def gradient(
+        self,
+        dlogits: Tensor,
+        logits: Tensor | None,
+        labels: Labels,
+        statistics: Tensor,
+        incoming: Any,
+        first: int,
+        first_column: int,
+    ) -> None:
+        target, weight, weight_sum, bias, vocabulary, options = labels
+        *chosen, _ = options
+        _launch_gradient(
+            dlogits, logits, bias, target, weight, weight_sum, statistics, *incoming, vocabulary, first, first_column,
+            *chosen,
+        )  # fmt: skip
+
+    def sums(
+        self,
+        loss: Tensor | None,
+        z_loss: Tensor | None,
+        accuracy: Tensor | None,
+        totals: Tensor | None,
+        results: Rows | None,
+        labels: Labels,
+    ) -> None:
+        losses, z_losses, hits, *_ = results or (None, None, None)
+        mean = labels.options.reduction == "mean"
+        _launch_reduce(
+            loss, z_loss, accuracy, totals, losses, z_losses, hits, labels.target, labels.weight if mean else None,
+            labels.vocabulary, labels.options.ignore_index, mean,
+        )  # fmt: skip
+
+
+KERNELS = _Kernels()

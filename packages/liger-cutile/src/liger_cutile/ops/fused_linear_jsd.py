@@ -1,23 +1,19 @@
-"""Jensen-Shannon divergence of two linear layers: rows in chunks, whose logits PyTorch's matmul computes.
+"""Jensen-Shannon divergence of two linear layers: kernels work on chunks of logits, which PyTorch's matmul computes."""
 
-When one chunk holds all rows, both logits are kept for backward, as an unfused model does. Otherwise a chunk's student
-logits are overwritten with their gradient, which becomes the gradients of the arguments at once; backward has only to
-scale those. The teacher's logits are no more than read, so they are computed for few rows of a chunk at a time: fewer
-chunks, each of which reads and writes the accumulator of the weight's gradient, fit the same memory.
-"""
+from typing import Any
 
 import cuda.tile as ct
 import torch
 from torch import Tensor
 
 from liger_core import fused_linear_jsd
-from liger_core.contract import Needs, Once, Saved, implements
+from liger_core.contract import implements
+from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
 from liger_core.opaque import opaque
-from liger_core.ops.fused_linear_cross_entropy import chunk_rows, temporary_memory
 from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
+from liger_cutile.ops._linear import LINEAR
 from liger_cutile.ops._rows import blocks, power_of_2
-from liger_cutile.ops.fused_linear_cross_entropy import _add_product, _chunks, _scaled
 
 # Of a tile of logits, and blocks on a multiprocessor, whose loads go into registers: the rows of fewer blocks are in the
 # cache still when they are read again.
@@ -207,184 +203,37 @@ def _kind(beta: float) -> tuple[bool, bool, bool]:
     return beta == 0, beta == 1, beta == 0.5
 
 
-class _Call:
-    """The arguments of a call, and the kernels launched with them."""
-
-    def __init__(
-        self,
-        student_x: Tensor,
-        student_weight: Tensor,
-        teacher_x: Tensor,
-        teacher_weight: Tensor,
-        labels: Tensor | None,
-        beta: float,
-        ignore_index: int,
-        temperature: float,
+class _Kernels(DivergenceKernels):
+    def rows(
+        self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, given: Given, first: int
     ) -> None:
-        self.student_x, self.student_weight = student_x, student_weight
-        self.teacher_x, self.teacher_weight = teacher_x, teacher_weight
-        self.labels = None if labels is None else labels.contiguous()
-        self.options = ignore_index, temperature, beta
+        _launch_rows(losses, statistics, student, teacher, given.labels, first, *given[1:])
 
-    def run_rows(self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, first: int) -> None:
-        """Write the losses of the rows from `first` on, and what their gradient needs."""
-        _launch_rows(losses, statistics, student, teacher, self.labels, first, *self.options)
-
-    def run_gradient(
+    def gradient(
         self,
         dstudent: Tensor,
         student: Tensor | None,
         teacher: Tensor,
+        given: Given,
         statistics: Tensor,
-        dloss: Tensor | None,
-        count: Tensor,
-        first: int = 0,
+        incoming: Any,
+        first: int,
     ) -> None:
-        """Write the gradient of the student's logits, which for no `student` are in `dstudent`; of Σ losses for no `dloss`."""
-        _launch_gradient(dstudent, student, teacher, statistics, self.labels, dloss, count, first, *self.options)
+        _launch_gradient(dstudent, student, teacher, statistics, given.labels, *incoming, first, *given[1:])
 
-    def run(
-        self,
-        rows: tuple[int, int],
-        losses: Tensor | None,
-        statistics: Tensor | None,
-        gradients: "_Gradients | None",
-        dloss: Tensor | None,
-        count: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Write what isn't None, for all rows, so many of the student's and of the teacher's logits at a time.
+    def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+        if labels is None:
+            return x.new_full((1,), x.shape[0], dtype=torch.float32)
+        count = torch.empty(1, dtype=torch.float32, device=x.device)
+        _launch_count(count, labels, ignore_index)
+        return count
 
-        Returns:
-            Both logits, when that is all rows and there are no `gradients`.
-        """
-        student = teacher = part = None
-        for first, last in _chunks(self.student_x.shape[0], rows[0]):
-            student = teacher = part = None  # before the next chunk's are allocated
-            student = self.student_x[first:last] @ self.student_weight.t()
-            for start, end in _chunks(last - first, rows[1]):
-                teacher = None
-                teacher = self.teacher_x[first + start : first + end] @ self.teacher_weight.t()
-                part = student[start:end]
-                if losses is not None:
-                    self.run_rows(losses, statistics, part, teacher, first + start)
-                if gradients is not None:
-                    self.run_gradient(part, None, teacher, statistics, dloss, count, first + start)
-            if gradients is not None:
-                teacher = None
-                gradients.add(first, last, student)
-        return student, teacher
+    def mean(self, losses: Tensor, count: Tensor) -> Tensor:
+        loss = losses.new_empty(())
+        _launch_loss(loss, losses, count)
+        return loss
 
 
-class _Gradients:
-    """The gradients of student_x and student_weight, added up over chunks of rows from that of the logits.
-
-    Args:
-        dtype: in which student_weight's is summed.
-    """
-
-    def __init__(self, needs: Needs, call: _Call, dtype: torch.dtype) -> None:
-        self.needs_weight = needs[1]
-        self.call, self.dtype = call, dtype
-        self.dx = torch.empty_like(call.student_x, memory_format=torch.contiguous_format) if needs[0] else None
-        self.dweight: Tensor | None = None
-
-    def add(self, first: int, last: int, dlogits: Tensor) -> None:
-        if self.dx is not None:
-            torch.mm(dlogits, self.call.student_weight, out=self.dx[first:last])
-        if self.needs_weight:
-            self.dweight = _add_product(self.dweight, dlogits, self.call.student_x[first:last], self.dtype)
-
-
-def _plan(
-    call: _Call, accum_dtype: torch.dtype, memory_budget: int | None, needs: Needs
-) -> tuple[tuple[int, int], bool, bool]:
-    """How many rows of the student's and of the teacher's logits to take at a time; whether to keep logits, or gradients.
-
-    A budget has room for the student's logits beside their gradient, which here take the same memory.
-    """
-    given = call.student_x, call.student_weight
-    budgeted = {"accum_dtype": accum_dtype, "weight_grad": needs[1], "teacher_x": call.teacher_x}
-    chunk = chunk_rows(memory_budget, *given, **budgeted)
-    rows = call.student_x.shape[0]
-    if chunk >= rows:
-        return (rows, rows), True, False
-    room = True
-    if memory_budget is not None and torch.compiler.is_compiling():
-        kept = call.student_x.numel() * call.student_x.dtype.itemsize if needs[0] else 0
-        kept += call.student_weight.numel() * accum_dtype.itemsize if needs[1] else 0
-        room = kept <= temporary_memory(chunk, *given, **budgeted)  # they stand beside those that are returned
-    # cuBLAS needs a few hundred rows for its full speed.
-    return (chunk if memory_budget is None else 2 * chunk, min(chunk, max(256, chunk // 8))), False, room
-
-
-@implements(fused_linear_jsd)
-def forward(
-    needs: Needs,
-    student_x: Tensor,
-    student_weight: Tensor,
-    teacher_x: Tensor,
-    teacher_weight: Tensor,
-    labels: Tensor | None = None,
-    *,
-    beta: float = 0.5,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    accum_dtype: torch.dtype = torch.float32,
-    memory_budget: int | None = None,
-) -> tuple[Tensor, Saved]:
-    call = _Call(student_x, student_weight, teacher_x, teacher_weight, labels, beta, ignore_index, temperature)
-    n, differentiable = student_x.shape[0], any(needs)
-    rows, whole, room = _plan(call, accum_dtype, memory_budget, needs)
-    losses = torch.empty(n, dtype=torch.float32, device=student_x.device)
-    statistics = losses.new_empty((5, n)) if differentiable else None
-    count = losses.new_full((1,), n) if labels is None else losses.new_empty(1)
-    if labels is not None:
-        _launch_count(count, call.labels, ignore_index)
-    gradients = _Gradients(needs, call, accum_dtype) if differentiable and room else None
-    logits = call.run(rows, losses, statistics, gradients, None, count)
-    loss = losses.new_empty(())
-    _launch_loss(loss, losses, count)
-    if not differentiable:
-        return loss, ()
-    saved = student_x, student_weight, teacher_x, teacher_weight, call.labels, statistics, count
-    if gradients is None:
-        return loss, (*saved, *logits) if whole else saved
-    kept = gradients.dx, gradients.dweight
-    return loss, (*saved, *kept) if torch.compiler.is_compiling() else (*saved, Once(*kept))
-
-
-def backward(
-    needs: Needs,
-    saved: Saved,
-    dloss: Tensor,
-    *,
-    beta: float,
-    ignore_index: int,
-    temperature: float,
-    accum_dtype: torch.dtype,
-    memory_budget: int | None,
-) -> tuple[Tensor | None, ...]:
-    *given, statistics, count = saved[:7]
-    kept = saved[7:]
-    call = _Call(*given, beta, ignore_index, temperature)
-    rows, whole, room = _plan(call, accum_dtype, memory_budget, needs)
-    n, dtype = call.student_x.shape[0], call.student_weight.dtype
-    if whole:
-        gradients = _Gradients(needs, call, dtype)
-        dstudent = torch.empty_like(kept[0])
-        call.run_gradient(dstudent, *kept, statistics, dloss, count)
-        gradients.add(0, n, dstudent)
-        return gradients.dx, gradients.dweight
-    if not room:
-        gradients = _Gradients(needs, call, accum_dtype)
-        call.run(rows, None, statistics, gradients, dloss, count)
-        return gradients.dx, None if gradients.dweight is None else gradients.dweight.to(dtype)
-    own = isinstance(kept[0], Once)
-    if own:
-        kept = kept[0].take()
-        if kept is None:  # a backward before this one has taken them
-            gradients = _Gradients(needs, call, accum_dtype)
-            call.run(rows, None, statistics, gradients, None, count)
-            kept = gradients.dx, gradients.dweight
-    dx, dweight = kept
-    return _scaled(dx, call.student_x.dtype, dloss, count, own), _scaled(dweight, dtype, dloss, count, own)
+_host = FusedLinearJSD(_Kernels(), LINEAR)
+forward = implements(fused_linear_jsd)(_host.forward)
+backward = _host.backward

@@ -147,9 +147,9 @@ def _token_losses(
 ):  # fmt: skip
     """Loss, divergence, whether it is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
     ratio = ct.exp(log_ratio)
-    nothing = ratio * 0.0
+    nothing = ct.zeros(ratio.shape, ct.float32)
     if CISPO:
-        by_lp = -ct.minimum(ratio, high, propagate_nan=True) * advantage
+        by_lp = -ct.minimum(ratio, high, propagate_nan=True) * advantage * importance
         by_ratio = nothing
         loss = by_lp * lp
         clipped = (ratio > high) & (advantage > 0.0)
@@ -159,7 +159,8 @@ def _token_losses(
         q = ct.exp(-ct.abs(u))
         r = 1.0 / (1.0 + q)
         loss = -4.0 * advantage * ct.where(u < 0.0, q * r, r) / tau
-        by_ratio = -4.0 * advantage * (q * r * r) * ratio
+        loss *= importance
+        by_ratio = -4.0 * advantage * (q * r * r) * ratio * importance
         by_lp = nothing
         clipped = ratio < 0.0
     else:
@@ -175,12 +176,12 @@ def _token_losses(
         loss = -ct.minimum(gain, clipped_gain, propagate_nan=True)
         tie = 0.5 * (passes + unclipped_passes)
         slope = ct.where(gain < clipped_gain, passes, ct.where(gain > clipped_gain, unclipped_passes, tie))
-        by_ratio = -advantage * slope * ratio
+        loss *= importance
+        by_ratio = (
+            ct.where(slope == 0.0, 0.0, -advantage * slope * importance) * ratio
+        )  # where it is clipped, 0 times infinity
         by_lp = nothing
         clipped = ((ratio < low) & (advantage < 0.0)) | ((ratio > high) & (advantage > 0.0))
-    loss *= importance
-    by_lp *= importance
-    by_ratio *= importance
     kl = nothing
     if given(beta):
         growth, kl = _growth(ref_distance)

@@ -11,16 +11,15 @@ from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._hints import packed, sized
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._persistent import persistent
-from liger_cutile.ops._rows import as_rows, blocks, whole_rows
+from liger_cutile.ops._rows import as_rows, blocks, long_block, whole_rows
 from liger_cutile.ops._sums import add_four, add_two
 from liger_cutile.ops._tiles import ZERO, hold_vector, load, load_column, load_vector
 from liger_cutile.ops._totals import at_once, launch_totals, sum_tile
 from liger_cutile.ops._widen import widen_again
 
-# Longer rows are worked on in tiles of LONG_BLOCK columns.
+# Longer rows are worked on in tiles of `long_block` columns.
 LONGEST_FORWARD = 16384
 LONGEST_BACKWARD = 8192
-LONG_BLOCK = 4096
 
 
 @ct.function
@@ -201,7 +200,7 @@ def _launch_forward(
     if bias is not None:
         bias = bias.contiguous()
     if columns > LONGEST_FORWARD:
-        launch(_forward_long, (rows,), y, statistics, x, weight, bias, columns, float(eps), LONG_BLOCK)
+        launch(_forward_long, (rows,), y, statistics, x, weight, bias, columns, float(eps), long_block(columns))
         return
     tile_rows, block = whole_rows(columns)
     # On an H200 8192 x 4096 in bfloat16 takes 0.039 ms without TMA and tests of bounds, and 0.059 with them.
@@ -228,7 +227,7 @@ def _launch_backward(
     needs_weight, needs_bias = dweight is not None, dbias is not None
     if columns > LONGEST_BACKWARD:
         if dx is not None:
-            launch(_dx_long, (rows,), dx, dy, x, weight, statistics, columns, LONG_BLOCK)
+            launch(_dx_long, (rows,), dx, dy, x, weight, statistics, columns, long_block(columns))
         if needs_weight or needs_bias:
             # Columns are many: 64 of them, a 128-byte line of bf16, leave more than 128 blocks.
             launch(_sums_long, (blocks(columns, 64),), dweight, dbias, dy, x, statistics, 64, 64)

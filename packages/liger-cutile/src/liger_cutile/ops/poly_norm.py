@@ -193,6 +193,7 @@ def _total(dweight, dbias, partial, BLOCK: ConstInt):
 @opaque(writes=("y", "inverse_rms"))
 def _launch_forward(y: Tensor, inverse_rms: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
     y, x = as_rows(y), as_rows(x)
+    bias = bias if bias.dim() else bias.view(1)
     rows, columns = x.shape
     if columns <= LONGEST_FORWARD:
         tile_rows, block = whole_rows(columns)
@@ -229,6 +230,7 @@ def _launch_backward(
         partial = torch.empty((4, grid), dtype=torch.float32, device=x.device)
     launch(kernel, (grid,), dx, partial, dy, x, weight, inverse_rms, columns, tile_rows, block)
     if partial is not None:
+        dbias = dbias.view(1) if dbias is not None and not dbias.dim() else dbias
         launch(_total, (1,), dweight, dbias, partial, 512)
 
 

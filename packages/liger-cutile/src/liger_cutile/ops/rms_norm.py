@@ -14,15 +14,14 @@ from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._hints import by_turns, sized
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._persistent import persistent
-from liger_cutile.ops._rows import as_rows, blocks, whole_rows
+from liger_cutile.ops._rows import as_rows, blocks, long_block, whole_rows
 from liger_cutile.ops._tiles import ZERO, hold_vector, load, load_vector
 from liger_cutile.ops._totals import at_once, launch_total, sum_tile
 from liger_cutile.ops._widen import widen_again
 
-# Longer rows are worked on in tiles of LONG_BLOCK columns: twice as long, a row spills registers on sm_90 (tileiras 13.4).
+# Longer rows are worked on in tiles of `long_block` columns: twice as long, a row spills registers on sm_90 (tileiras 13.4).
 LONGEST_FORWARD = 16384
 LONGEST_BACKWARD = 8192
-LONG_BLOCK = 4096
 # Longer rows leave fewer blocks room for the weight. If they fill their tile, a block for each row, without TMA, is faster:
 # 0.135 ms on an H200 at 16384 x 8192 in bfloat16, and 0.144 as here; at 8192 x 4096 0.045, and 0.040.
 LONGEST_HELD = 4096
@@ -245,7 +244,7 @@ def launch_forward(
         weight = weight.contiguous()
     numbers = columns, float(eps), float(offset), casting_mode != "gemma", casting_mode == "none"
     if columns > LONGEST_FORWARD:
-        launch(_forward_long, (rows,), y, h, inverse_rms, x, residual, weight, *numbers, LONG_BLOCK)
+        launch(_forward_long, (rows,), y, h, inverse_rms, x, residual, weight, *numbers, long_block(columns))
         return
     tile_rows, block = whole_rows(columns)
     if columns == block > (LONGEST_HELD if residual is None else LONGEST_HELD_FUSED):
@@ -274,7 +273,8 @@ def launch_backward(
         weight = weight.contiguous()
     if columns > LONGEST_BACKWARD:
         if dx is not None:
-            launch(_dx_long, (rows,), dx, dy, dh, x, weight, inverse_rms, columns, float(offset), LONG_BLOCK)
+            block = long_block(columns)
+            launch(_dx_long, (rows,), dx, dy, dh, x, weight, inverse_rms, columns, float(offset), block)
         if dweight is not None:
             # Columns are many: 64 of them, a 128-byte line of bf16, leave more than 128 blocks.
             launch(_dweight_long, (blocks(columns, 64),), dweight, dy, x, inverse_rms, 64, 64)

@@ -5,13 +5,14 @@ exponentials, which are reduced once. The maximum and the logarithm of the sum a
 the logits. Both are kept, not their sum: near 1e4 its rounding is an error of 5e-4 in every probability.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Options, Rows
 from liger_triton_ascend.ops._exponentials import LANES, add_exponentials, no_exponentials
 from liger_triton_ascend.ops._long_rows import long_row_blocks
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
@@ -52,7 +53,8 @@ def _finish(
     WEIGHTED: tl.constexpr, ADD_Z_LOSS: tl.constexpr, TOKEN_SCALING: tl.constexpr,
 ):  # fmt: skip
     """Write the results of one row or of several, from what their logits come to."""
-    log_sum = tl.log(tl.where(known, exp_sum, float("nan")))
+    exp_sum = tl.where(known, exp_sum, float("nan"))
+    log_sum = tl.log(exp_sum)
     nll = (top - label_logit) + log_sum
     loss = label_weight * nll
     if label_smoothing is not None:
@@ -65,7 +67,8 @@ def _finish(
     if lse_square_scale is not None:
         z_loss = (top + log_sum) * (top + log_sum) * lse_square_scale
     if TOKEN_SCALING:
-        probability = tl.exp(-nll)
+        # Not of nll, whose rounding is many times that of its parts.
+        probability = tl.exp(label_logit - top) / exp_sum
         loss *= probability
         z_loss *= probability
     if ADD_Z_LOSS:
@@ -79,7 +82,7 @@ def _finish(
         tl.store(predicted + at, tl.where(counted, winner, -1), inside)
     if statistics is not None:
         tl.store(statistics + at, top, inside)
-        tl.store(statistics + rows + at, tl.where(known, exp_sum, float("nan")), inside)
+        tl.store(statistics + rows + at, exp_sum, inside)
         if WEIGHTED:
             tl.store(statistics + 2 * rows + at, label_weight, inside)
         if TOKEN_SCALING:
@@ -336,206 +339,92 @@ def _gradient_long(
                 tl.store(dx_row + column, dx, inside)
 
 
-class Options(NamedTuple):
-    """What a row's loss depends on besides its logits. What is off is None: a kernel is then compiled without it."""
+class _Kernels(CrossEntropyKernels):
+    def statistics(self, options: Options) -> int:
+        """As of other languages, and the label's class weight in between."""
+        return 4
 
-    ignore_index: int
-    label_smoothing: float | None
-    lse_square_scale: float | None
-    softcap: float | None
-    token_scaling: bool
+    def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
+        logits, row_stride = as_rows(logits)
+        count, columns = logits.shape
+        options = labels.options
+        arguments = (
+            logits, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, first,
+            count, labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
+            options.softcap,
+        )  # fmt: skip
+        flags = {"ADD_Z_LOSS": options.adds_z_loss, "TOKEN_SCALING": options.token_scaling}
+        capped, smoothed = options.softcap is not None, options.label_smoothing is not None
+        programs, tile_rows, block = row_tiles(logits, count, columns, FORWARD_TILES + FORWARD_SOFTCAP * capped)
+        if block < columns:
+            tiles = FORWARD_LONG_TILES + FORWARD_LONG_SOFTCAP * capped + FORWARD_LONG_SMOOTHING * smoothed
+            programs, block = long_row_blocks(logits, count, columns, tiles)
+            _rows_long[(programs,)](*arguments, **flags, BLOCK=block, LANES=min(block, LANES))
+        else:
+            _rows[(programs,)](*arguments, **flags, ROWS=tile_rows, BLOCK=block)
 
+    def incoming(self, dloss: Tensor | None, totals: Tensor | None, target: Tensor) -> Tensor:
+        """What the gradients of the rows' z-losses and of the rest are multiplied with: two numbers, or one per row."""
+        if dloss is None:
+            return torch.ones(2, dtype=torch.float32, device=target.device) if totals is None else totals[0] / totals
+        if totals is not None:
+            return dloss / totals
+        return dloss.contiguous() if dloss.dim() else dloss.repeat(2)
 
-class Rows(NamedTuple):
-    """What `run_rows` writes per row; None for what isn't wanted.
+    def gradient(
+        self,
+        dlogits: Tensor,
+        logits: Tensor | None,
+        labels: Labels,
+        statistics: Tensor,
+        incoming: Any,
+        first: int,
+        first_column: int,
+    ) -> None:
+        logits, row_stride = as_rows(dlogits if logits is None else logits)
+        count, columns = logits.shape
+        options = labels.options
+        arguments = (
+            dlogits, logits, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, incoming,
+            row_stride, columns, labels.vocabulary, first, first_column, count, labels.target.shape[0],
+        )  # fmt: skip
+        chosen = options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap
+        flags = {"TOKEN_SCALING": options.token_scaling, "PER_ROW": options.reduction == "none"}
+        tiles = BACKWARD_TILES + BACKWARD_SOFTCAP * (options.softcap is not None)
+        programs, tile_rows, block = row_tiles(logits, count, columns, tiles)
+        if block < columns:
+            cores = get_npu_core_count(logits.device)
+            blocks = (columns + block - 1) // block
+            sharers = min(blocks, max(1, cores // count))  # of a row, where there are fewer rows than cores
+            span = (blocks + sharers - 1) // sharers * block
+            programs = min(count * sharers, cores)
+            _gradient_long[(programs,)](*arguments, span, *chosen, **flags, BLOCK=block)
+        else:
+            _gradient[(programs,)](*arguments, *chosen, **flags, ROWS=tile_rows, BLOCK=block)
 
-    Attributes:
-        losses: float32 ``[N]``; with the z-loss in it when the reduction is ``"none"``.
-        z_losses: float32 ``[N]``.
-        hits: float32 ``[N]``; 1 where the largest logit is the label's.
-        predicted: int64 ``[N]``.
-        statistics: float32 ``[4, N]``, what `run_gradient` needs: a row's maximum, the sum of its exponentials relative
-            to that, its label's class weight where there is one, its label's probability with token scaling.
-    """
+    def totals(self, labels: Labels) -> Tensor:
+        target, weight = labels.target, labels.weight
+        counted = target != labels.options.ignore_index
+        count = counted.sum(dtype=torch.float32)
+        if weight is None:
+            return count.clamp(min=1.0).repeat(2)
+        known = counted & (target >= 0) & (target < labels.vocabulary)
+        weights = weight.float()[target.clamp(0, labels.vocabulary - 1)].masked_fill(~known, 0.0).sum()
+        return torch.where(count > 0, torch.stack((count, weights)), 1.0)
 
-    losses: Tensor
-    z_losses: Tensor | None
-    hits: Tensor | None
-    predicted: Tensor | None
-    statistics: Tensor | None
-
-
-def options_of(
-    ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None, token_scaling: bool
-) -> Options:
-    """The options, normalised."""
-    return Options(
-        ignore_index,
-        float(label_smoothing) or None,
-        float(lse_square_scale) or None,
-        None if softcap is None else float(softcap),
-        token_scaling,
-    )
-
-
-def new_rows(
-    target: Tensor,
-    options: Options,
-    *,
-    reduction: str,
-    return_z_loss: bool,
-    return_token_accuracy: bool,
-    return_predicted_tokens: bool,
-    differentiable: bool,
-) -> Rows:
-    """Memory for the results of all rows."""
-    n = target.shape[0]
-    z_loss = return_z_loss or (options.lse_square_scale is not None and reduction != "none")
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=target.device)
-
-    return Rows(
-        empty(n),
-        empty(n) if z_loss else None,
-        empty(n) if return_token_accuracy else None,
-        torch.empty_like(target) if return_predicted_tokens else None,
-        empty(4, n) if differentiable else None,
-    )
-
-
-def weight_sum_of(weight: Tensor | None, options: Options) -> Tensor | None:
-    """The sum of all class weights, which label smoothing needs; float32, a scalar."""
-    return weight.sum(dtype=torch.float32) if weight is not None and options.label_smoothing is not None else None
-
-
-def run_rows(
-    rows: Rows,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    weight_sum: Tensor | None,
-    options: Options,
-    reduction: str,
-    first: int = 0,
-    bias: Tensor | None = None,
-) -> None:
-    """Write the results of the rows from `first` on, as many as `logits` has.
-
-    `target`, `weight` and `bias`, which is added to the logits, are contiguous.
-    """
-    logits, row_stride = as_rows(logits)
-    count, columns = logits.shape
-    arguments = (
-        logits, bias, target, weight, weight_sum, *rows, row_stride, columns, first, count, target.shape[0],
-        options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap,
-    )  # fmt: skip
-    flags = {
-        "ADD_Z_LOSS": reduction == "none" and options.lse_square_scale is not None,
-        "TOKEN_SCALING": options.token_scaling,
-    }
-    capped, smoothed = options.softcap is not None, options.label_smoothing is not None
-    programs, tile_rows, block = row_tiles(logits, count, columns, FORWARD_TILES + FORWARD_SOFTCAP * capped)
-    if block < columns:
-        tiles = FORWARD_LONG_TILES + FORWARD_LONG_SOFTCAP * capped + FORWARD_LONG_SMOOTHING * smoothed
-        programs, block = long_row_blocks(logits, count, columns, tiles)
-        _rows_long[(programs,)](*arguments, **flags, BLOCK=block, LANES=min(block, LANES))
-    else:
-        _rows[(programs,)](*arguments, **flags, ROWS=tile_rows, BLOCK=block)
-
-
-def scales_of(dloss: Tensor, totals: Tensor | None) -> Tensor:
-    """What `run_gradient` multiplies the gradients of the rows' z-losses and of the rest with: two numbers, or one per row.
-
-    Args:
-        dloss: gradient of the loss.
-        totals: of `totals_of`, to divide by, or None.
-    """
-    if totals is not None:
-        return dloss / totals
-    return dloss.contiguous() if dloss.dim() else dloss.repeat(2)
-
-
-def run_gradient(
-    dlogits: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    weight_sum: Tensor | None,
-    statistics: Tensor,
-    scales: Tensor,
-    options: Options,
-    per_row: bool,
-    first: int = 0,
-    first_column: int = 0,
-    vocabulary: int | None = None,
-    bias: Tensor | None = None,
-) -> None:
-    """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
-
-    Args:
-        dlogits: contiguous; may be `logits`.
-        statistics: of `run_rows`.
-        scales: of `scales_of`.
-        per_row: whether `scales` has one number for each row.
-        vocabulary: how many columns there are, where `logits` has not all of them.
-        bias: of all columns, added to the logits; contiguous.
-    """
-    logits, row_stride = as_rows(logits)
-    count, columns = logits.shape
-    arguments = (
-        dlogits, logits, bias, target, weight, weight_sum, statistics, scales, row_stride, columns,
-        columns if vocabulary is None else vocabulary, first, first_column, count, target.shape[0],
-    )  # fmt: skip
-    chosen = options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap
-    flags = {"TOKEN_SCALING": options.token_scaling, "PER_ROW": per_row}
-    tiles = BACKWARD_TILES + BACKWARD_SOFTCAP * (options.softcap is not None)
-    programs, tile_rows, block = row_tiles(logits, count, columns, tiles)
-    if block < columns:
-        cores = get_npu_core_count(logits.device)
-        blocks = (columns + block - 1) // block
-        sharers = min(blocks, max(1, cores // count))  # of a row, where there are fewer rows than cores
-        span = (blocks + sharers - 1) // sharers * block
-        programs = min(count * sharers, cores)
-        _gradient_long[(programs,)](*arguments, span, *chosen, **flags, BLOCK=block)
-    else:
-        _gradient[(programs,)](*arguments, *chosen, **flags, ROWS=tile_rows, BLOCK=block)
-
-
-def totals_of(target: Tensor, weight: Tensor | None, columns: int, options: Options) -> Tensor:
-    """What ``"mean"`` divides by: the number of rows that count, and the sum of their labels' weights; float32 ``[2]``.
-
-    Both are 1 where no row counts.
-    """
-    counted = target != options.ignore_index
-    count = counted.sum(dtype=torch.float32)
-    if weight is None:
-        return count.clamp(min=1.0).repeat(2)
-    known = counted & (target >= 0) & (target < columns)
-    weights = weight.float()[target.clamp(0, columns - 1)].masked_fill(~known, 0.0).sum()
-    return torch.where(count > 0, torch.stack((count, weights)), 1.0)
-
-
-def reduce(
-    rows: Rows,
-    target: Tensor,
-    totals: Tensor | None,
-    options: Options,
-    *,
-    reduction: str,
-    return_z_loss: bool,
-    return_token_accuracy: bool,
-    return_predicted_tokens: bool,
-) -> Tensor | tuple[Tensor | None, ...]:
-    """The op's result, from the rows'. `totals` are given where ``"mean"`` divides by them."""
-    loss, z_loss, accuracy = rows.losses, rows.z_losses, rows.hits
-    if reduction != "none":
+    def reduce(
+        self, results: Rows, labels: Labels, totals: Tensor | None, return_z_loss: bool, differentiable: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        loss, z_loss, accuracy = results.losses, results.z_losses, results.hits
+        if totals is None and labels.options.reduction == "mean":
+            totals = self.totals(labels)
         loss = loss.sum() if totals is None else loss.sum() / totals[1]
         if z_loss is not None:
             z_loss = z_loss.sum() if totals is None else z_loss.sum() / totals[0]
             loss = loss + z_loss
         if accuracy is not None:
-            accuracy = accuracy.sum() / (target != options.ignore_index).sum().clamp(min=1)
-    if return_z_loss or return_token_accuracy or return_predicted_tokens:
-        return loss, z_loss if return_z_loss else None, accuracy, rows.predicted
-    return loss
+            accuracy = accuracy.sum() / (labels.target != labels.options.ignore_index).sum().clamp(min=1)
+        return loss, z_loss if return_z_loss else None, accuracy, totals
+
+
+KERNELS = _Kernels()

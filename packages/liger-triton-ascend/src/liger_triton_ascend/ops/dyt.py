@@ -37,12 +37,19 @@ def _tanh(u, EXACT: tl.constexpr):
 
 
 @triton.jit
+def _load_alpha(alpha):
+    """alpha in float32, within ±1e30: infinity times the 0 beside what there is would be NaN in the sums."""
+    a = tl.load(alpha).to(tl.float32)
+    return tl.where(tl.abs(a) > 1e30, tl.where(a > 0.0, 1e30, -1e30), a)
+
+
+@triton.jit
 def _forward(
     y, x, alpha, gamma, beta, rows, columns, strips, x_stride,
     EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(columns, BLOCK)
-    a = tl.load(alpha).to(tl.float32)
+    a = _load_alpha(alpha)
     for part in range(tl.program_id(0), strips * blocks, tl.num_programs(0)):
         column = tl.cast(part % blocks, tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
         scale = tl.load(gamma + column, column < columns, other=0.0).to(tl.float32)
@@ -64,7 +71,7 @@ def _backward(
     EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(columns, BLOCK)
-    a = tl.load(alpha).to(tl.float32)
+    a = _load_alpha(alpha)
     for part in range(tl.program_id(0), strips * blocks, tl.num_programs(0)):
         lane = tl.cast(part % blocks, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         column = lane[None, :]

@@ -12,8 +12,8 @@ from torch import Tensor
 from liger_core.contract import Needs, Once, Saved, implements
 from liger_core.ops.jsd import jsd
 from liger_triton_ascend.ops._divergences import above_mixture, count_of, counted_rows, finite, place
+from liger_triton_ascend.ops._linear import LINEAR
 from liger_triton_ascend.ops._rows import as_rows, element_tiles
-from liger_triton_ascend.ops._scale import scaled
 
 TILES = 10
 """Alive, by the estimate for float32 and a beta of one half; other betas have as many or fewer."""
@@ -137,4 +137,4 @@ def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_i
     made = rest[0].take()
     # A backward before this one has taken it: the same bits again.
     dstudent = _launch(*given, 1.0 / count, beta, ignore_index)[1] if made is None else made[0]
-    return (scaled(dstudent, student.dtype, dloss, own=True),)
+    return (LINEAR.scaled(dstudent, student.dtype, dloss, None, own=True),)

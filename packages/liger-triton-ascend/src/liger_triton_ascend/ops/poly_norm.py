@@ -234,4 +234,5 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, eps: float) -> tuple[Ten
     if partial is None:
         return dx, None, None
     total = partial.sum(0)
-    return dx, total[:3].to(weight.dtype) if needs_weight else None, total[3:].to(bias.dtype) if needs_bias else None
+    dbias = total[3:].to(bias.dtype).view(bias.shape) if needs_bias else None
+    return dx, total[:3].to(weight.dtype) if needs_weight else None, dbias

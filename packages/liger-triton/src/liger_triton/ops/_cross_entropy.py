@@ -5,14 +5,14 @@ the logarithm of the sum are all that the gradient needs besides the logits. Bot
 rounding is an error of 5e-4 in every probability.
 """
 
-from typing import NamedTuple
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
@@ -156,7 +156,8 @@ def _rows(
     if lse_square_scale is not None:
         z_loss = lse * lse * lse_square_scale
     if TOKEN_SCALING:
-        probability = _exp(-nll)
+        # Not of nll, whose rounding is many times that of its parts.
+        probability = _exp_like(label_logit - top, logits) / exp_sum
         loss *= probability
         z_loss *= probability
     if ADD_Z_LOSS:
@@ -277,79 +278,6 @@ def _reduce(
             tl.store(accuracy, tl.sum(hit_sum) / count)
 
 
-class Options(NamedTuple):
-    """What a row's loss depends on besides its logits. What is off is None: a kernel is then compiled without it."""
-
-    ignore_index: int
-    label_smoothing: float | None
-    lse_square_scale: float | None
-    softcap: float | None
-    token_scaling: bool
-
-
-class Rows(NamedTuple):
-    """What `run_rows` writes per row; None for what isn't wanted.
-
-    Attributes:
-        losses: float32 ``[N]``; with the z-loss in it when the reduction is ``"none"``.
-        z_losses: float32 ``[N]``.
-        hits: float32 ``[N]``; 1 where the largest logit is the label's.
-        predicted: int64 ``[N]``.
-        statistics: float32 ``[2, N]``, a row's maximum and the sum of its exponentials relative to that;
-            with token scaling ``[3, N]``, and the label's probability. What `run_gradient` needs.
-    """
-
-    losses: Tensor
-    z_losses: Tensor | None
-    hits: Tensor | None
-    predicted: Tensor | None
-    statistics: Tensor | None
-
-
-def options_of(
-    ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None, token_scaling: bool
-) -> Options:
-    """The options, normalised."""
-    return Options(
-        ignore_index,
-        float(label_smoothing) or None,
-        float(lse_square_scale) or None,
-        None if softcap is None else float(softcap),
-        token_scaling,
-    )
-
-
-def new_rows(
-    target: Tensor,
-    options: Options,
-    *,
-    reduction: str,
-    return_z_loss: bool,
-    return_token_accuracy: bool,
-    return_predicted_tokens: bool,
-    differentiable: bool,
-) -> Rows:
-    """Memory for the results of all rows."""
-    n = target.shape[0]
-    z_loss = return_z_loss or (options.lse_square_scale is not None and reduction != "none")
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=target.device)
-
-    return Rows(
-        empty(n),
-        empty(n) if z_loss else None,
-        empty(n) if return_token_accuracy else None,
-        torch.empty_like(target) if return_predicted_tokens else None,
-        empty(3 if options.token_scaling else 2, n) if differentiable else None,
-    )
-
-
-def weight_sum_of(weight: Tensor | None, options: Options) -> Tensor | None:
-    """The sum of all class weights, which label smoothing needs; float32, a scalar."""
-    return weight.sum(dtype=torch.float32) if weight is not None and options.label_smoothing is not None else None
-
-
 def _block(columns: int, most: int) -> int:
     """The power of two, up to `most`, that columns fill. Comparisons, so that a dynamic size stays dynamic in a trace."""
     block = 16
@@ -358,114 +286,61 @@ def _block(columns: int, most: int) -> int:
     return block
 
 
-def run_rows(
-    rows: Rows,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    weight_sum: Tensor | None,
-    options: Options,
-    reduction: str,
-    first: int = 0,
-    bias: Tensor | None = None,
-) -> None:
-    """Write the results of the rows from `first` on, as many as `logits` has.
-
-    `target`, `weight` and `bias`, which is added to the logits, are contiguous.
-    """
-    logits, row_stride = as_rows(logits)
-    n, columns = logits.shape
-    size = logits.element_size()
-    block = _block(columns, 16384 // size)
-    group = 16 // size  # what a thread loads at once
-    _rows[(n,)](
-        logits, bias, target, weight, weight_sum, *rows, row_stride, columns, first, target.shape[0],
-        options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap,
-        ADD_Z_LOSS=reduction == "none" and options.lse_square_scale is not None, TOKEN_SCALING=options.token_scaling,
-        ALIGNED=row_stride % 16 == 0 and columns % 16 == 0, GROUPS=block // group, GROUP=group, STAGES=3,
-        num_warps=max(block * size // 2048, 1),
-    )  # fmt: skip
-
-
-def run_gradient(
-    dlogits: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    weight_sum: Tensor | None,
-    statistics: Tensor,
-    dloss: Tensor | None,
-    totals: Tensor | None,
-    options: Options,
-    first: int = 0,
-    first_column: int = 0,
-    vocabulary: int | None = None,
-    bias: Tensor | None = None,
-) -> None:
-    """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
-
-    Args:
-        dlogits: contiguous; may be `logits`.
-        statistics: of `run_rows`.
-        dloss: gradient of the loss; a scalar, one per row, or None for 1.
-        totals: of `reduce`, to divide by, or None.
-        vocabulary: how many columns there are, where `logits` has not all of them.
-        bias: of all columns, added to the logits; contiguous.
-    """
-    logits, row_stride = as_rows(logits)
-    n, columns = logits.shape
-    block = _block(columns, 4096)
-    blocks = (columns + block - 1) // block
-    _gradient[(n * blocks,)](
-        dlogits, logits, bias, target, weight, weight_sum, statistics, dloss, totals, row_stride,
-        dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns,
-        columns if vocabulary is None else vocabulary, first, first_column, target.shape[0], options.ignore_index,
-        options.label_smoothing, options.lse_square_scale, options.softcap,
-        TOKEN_SCALING=options.token_scaling, BLOCK=block, num_warps=max(block // 512, 1),
-    )  # fmt: skip
-
-
-def new_totals(target: Tensor) -> Tensor:
-    """Memory for what ``"mean"`` divides by: the number of rows that count, and the sum of their labels' weights."""
-    return torch.empty(2, dtype=torch.float32, device=target.device)
-
-
-def run_totals(totals: Tensor, target: Tensor, weight: Tensor | None, columns: int, options: Options) -> None:
-    """Write what ``"mean"`` divides by."""
-    _reduce[(1,)](
-        None, None, None, target, weight, None, None, None, totals, target.shape[0], columns, options.ignore_index,
-        MEAN=True, BLOCK=2048, num_warps=8,
-    )  # fmt: skip
-
-
-def reduce(
-    rows: Rows,
-    target: Tensor,
-    weight: Tensor | None,
-    totals: Tensor | None,
-    columns: int,
-    options: Options,
-    *,
-    reduction: str,
-    return_z_loss: bool,
-    return_token_accuracy: bool,
-    return_predicted_tokens: bool,
-) -> Tensor | tuple[Tensor | None, ...]:
-    """The op's result, from the rows'. `totals`, when given, are written as by `run_totals`."""
-    loss, z_loss, accuracy = rows.losses, rows.z_losses, rows.hits
-    if reduction != "none":
-
-        def scalar() -> Tensor:
-            return torch.empty((), dtype=torch.float32, device=target.device)
-
-        loss = scalar()
-        z_loss = scalar() if return_z_loss else None
-        accuracy = scalar() if return_token_accuracy else None
-        mean = reduction == "mean"
-        _reduce[(1,)](
-            rows.losses, rows.z_losses, rows.hits, target, weight if mean else None, loss, z_loss, accuracy, totals,
-            target.shape[0], columns, options.ignore_index, MEAN=mean, BLOCK=2048, num_warps=8,
+class _Kernels(CrossEntropyKernels):
+    def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
+        logits, row_stride = as_rows(logits)
+        n, columns = logits.shape
+        size, options = logits.element_size(), labels.options
+        block = _block(columns, 16384 // size)
+        group = 16 // size  # what a thread loads at once
+        _rows[(n,)](
+            logits, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, first,
+            labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
+            options.softcap, ADD_Z_LOSS=options.adds_z_loss, TOKEN_SCALING=options.token_scaling,
+            ALIGNED=row_stride % 16 == 0 and columns % 16 == 0, GROUPS=block // group, GROUP=group, STAGES=3,
+            num_warps=max(block * size // 2048, 1),
         )  # fmt: skip
-    if return_z_loss or return_token_accuracy or return_predicted_tokens:
-        return loss, z_loss, accuracy, rows.predicted
-    return loss
+
+    def gradient(
+        self,
+        dlogits: Tensor,
+        logits: Tensor | None,
+        labels: Labels,
+        statistics: Tensor,
+        incoming: Any,
+        first: int,
+        first_column: int,
+    ) -> None:
+        dloss, totals = incoming
+        logits, row_stride = as_rows(dlogits if logits is None else logits)
+        n, columns = logits.shape
+        options = labels.options
+        block = _block(columns, 4096)
+        blocks = (columns + block - 1) // block
+        _gradient[(n * blocks,)](
+            dlogits, logits, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, dloss, totals,
+            row_stride, dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns, labels.vocabulary, first,
+            first_column, labels.target.shape[0], options.ignore_index, options.label_smoothing,
+            options.lse_square_scale, options.softcap,
+            TOKEN_SCALING=options.token_scaling, BLOCK=block, num_warps=max(block // 512, 1),
+        )  # fmt: skip
+
+    def sums(
+        self,
+        loss: Tensor | None,
+        z_loss: Tensor | None,
+        accuracy: Tensor | None,
+        totals: Tensor | None,
+        results: Rows | None,
+        labels: Labels,
+    ) -> None:
+        losses, z_losses, hits, *_ = results or (None, None, None)
+        mean = labels.options.reduction == "mean"
+        _reduce[(1,)](
+            losses, z_losses, hits, labels.target, labels.weight if mean else None, loss, z_loss, accuracy, totals,
+            labels.target.shape[0], labels.vocabulary, labels.options.ignore_index,
+            MEAN=mean, BLOCK=2048, num_warps=8,
+        )  # fmt: skip
+
+
+KERNELS = _Kernels()

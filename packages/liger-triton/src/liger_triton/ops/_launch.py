@@ -19,6 +19,17 @@ MOST_REMEMBERED = 4096
 """Launches that a kernel remembers; past that it forgets all of them."""
 
 
+def _specialised(n: int) -> int:
+    """What a kernel is compiled for of an integer: 1, which is compiled in; else its width, and whether 16 divides it.
+
+    `triton.jit` finds the same, as `specialize_impl`, of which it gives no part that costs less than a launch.
+    """
+    if n == 1:
+        return 1
+    width = 2 if -(1 << 31) <= n < 1 << 31 else 3 if n < 1 << 63 else 4
+    return -width if n % 16 else width
+
+
 class Kernel:
     """A Triton kernel, launched as ``kernel[grid](tensors and numbers, CONSTANT=..., num_warps=...)``.
 
@@ -38,18 +49,21 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         key, given, pointers, device = list(named.values()), [], 0, -1
+        # There Triton compiles apart for tensors whose offsets fit 32 bits. Asked anew: one process compiles for several chips.
+        on_amd = torch.version.hip is not None
         for value in args:
             kind = value.__class__
-            # Compiled are whether an integer is 1 or divisible by 16, and its width; 1 equals True and 1.0.
-            if kind is int or value is None:
-                key.append(value)
+            if kind is int:
+                key.append(_specialised(value))
             elif isinstance(value, Tensor):  # of a subclass too: a key would keep it alive
                 key.append(value.dtype)
+                if on_amd:
+                    key.append(value.untyped_storage().size() < 1 << 31)
                 device = value.get_device()
                 value = value.data_ptr()
                 pointers |= value
-            else:
-                key.append((kind, value))
+            else:  # None is compiled in; floats and bools are not, whatever their values
+                key.append(kind)
             given.append(value)
         key.append(device)
         key = tuple(key)

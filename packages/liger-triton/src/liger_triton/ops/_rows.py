@@ -47,7 +47,15 @@ def again(pairs, result):
 
 def in_pairs(x: Tensor, columns: int, stride: int) -> bool:
     """Whether threads load neighbours of a row of 2-byte elements, so that none of its pairs is `packed` across threads."""
-    return x.element_size() == 2 and columns % 16 == 0 and stride % 16 == 0
+    return x.element_size() == 2 and in_vectors(columns, stride)
+
+
+def in_vectors(*lengths: int) -> bool:
+    """Whether threads load 16 bytes of a row at once: Triton has to know that its length and distances are multiples of 16.
+
+    If not, they load one element after another, and each load has an address and a mask of its own in registers.
+    """
+    return not any(length % 16 for length in lengths)
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

@@ -1,10 +1,6 @@
-"""Jensen-Shannon divergence of two linear layers: rows in chunks, whose logits PyTorch's matmul computes.
+"""Jensen-Shannon divergence of two linear layers: kernels work on chunks of logits, which PyTorch's matmul computes."""
 
-When one chunk holds all rows, both logits are kept for backward, as an unfused model does. Otherwise a chunk's student
-logits are overwritten with their gradient, which becomes the gradients of the arguments at once; backward has only to
-scale those. The teacher's logits are no more than read, so they are computed for few rows of a chunk at a time: fewer
-chunks, each of which reads and writes the accumulator of the weight's gradient, fit the same memory.
-"""
+from typing import Any
 
 import torch
 import triton
@@ -12,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from liger_core.contract import Needs, Once, Saved, implements
-from liger_core.ops.fused_linear_cross_entropy import chunk_rows, temporary_memory
+from liger_core.contract import implements
+from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_triton.ops._divergences import above_mixture, count_of, finite, total
 from liger_triton.ops._launch import kernel
-from liger_triton.ops.fused_linear_cross_entropy import _add_product, _chunks, _scaled
+from liger_triton.ops._linear import LINEAR
 
 # Of each tensor's block in `_rows`: 16 warps, of which two programs fit a multiprocessor.
 BLOCK_BYTES = 16384
@@ -164,199 +160,57 @@ def _gradient(
     tl.store(dstudent + at, factor * gradient, inside)
 
 
-class _Call:
-    """The arguments of a call, and the kernels launched with them."""
+def _options(given: Given) -> tuple[tuple[int, float, float, float], dict[str, bool]]:
+    """Runtime arguments of both kernels, and their constants."""
+    beta = given.beta
+    kind = {"FORWARD": beta == 0, "REVERSE": beta == 1, "HALF": beta == 0.5}
+    return (given.ignore_index, given.temperature, beta, 1.0 - beta), kind
 
-    def __init__(
-        self,
-        student_x: Tensor,
-        student_weight: Tensor,
-        teacher_x: Tensor,
-        teacher_weight: Tensor,
-        labels: Tensor | None,
-        beta: float,
-        ignore_index: int,
-        temperature: float,
+
+class _Kernels(DivergenceKernels):
+    def rows(
+        self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, given: Given, first: int
     ) -> None:
-        self.student_x, self.student_weight = student_x, student_weight
-        self.teacher_x, self.teacher_weight = teacher_x, teacher_weight
-        self.labels = None if labels is None else labels.contiguous()
-        self.options = ignore_index, temperature, beta, 1.0 - beta
-        self.kind = {"FORWARD": beta == 0, "REVERSE": beta == 1, "HALF": beta == 0.5}
-
-    def run_rows(self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, first: int) -> None:
-        """Write the losses of the rows from `first` on, and what their gradient needs."""
         n, columns = student.shape
         size = max(student.element_size(), teacher.element_size())
         group = 16 // size  # what a thread loads at once
         block = group
         while block < columns and block < BLOCK_BYTES // size:
             block *= 2
+        options, kind = _options(given)
         _rows[(n,)](
-            losses, statistics, student, teacher, self.labels, columns, first, losses.shape[0], *self.options,
-            **self.kind, ALIGNED=columns % 16 == 0, GROUPS=block // group, GROUP=group, STAGES=STAGES,
+            losses, statistics, student, teacher, given.labels, columns, first, losses.shape[0], *options,
+            **kind, ALIGNED=columns % 16 == 0, GROUPS=block // group, GROUP=group, STAGES=STAGES,
             num_warps=max(block * size // 1024, 1),
         )  # fmt: skip
 
-    def run_gradient(
+    def gradient(
         self,
         dstudent: Tensor,
-        statistics: Tensor,
-        student: Tensor,
+        student: Tensor | None,
         teacher: Tensor,
-        dloss: Tensor | None,
-        count: Tensor,
-        first: int = 0,
+        given: Given,
+        statistics: Tensor,
+        incoming: Any,
+        first: int,
     ) -> None:
-        """Write the gradient of the student's logits, which `dstudent` may be; of Σ losses for no `dloss`."""
-        n, columns = student.shape
+        n, columns = dstudent.shape
         block = 16
         while block < columns and block < 2048:
             block *= 2
+        options, kind = _options(given)
         _gradient[(n * ((columns + block - 1) // block),)](
-            dstudent, statistics, student, teacher, self.labels, dloss, count, columns, first, statistics.shape[1],
-            *self.options, **self.kind, BLOCK=block, num_warps=max(block // 512, 1),
+            dstudent, statistics, dstudent if student is None else student, teacher, given.labels, *incoming, columns,
+            first, statistics.shape[1], *options, **kind, BLOCK=block, num_warps=max(block // 512, 1),
         )  # fmt: skip
 
-    def run(
-        self,
-        rows: tuple[int, int],
-        losses: Tensor | None,
-        statistics: Tensor | None,
-        gradients: "_Gradients | None",
-        dloss: Tensor | None,
-        count: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Write what isn't None, for all rows, so many of the student's and of the teacher's logits at a time.
+    def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+        return x.new_full((), x.shape[0], dtype=torch.float32) if labels is None else count_of(labels, ignore_index)
 
-        Returns:
-            Both logits, when that is all rows and there are no `gradients`.
-        """
-        student = teacher = part = None
-        for first, last in _chunks(self.student_x.shape[0], rows[0]):
-            student = teacher = part = None  # before the next chunk's are allocated
-            student = self.student_x[first:last] @ self.student_weight.t()
-            for start, end in _chunks(last - first, rows[1]):
-                teacher = None
-                teacher = self.teacher_x[first + start : first + end] @ self.teacher_weight.t()
-                part = student[start:end]
-                if losses is not None:
-                    self.run_rows(losses, statistics, part, teacher, first + start)
-                if gradients is not None:
-                    self.run_gradient(part, statistics, part, teacher, dloss, count, first + start)
-            if gradients is not None:
-                teacher = None
-                gradients.add(first, last, student)
-        return student, teacher
+    def mean(self, losses: Tensor, count: Tensor) -> Tensor:
+        return total(losses, count, 1)
 
 
-class _Gradients:
-    """The gradients of student_x and student_weight, added up over chunks of rows from that of the logits.
-
-    Args:
-        dtype: in which student_weight's is summed.
-    """
-
-    def __init__(self, needs: Needs, call: _Call, dtype: torch.dtype) -> None:
-        self.needs_weight = needs[1]
-        self.call, self.dtype = call, dtype
-        self.dx = torch.empty_like(call.student_x, memory_format=torch.contiguous_format) if needs[0] else None
-        self.dweight: Tensor | None = None
-
-    def add(self, first: int, last: int, dlogits: Tensor) -> None:
-        if self.dx is not None:
-            torch.mm(dlogits, self.call.student_weight, out=self.dx[first:last])
-        if self.needs_weight:
-            self.dweight = _add_product(self.dweight, dlogits, self.call.student_x[first:last], self.dtype)
-
-
-def _plan(
-    call: _Call, accum_dtype: torch.dtype, memory_budget: int | None, needs: Needs
-) -> tuple[tuple[int, int], bool, bool]:
-    """How many rows of the student's and of the teacher's logits to take at a time; whether to keep logits, or gradients.
-
-    A budget has room for the student's logits beside their gradient, which here take the same memory.
-    """
-    given = call.student_x, call.student_weight
-    budgeted = {"accum_dtype": accum_dtype, "weight_grad": needs[1], "teacher_x": call.teacher_x}
-    chunk = chunk_rows(memory_budget, *given, **budgeted)
-    rows = call.student_x.shape[0]
-    if chunk >= rows:
-        return (rows, rows), True, False
-    room = True
-    if memory_budget is not None and torch.compiler.is_compiling():
-        kept = call.student_x.numel() * call.student_x.dtype.itemsize if needs[0] else 0
-        kept += call.student_weight.numel() * accum_dtype.itemsize if needs[1] else 0
-        room = kept <= temporary_memory(chunk, *given, **budgeted)  # they stand beside those that are returned
-    # cuBLAS needs a few hundred rows for its full speed.
-    return (chunk if memory_budget is None else 2 * chunk, min(chunk, max(256, chunk // 8))), False, room
-
-
-@implements(fused_linear_jsd)
-def forward(
-    needs: Needs,
-    student_x: Tensor,
-    student_weight: Tensor,
-    teacher_x: Tensor,
-    teacher_weight: Tensor,
-    labels: Tensor | None = None,
-    *,
-    beta: float = 0.5,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    accum_dtype: torch.dtype = torch.float32,
-    memory_budget: int | None = None,
-) -> tuple[Tensor, Saved]:
-    call = _Call(student_x, student_weight, teacher_x, teacher_weight, labels, beta, ignore_index, temperature)
-    n, differentiable = student_x.shape[0], any(needs)
-    rows, whole, room = _plan(call, accum_dtype, memory_budget, needs)
-    losses = torch.empty(n, dtype=torch.float32, device=student_x.device)
-    statistics = losses.new_empty((5, n)) if differentiable else None
-    count = losses.new_full((), n) if labels is None else count_of(call.labels, ignore_index)
-    gradients = _Gradients(needs, call, accum_dtype) if differentiable and room else None
-    logits = call.run(rows, losses, statistics, gradients, None, count)
-    loss = total(losses, count, 1)
-    if not differentiable:
-        return loss, ()
-    saved = student_x, student_weight, teacher_x, teacher_weight, call.labels, statistics, count
-    if gradients is None:
-        return loss, (*saved, *logits) if whole else saved
-    kept = gradients.dx, gradients.dweight
-    return loss, (*saved, *kept) if torch.compiler.is_compiling() else (*saved, Once(*kept))
-
-
-def backward(
-    needs: Needs,
-    saved: Saved,
-    dloss: Tensor,
-    *,
-    beta: float,
-    ignore_index: int,
-    temperature: float,
-    accum_dtype: torch.dtype,
-    memory_budget: int | None,
-) -> tuple[Tensor | None, ...]:
-    *given, statistics, count = saved[:7]
-    kept = saved[7:]
-    call = _Call(*given, beta, ignore_index, temperature)
-    rows, whole, room = _plan(call, accum_dtype, memory_budget, needs)
-    n, dtype = call.student_x.shape[0], call.student_weight.dtype
-    if whole:
-        gradients = _Gradients(needs, call, dtype)
-        dstudent = torch.empty_like(kept[0])
-        call.run_gradient(dstudent, statistics, *kept, dloss, count)
-        gradients.add(0, n, dstudent)
-        return gradients.dx, gradients.dweight
-    if not room:
-        gradients = _Gradients(needs, call, accum_dtype)
-        call.run(rows, None, statistics, gradients, dloss, count)
-        return gradients.dx, None if gradients.dweight is None else gradients.dweight.to(dtype)
-    own = isinstance(kept[0], Once)
-    if own:
-        kept = kept[0].take()
-        if kept is None:  # a backward before this one has taken them
-            gradients = _Gradients(needs, call, accum_dtype)
-            call.run(rows, None, statistics, gradients, None, count)
-            kept = gradients.dx, gradients.dweight
-    dx, dweight = kept
-    return _scaled(dx, call.student_x.dtype, dloss, count, own), _scaled(dweight, dtype, dloss, count, own)
+_host = FusedLinearJSD(_Kernels(), LINEAR)
+forward = implements(fused_linear_jsd)(_host.forward)
+backward = _host.backward

@@ -164,6 +164,8 @@ def _dscores(
     maximum = tl.load(statistics + at, asks, other=0.0)
     total = tl.load(statistics + length + at, asks, other=1.0)
     weights = _exp(scores - maximum[:, None]) * (1.0 / total)[:, None]
+    # These products may be rounded in another order than forward's. What sees itself alone has a weight of 1, though.
+    weights = tl.where(reach > 0, weights, 1.0)
     weights = tl.where(_seen(query, asks, key, here, reach), weights, 0.0)
     dweights = _products(do_tile, do, do_distance, query, asks, v_tile, v, v_distance, key, here, HEAD, CHUNK)
     means = tl.sum(weights * dweights, 1) if mean is None else tl.load(mean + at, asks, other=0.0)

@@ -9,7 +9,7 @@ from liger_core import geglu
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
-from liger_triton.ops.swiglu import BLOCK, _place
+from liger_triton.ops.swiglu import _place, divide
 
 
 @triton.jit
@@ -25,9 +25,10 @@ def _gelu(xs):
 
 
 @kernel
-def _forward(y, gate, up, columns, blocks, gate_stride, up_stride, BLOCK: tl.constexpr):
-    row, first, inside = _place(columns, blocks, BLOCK)
-    column = tl.arange(0, BLOCK)
+def _forward(
+    y, gate, up, rows, columns, blocks, gate_stride, up_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, first, column, inside = _place(rows, columns, blocks, ROWS, BLOCK)
     xs = tl.load(gate + (row * gate_stride + first) + column, inside, other=0.0).to(tl.float32)
     us = tl.load(up + (row * up_stride + first) + column, inside, other=0.0).to(tl.float32)
     tl.store(y + (row * columns + first) + column, _gelu(xs)[0] * us, inside)
@@ -35,10 +36,10 @@ def _forward(y, gate, up, columns, blocks, gate_stride, up_stride, BLOCK: tl.con
 
 @kernel
 def _backward(
-    dgate, dup, dy, gate, up, columns, blocks, dy_stride, gate_stride, up_stride, BLOCK: tl.constexpr
+    dgate, dup, dy, gate, up, rows, columns, blocks, dy_stride, gate_stride, up_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, first, inside = _place(columns, blocks, BLOCK)
-    column = tl.arange(0, BLOCK)
+    row, first, column, inside = _place(rows, columns, blocks, ROWS, BLOCK)
     at = (row * columns + first) + column
     # All loads come before the first store, which they would wait for.
     dys = tl.load(dy + (row * dy_stride + first) + column, inside, other=0.0).to(tl.float32)
@@ -58,9 +59,13 @@ def forward(needs: Needs, gate: Tensor, up: Tensor) -> tuple[Tensor, Saved]:
     saved = (gate, up) if True in needs else ()
     # Contiguous tensors are one long row.
     columns = gate.numel() if gate.is_contiguous() and up.is_contiguous() else gate.shape[-1]
-    blocks = (columns + BLOCK - 1) // BLOCK
+    rows = gate.numel() // columns
+    tile_rows, block, blocks, programs = divide(rows, columns)
     (gate, gate_stride), (up, up_stride) = as_rows(gate), as_rows(up)
-    _forward[(y.numel() // columns * blocks,)](y, gate, up, columns, blocks, gate_stride, up_stride, BLOCK=BLOCK)
+    _forward[(programs,)](
+        y, gate, up, rows, columns, blocks, gate_stride, up_stride,
+        ROWS=tile_rows, BLOCK=block,
+    )  # fmt: skip
     return y, saved
 
 
@@ -71,8 +76,11 @@ def backward(needs: Needs, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...
     dup = torch.empty_like(up, memory_format=torch.contiguous_format) if needs_up else None
     contiguous = dy.is_contiguous() and gate.is_contiguous() and up.is_contiguous()
     columns = gate.numel() if contiguous else gate.shape[-1]
-    blocks = (columns + BLOCK - 1) // BLOCK
-    programs = gate.numel() // columns * blocks
+    rows = gate.numel() // columns
+    tile_rows, block, blocks, programs = divide(rows, columns)
     (dy, dy_stride), (gate, gate_stride), (up, up_stride) = as_rows(dy), as_rows(gate), as_rows(up)
-    _backward[(programs,)](dgate, dup, dy, gate, up, columns, blocks, dy_stride, gate_stride, up_stride, BLOCK=BLOCK)
+    _backward[(programs,)](
+        dgate, dup, dy, gate, up, rows, columns, blocks, dy_stride, gate_stride, up_stride,
+        ROWS=tile_rows, BLOCK=block,
+    )  # fmt: skip
     return dgate, dup

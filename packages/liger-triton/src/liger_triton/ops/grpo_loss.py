@@ -100,8 +100,8 @@ def _token_losses(
     """Loss, divergence, whether it is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
     ratio = libdevice.exp(log_ratio)
     if CISPO:
-        by_lp = -tl.minimum(ratio, high, propagate_nan=tl.PropagateNan.ALL) * advantage
-        by_ratio = ratio * 0.0
+        by_lp = -tl.minimum(ratio, high, propagate_nan=tl.PropagateNan.ALL) * advantage * importance
+        by_ratio = tl.zeros_like(ratio)
         loss = by_lp * lp
         clipped = (ratio > high) & (advantage > 0.0)
     elif SAPO:
@@ -110,8 +110,9 @@ def _token_losses(
         q = libdevice.exp(-tl.abs(u))
         r = 1.0 / (1.0 + q)
         loss = -4.0 * advantage * tl.where(u < 0.0, q * r, r) / tau
-        by_ratio = -4.0 * advantage * (q * r * r) * ratio
-        by_lp = ratio * 0.0
+        loss *= importance
+        by_ratio = -4.0 * advantage * (q * r * r) * ratio * importance
+        by_lp = tl.zeros_like(ratio)
         clipped = ratio < 0.0
     else:
         limited, passes = ratio, 1.0
@@ -125,13 +126,13 @@ def _token_losses(
         loss = -tl.minimum(gain, clipped_gain, propagate_nan=tl.PropagateNan.ALL)
         tie = 0.5 * (passes + unclipped_passes)
         slope = tl.where(gain < clipped_gain, passes, tl.where(gain > clipped_gain, unclipped_passes, tie))
-        by_ratio = -advantage * slope * ratio
-        by_lp = ratio * 0.0
+        loss *= importance
+        by_ratio = (
+            tl.where(slope == 0.0, 0.0, -advantage * slope * importance) * ratio
+        )  # where it is clipped, 0 times infinity
+        by_lp = tl.zeros_like(ratio)
         clipped = ((ratio < low) & (advantage < 0.0)) | ((ratio > high) & (advantage > 0.0))
-    loss *= importance
-    by_lp *= importance
-    by_ratio *= importance
-    kl = ratio * 0.0
+    kl = tl.zeros_like(ratio)
     if beta is not None:
         beta = tl.cast(beta, tl.float32)
         growth = libdevice.expm1(ref_distance)

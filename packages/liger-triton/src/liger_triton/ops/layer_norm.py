@@ -10,11 +10,12 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._partial_sums import BYTES_AT_ONCE, COLUMNS_AT_ONCE, STAGES_AT_ONCE, at_once
-from liger_triton.ops._rows import as_rows, multiply, tile_of, tile_read_twice
+from liger_triton.ops._rows import as_rows, in_vectors, multiply, tile_of, tile_read_twice
 from liger_triton.ops._totals import totals
 
 # Longer rows don't fit the registers of 16 warps: 64 columns a thread in the forward, which keeps x; 32 in the backward,
-# which keeps x and dy; 16 where it keeps the sums of dweight and dbias as well.
+# which keeps x and dy; 16 where it keeps the sums of dweight and dbias as well. Loaded one by one, half as many: each load
+# has its address.
 LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
 LONGEST_SUMMED = 8192
@@ -245,7 +246,7 @@ def forward(needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None, eps: f
     weight = weight.contiguous()
     if bias is not None:
         bias = bias.contiguous()
-    if columns <= LONGEST_FORWARD:
+    if columns <= (LONGEST_FORWARD if in_vectors(columns, x_stride) else LONGEST_FORWARD // 2):
         twice = columns <= LONGEST_READ_TWICE
         tile_rows, block, warps = tile_read_twice(columns) if twice else tile_of(columns)
         if block <= 16384:
@@ -282,14 +283,15 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, eps: float) -> tuple[Ten
             SUM_COLUMNS=COLUMNS_AT_ONCE, SUM_STAGES=STAGES_AT_ONCE, num_warps=warps,
         )  # fmt: skip
         return dx, dweight, dbias
-    fused = sums > 0 and columns <= LONGEST_SUMMED
+    share = 1 if in_vectors(columns, dy_stride, x_stride) else 2
+    fused = sums > 0 and columns <= LONGEST_SUMMED // share
     if fused:
         # As in rms_norm: two tiles on their way beside the one that is worked on, where shared memory holds all.
         tile = tile_rows * block
         stages = 3 if 3 * 2 * tile * x.element_size() < shared_memory(x.device) else 1
         programs = min(programs, sm_count(x.device) * (max(1, min(3, 8192 // tile)) if stages > 1 else 16 // warps))
         partial = torch.empty(programs * sums * columns, dtype=torch.float32, device=x.device)
-    if fused or (needs_x and columns <= LONGEST_BACKWARD):
+    if fused or (needs_x and columns <= LONGEST_BACKWARD // share):
         _backward[(programs,)](
             dx, partial, dy, x, scale, statistics, rows, columns, dy_stride, x_stride,
             WEIGHT=fused and needs_weight, BIAS=fused and needs_bias, SINGLE=columns == 1,

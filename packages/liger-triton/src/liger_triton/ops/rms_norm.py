@@ -10,13 +10,24 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count, warp_size
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._partial_sums import BYTES_AT_ONCE, COLUMNS_AT_ONCE, STAGES_AT_ONCE, at_once, total
-from liger_triton.ops._rows import as_rows, multiply, tile_of, tile_read_twice
+from liger_triton.ops._rows import (
+    again,
+    as_rows,
+    in_vectors,
+    interleaved,
+    multiply,
+    packed,
+    tile_of,
+    tile_read_twice,
+    unpacked,
+)
 
 # Longer rows don't fit registers: 128 columns a thread of 8 warps in the forward, which adds up x, or 64 of 16 with a
-# residual, where it keeps the sum; 32 of 16 in the backward, which keeps x, dy and the sum of dweight, and spills 24 to 48
-# registers at that length on sm_90.
+# residual, where it keeps the sum; 32 of 16 in the backward, which keeps x and dy; 16 where it keeps the sum of dweight as
+# well, or 32 if x and dy are held as elements of two bytes. Loaded one by one, half as many: each load has its address.
 LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
+LONGEST_SUMMED = 8192
 
 
 @triton.jit
@@ -26,7 +37,7 @@ def _round(value, dtype: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _load(x, residual, x_at, residual_at, inside, EVICT: tl.constexpr = ""):
+def _load(x, residual, x_at, residual_at, inside, EVICT: tl.constexpr):
     """x, or x + residual rounded to x's dtype."""
     xs = tl.load(x + x_at, inside, other=0.0, eviction_policy=EVICT)
     if residual is not None:
@@ -97,7 +108,7 @@ def _forward_long(
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, column < columns)
+        xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, column < columns, "")
         squares += _square(xs, NATIVE, BLOCK)
     r = _inverse_rms(tl.sum(squares), columns, eps, x.dtype.element_ty, NATIVE)
     if inverse_rms is not None:
@@ -105,7 +116,7 @@ def _forward_long(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside)
+        xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside, "")
         if h is not None:
             tl.store(h + row * columns + column, xs, inside)
         ws = None if weight is None else tl.load(weight + column, inside, other=0.0)
@@ -157,6 +168,46 @@ def _backward(
             dweight += dys * normed
     if partial is not None:
         tl.store(partial + tl.program_id(0).to(tl.int64) * columns + column, tl.sum(dweight, 0), column < columns)
+
+
+@triton.jit
+def _load_scale_in_pairs(weight, offset, columns, BLOCK: tl.constexpr):
+    """What the first of each pair of columns is multiplied by, and the second."""
+    column = tl.arange(0, BLOCK)[None, :]
+    scale = _load_scale(weight, column, column < columns, offset)
+    return tl.split(tl.reshape(scale, (1, BLOCK // 2, 2)))
+
+
+@kernel
+def _backward_packed(
+    dx, partial, dy, dh, x, weight, inverse_rms, rows, columns, dy_stride, dh_stride, x_stride, offset,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of 2-byte elements, held as they are."""
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < columns
+    dweight_first = tl.zeros((1, BLOCK // 2), tl.float32)
+    dweight_second = tl.zeros((1, BLOCK // 2), tl.float32)
+    for tile in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
+        row = tl.cast(tile, tl.int64)
+        r = tl.load(inverse_rms + row)
+        xs = packed(tl.load(x + row * x_stride + column, inside, other=0.0))
+        dys = packed(tl.load(dy + row * dy_stride + column, inside, other=0.0))
+        a, b = unpacked(xs, x.dtype.element_ty)
+        da, db = unpacked(dys, dy.dtype.element_ty)
+        dweight_first += da * (a * r)
+        dweight_second += db * (b * r)
+        first, second = _load_scale_in_pairs(weight, offset, columns, BLOCK)
+        slope = tl.sum(da * first * a + db * second * b, 1, keep_dims=True) / columns * r * r * r
+        a, b = unpacked(again(xs, slope), x.dtype.element_ty)
+        da, db = unpacked(again(dys, slope), dy.dtype.element_ty)
+        first, second = _load_scale_in_pairs(weight, offset, columns, BLOCK)
+        dxs = interleaved(da * first * r - a * slope, db * second * r - b * slope, tl.float32)
+        if dh is not None:
+            dxs += tl.load(dh + row * dh_stride + column, inside, other=0.0).to(tl.float32)
+        tl.store(dx + row * columns + column, dxs, inside)
+    sums = interleaved(dweight_first, dweight_second, tl.float32)
+    tl.store(partial + tl.program_id(0).to(tl.int64) * columns + column, sums, inside)
 
 
 @triton.jit
@@ -247,7 +298,7 @@ def launch_forward(
     if weight is not None:
         weight = weight.contiguous()
     rounds, native = casting_mode != "gemma", casting_mode == "none"
-    if columns <= LONGEST_FORWARD:
+    if columns <= (LONGEST_FORWARD if in_vectors(columns, x_stride, residual_stride) else LONGEST_FORWARD // 2):
         tile_rows, block, warps = _tile_of_forward(columns, residual is not None, x.device)
         _forward[((rows + tile_rows - 1) // tile_rows,)](
             y, h, inverse_rms, x, residual, weight, rows, columns, x_stride, residual_stride, eps, offset,
@@ -294,19 +345,7 @@ def launch_backward(
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
     scale = None if weight is None else weight.contiguous()
-    if columns > LONGEST_BACKWARD:
-        dweight = torch.empty_like(scale) if needs_weight else None
-        if needs_x:
-            _dx_long[(rows,)](
-                dx, dy, dh, x, scale, inverse_rms, columns, dy_stride, dh_stride, x_stride, offset,
-                BLOCK=4096, num_warps=8,
-            )  # fmt: skip
-        if needs_weight:
-            # Columns are many: 64 of them, a 128-byte line of bf16, leave at least 256 programs.
-            _dweight_long[((columns + 63) // 64,)](
-                dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, ROWS=64, BLOCK=64
-            )
-        return dx, dweight
+    vectors = in_vectors(columns, dy_stride, dh_stride, x_stride)
     tile_rows, block, warps = tile_of(columns)
     programs = (rows + tile_rows - 1) // tile_rows
     if needs_x and needs_weight and at_once(x, rows, columns):
@@ -318,6 +357,33 @@ def launch_backward(
         )  # fmt: skip
         return dx, dweight
     partial, stages = None, 1
+    if needs_x and needs_weight and vectors and x.element_size() == 2 and LONGEST_SUMMED < columns <= LONGEST_BACKWARD:
+        programs = min(rows, sm_count(x.device))
+        partial = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
+        _backward_packed[(programs,)](
+            dx, partial, dy, dh, x, scale, inverse_rms, rows, columns, dy_stride, dh_stride, x_stride, offset,
+            BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        return dx, total(partial, weight)
+    if columns > LONGEST_SUMMED:
+        dweight = torch.empty_like(scale) if needs_weight else None
+        if needs_x and columns <= (LONGEST_BACKWARD if vectors else LONGEST_BACKWARD // 2):
+            _backward[(programs,)](
+                dx, None, dy, dh, x, scale, inverse_rms, rows, columns, dy_stride, dh_stride, x_stride, offset,
+                ROWS=tile_rows, BLOCK=block, STAGES=1, num_warps=warps,
+            )  # fmt: skip
+        elif needs_x:
+            _dx_long[(rows,)](
+                dx, dy, dh, x, scale, inverse_rms, columns, dy_stride, dh_stride, x_stride, offset,
+                BLOCK=4096, num_warps=8,
+            )  # fmt: skip
+        if needs_weight:
+            # Columns are many: 64 of them, a 128-byte line of bf16, leave at least 129 programs. Of few rows, more columns.
+            sum_rows = 64 if rows > 16 else 16
+            _dweight_long[((columns * sum_rows + 4095) // 4096,)](
+                dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, ROWS=sum_rows, BLOCK=4096 // sum_rows
+            )
+        return dx, dweight
     if needs_weight:
         # Tiles on their way: two beside the one that is worked on, where shared memory holds all. Then few programs keep
         # memory busy: on an H200 (triton 3.6), 16384 x 8192 in bfloat16, one a multiprocessor takes 0.201 ms, two 0.208;

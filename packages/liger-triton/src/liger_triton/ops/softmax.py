@@ -12,6 +12,7 @@ from liger_triton.ops._rows import (
     again,
     as_rows,
     in_pairs,
+    in_vectors,
     interleaved,
     multiply,
     packed,
@@ -176,7 +177,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...
     rows = y.numel() // columns
     dx = torch.empty_like(y)
     dy, dy_stride = as_rows(dy)
-    if columns > LONGEST:
+    if columns > (LONGEST if in_vectors(columns, dy_stride) else LONGEST // 2):
         _backward_long[(rows,)](dx, dy, y, columns, dy_stride, BLOCK=8192, num_warps=16)
     else:
         tile_rows, block, warps = tile_of(columns)

@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import re
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from liger_core import dispatch
-from liger_core.backend import LOAD_ERRORS, BackendInfo, Unsupported, backends, discover
-from liger_core.contract import Op, by_name, ops
-
-ACCELERATORS = ("cuda", "npu", "xpu")
-
-
-def infer_device() -> str:
-    """The accelerator of this process: ``"cuda"`` (also ROCm), ``"npu"`` or ``"xpu"``; else ``"cpu"``."""
-    for device in ACCELERATORS:
-        module = getattr(torch, device, None)
-        if module is not None and module.is_available():
-            return device
-    return "cpu"
-
-
-def type_of(device: str | torch.device | None) -> str:
-    """The type of a device: ``"cuda"`` for ``"cuda:1"``, `infer_device()` for None."""
-    if device is None:
-        return infer_device()
-    try:
-        return torch.device(device).type
-    except RuntimeError:
-        # What torch knows only with a plug-in, such as torch-npu for "npu", can be asked about without it.
-        known = sorted({"cpu", *ACCELERATORS, *(d for b in backends() for d in b.devices)})
-        match = re.fullmatch(r"(\w+)(:\d+)?", str(device))
-        if match and match[1] in known:
-            return match[1]
-        raise ValueError(f"device is {device!r}; it takes a torch device or its type: {', '.join(known)}") from None
+from liger_core.backend import BackendInfo, backends, broken_backends
+from liger_core.calling import Op, by_name, ops
+from liger_core.devices import type_of
 
 
 def get_current_backend(device: str | torch.device | None = None) -> BackendInfo | None:
     """The language that comes first on a device (default: `infer_device()`), or None where the reference runs.
 
-    It is the one demanded for every op by `use` or LIGER_KERNEL_BACKEND, else the device's first default language that
+    The name is the one that users know from liger-kernel. A backend is a package; what it brings is a *language*, which is
+    the word for it everywhere else.
+
+    It is the one demanded for every op by `use` or LIGER_LANGUAGE, else the device's first default language that
     can run here.
     """
     device = type_of(device)
@@ -57,51 +35,6 @@ def list_overridden_ops(device: str | torch.device | None = None) -> list[str]:
     """The ops that some installed package implements on a device (default: `infer_device()`), in name order."""
     device = type_of(device)
     return [op for op in sorted(ops) if any(device in b.devices and b.has_kernel(op) for b in backends())]
-
-
-class BoundOp:
-    """An op held to a device and a language: what `get_op` returns. Call it like the op."""
-
-    def __init__(self, op: Op[..., Any], device: str | None, language: str | None) -> None:
-        self.op, self.device, self.language = op, device, language
-        self.__doc__ = op.__doc__
-        self.__name__ = op.name
-
-    def __repr__(self) -> str:
-        return f"<liger op {self.op.name} in {self.language or 'the best language'} on {self.device or 'any device'}>"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.device is not None:
-            device, _ = self.op.inspect(self.op.bind(args, kwargs))
-            if device != self.device:
-                raise ValueError(f"{self.op.name}: the tensors are on {device}; this callable takes {self.device}")
-        return self.op.call(self.language or dispatch.state.demand, args, kwargs)
-
-
-def get_op(name: str, *, device: str | torch.device | None = None, language: str | None = None) -> BoundOp:
-    """The callable that runs an op on a device in a language; either may be left out.
-
-    Without `language` it chooses as the op itself does, now: `BoundOp.language` tells what it found (None where the
-    tensors' device decides).
-
-    Raises:
-        Unsupported: the language can't run the op there.
-        ValueError: an op or a device that doesn't exist, or what can't be a language's name.
-    """
-    op = by_name(name)
-    device = None if device is None else type_of(device)
-    if language is not None:
-        dispatch.parse_demand(dispatch.one_language(language, "get_op"), "get_op")
-        if language != "torch":
-            backend = next(b for b in backends() if b.language == language)
-            places = [device] if device else list(backend.devices)
-            obstacles = [dispatch.obstacle(backend, name, place) for place in places]
-            if all(obstacles):
-                raise Unsupported(f"{name} in {language}: {'; '.join(filter(None, obstacles))}")
-    elif device is not None:
-        plan = op.plan(device, dispatch.state.demand)
-        language = plan.kernels[0].language if plan.kernels else "torch"
-    return BoundOp(op, device, language)
 
 
 class Candidate(NamedTuple):
@@ -123,7 +56,7 @@ class Explanation(NamedTuple):
     @property
     def chosen(self) -> Candidate | None:
         """The candidate that runs; None when the call would raise `Unsupported`: what is demanded can't run, or what
-        runs would be a fallback that LIGER_KERNEL_STRICT=1 forbids.
+        runs would be a fallback that LIGER_STRICT=1 forbids.
         """
         return next((c for c in self.candidates if c.why_not is None), None)
 
@@ -139,10 +72,12 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-def source_of(function: Any) -> str:
-    """``file:line`` of a function."""
-    function = inspect.unwrap(function)
-    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+def source_of(function: Any, module: ModuleType | None = None) -> str:
+    """``file:line`` of a function; of a kernel `module` whose forward is core's host code, the module's."""
+    code = inspect.unwrap(function).__code__
+    if module is not None and module.__file__ and code.co_filename != module.__file__:
+        return f"{module.__file__}:1"
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def explain(
@@ -172,7 +107,7 @@ def explain(
         empty = arguments[op.names[0]].numel() == 0
     device = type_of(device)
     language = dispatch.demanded_language(op.name, dispatch.state.demand)
-    candidates = []
+    candidates: list[Candidate] = []
     nothing_to_launch = False
     for backend in _in_order(device):
         tried = device in backend.default_devices if language is None else backend.language == language
@@ -181,8 +116,8 @@ def explain(
             why = dispatch.obstacle(backend, op.name, device)
             if why is None:
                 module = backend.kernel(op.name)
-                source = source_of(module.forward)
-        except LOAD_ERRORS as error:
+                source = source_of(module.forward, module)
+        except Exception as error:
             if tried:  # a bug, which the call would raise
                 raise
             why = f"{type(error).__name__}: {error}"
@@ -194,11 +129,11 @@ def explain(
             refuses = getattr(module, "refuses", None)
             why = refusal or (refuses(**arguments) if refuses else None)
         candidates.append(Candidate(backend.language, why, source))
-    candidates += [Candidate(broken.name, broken.error, None) for broken in discover()[1]]
+    candidates += [Candidate(broken.name, broken.error, None) for broken in broken_backends()]
     if nothing_to_launch or language == "torch":
         why = None
     elif language is None:
-        why = "LIGER_KERNEL_STRICT=1 forbids it" if dispatch.settings().strict else None
+        why = f"{dispatch.settings().of_strict}=1 forbids it" if dispatch.settings().strict else None
     else:
         why = f"{language} is demanded"
     candidates.append(Candidate("torch", why, source_of(op.reference)))

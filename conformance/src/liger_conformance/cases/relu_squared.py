@@ -1,0 +1,68 @@
+"""Cases of relu_squared."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+from liger_conformance.vary import ROWS, Size, Vary
+
+
+def build(
+    make: Make,
+    *,
+    rows: int | tuple[int, ...],
+    hidden: int,
+    scale: float = 1.0,
+    gated: bool = False,
+    halves: bool = False,
+) -> dict[str, Any]:
+    """With `halves`, x and up are the two halves of each row of one tensor, as a fused projection gives them."""
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    x, up = make.randn(*rows, hidden) * scale, make.randn(*rows, hidden)
+    if halves:
+        x, up = torch.cat((x, up), -1).chunk(2, -1)
+    return {"x": x, "up": up} if gated or halves else {"x": x}
+
+
+VARY = Vary(
+    sizes={"rows": ROWS, "hidden": Size()},
+    tensors=("rows hidden",),
+    values={"gated": (False, True)},
+)
+
+CASES = (
+    Case("odd", "odd", rows=5, hidden=123),
+    Case("batched", "odd", rows=(2, 3), hidden=65, gated=True),
+    Case("long-row", "odd", rows=2, hidden=5000),
+    Case("halves", "odd", rows=3, hidden=768, halves=True),
+    Case("short-halves", "odd", rows=21, hidden=64, halves=True),
+    Case("one-element", "edge", rows=1, hidden=1),
+    Case("vector", "edge", rows=(), hidden=33, gated=True),
+    Case("tiny-values", "extreme", rows=4, hidden=64, scale=1e-4, gated=True),
+    Case("big-values", "extreme", rows=4, hidden=64, scale=1e4),
+    Case("uneven-rows", "extreme", rows=6, hidden=97, gated=True, by_row=("up",)),
+    Case("small", "small", rows=2048, hidden=5632),
+    Case("medium", "medium", rows=8192, hidden=14336),
+    Case("large", "large", rows=16384, hidden=28672),
+)
+
+HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+
+def _bad(make: Make, **changed: Any) -> dict[str, Any]:
+    return {"x": make.randn(2, 8), "up": make.randn(2, 8), **changed}
+
+
+BAD = (
+    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 8))),
+    Bad("integer-up", TypeError, ("up", "int64"), lambda make: _bad(make, up=make.integers(0, 9, 2, 8))),
+    Bad(
+        "up-of-another-dtype",
+        TypeError,
+        ("up", "bfloat16", "float32"),
+        lambda make: _bad(make, up=make.randn(2, 8, dtype=torch.bfloat16)),
+    ),
+    Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: {"x": make.randn()}),
+    Bad("broadcast-up", ValueError, ("up", "(8,)", "(2, 8)"), lambda make: _bad(make, up=make.randn(8))),
+)

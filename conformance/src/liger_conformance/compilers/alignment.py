@@ -1,0 +1,279 @@
+"""Loads and stores of NVIDIA programs whose addresses aren't aligned, found in a disassembly.
+
+An address is followed, for each thread of a block, through the instructions that compute it. Whatever else a program works on
+counts as a multiple of every access's size: what a launch brings, what is loaded, and what takes more than additions,
+products, shifts and logic. So an access that is found goes wrong in some thread, however aligned pointers, sizes and strides
+are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_WORD = (1 << 32) - 1
+
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)((?:\.\w+)*)([^;]*);", re.M)
+_REGISTER = re.compile(r"([-~]?)(U?R(?:\d+|Z))((?:\.\w+)*)$")
+_PREDICATE = re.compile(r"[!~]?U?P[0-9T]$")
+_ADDRESS = re.compile(r"(?<![\w\]])\[([^\]]+)\]|desc\[\w+\]\[([^\]]+)\]")
+_BYTES = {"64": 8, "128": 16, "256": 32}
+
+# They write a register after a predicate. Others that begin with one write no register.
+_AFTER_A_PREDICATE = ("SHFL", "LOP3", "ULOP3", "ATOM", "ATOMG", "ATOMS", "VOTE", "VOTEU", "ELECT", "MATCH", "R2UR")
+
+
+class Bits(NamedTuple):
+    """A word, one for all threads or one for each: the bits of `either` may be 0 or 1, the others are those of `known`."""
+
+    known: Any = 0
+    either: Any = 0
+
+
+_ALIGNED = Bits()
+_THREAD = Bits(np.arange(1024))
+_BLOCK = Bits(0, _WORD)
+
+_State = dict[str, Bits]
+"""What registers hold, by name."""
+
+
+class _Instruction(NamedTuple):
+    address: int
+    text: str
+    conditional: bool
+    name: str
+    kinds: tuple[str, ...]
+    operands: tuple[str, ...]
+
+
+def unaligned(sass: str) -> tuple[str, ...]:
+    """The accesses of several words whose addresses aren't multiples of their size in every thread.
+
+    Args:
+        sass: what cuobjdump prints of a program of one kernel.
+    """
+    found = set()
+    for instruction, state in _reached(_parsed(sass)):
+        size = _size(instruction)
+        for address in _ADDRESS.findall(instruction.text) if size else ():
+            total = _ALIGNED
+            for part in "".join(address).split("+"):
+                total = _add(total, _value(part, state))
+            if np.any((total.known | total.either) % size):
+                found.add(instruction.text)
+    return tuple(sorted(found))
+
+
+def _parsed(sass: str) -> list[_Instruction]:
+    return [
+        _Instruction(
+            int(address, 16),
+            " ".join((condition + name + kinds + rest).split()),
+            bool(condition),
+            name,
+            tuple(kinds.split(".")[1:]),
+            tuple(part.strip() for part in rest.split(",")),
+        )
+        for address, condition, name, kinds, rest in _INSTRUCTION.findall(sass)
+    ]
+
+
+def _size(instruction: _Instruction) -> int:
+    """Bytes that an access takes at once, to which it must be aligned; 0 for those of a word, and for what is none."""
+    if instruction.name in ("LDSM", "STSM"):
+        return 16
+    if instruction.name not in ("LD", "LDG", "LDS", "ST", "STG", "STS", "LDGSTS"):
+        return 0
+    return max(_BYTES.get(kind, 0) for kind in ("", *instruction.kinds))
+
+
+def _reached(program: list[_Instruction]) -> Iterator[tuple[_Instruction, _State]]:
+    """Each instruction, and what registers may hold before it, by whichever way a thread came there."""
+    places = {instruction.address: place for place, instruction in enumerate(program)}
+    after = [_following(instruction, place, places, len(program)) for place, instruction in enumerate(program)]
+    starts = {0}
+    for place, following in enumerate(after):
+        if following != (place + 1,):
+            starts |= {*following, place + 1}
+    entered: dict[int, _State] = {0: {}}
+    waiting = [0]
+    while waiting:
+        place = waiting.pop()
+        state = dict(entered[place])
+        _run(program[place], state)
+        while place + 1 not in starts:
+            place += 1
+            _run(program[place], state)
+        for following in after[place]:
+            if _widen(entered.setdefault(following, {}), state):
+                waiting.append(following)
+    for place, state in entered.items():
+        yield program[place], state
+        _run(program[place], state)
+        while place + 1 not in starts:
+            place += 1
+            yield program[place], state
+            _run(program[place], state)
+
+
+def _following(instruction: _Instruction, place: int, places: dict[int, int], end: int) -> tuple[int, ...]:
+    """Where a program may go on after an instruction."""
+    on = (place + 1,) if place + 1 < end else ()
+    if instruction.name in ("EXIT", "RET"):
+        return on if instruction.conditional else ()
+    target = instruction.operands[-1].rpartition(" ")[2]
+    if instruction.name not in ("BRA", "CALL", "WARPSYNC") or not target.startswith("0x"):
+        return on
+    always = instruction.name == "BRA" and not instruction.conditional and len(instruction.operands) == 1
+    return (places[int(target, 16)],) if always else (places[int(target, 16)], *on)
+
+
+def _widen(state: _State, other: _State) -> bool:
+    """Let a state hold what another holds, too; whether it didn't. A register that one doesn't name may hold the other's."""
+    changed = False
+    for register, bits in other.items():
+        held = state.get(register)
+        if held is bits:
+            continue
+        if held is None:
+            state[register], changed = bits, True
+            continue
+        both = _either(held, bits)
+        if np.any(both.either & ~held.either):
+            # All bits above the lowest, which a loop would come to in the end.
+            above = -_lowest(both.either) & _WORD
+            state[register], changed = Bits(both.known & ~above, above), True
+    return changed
+
+
+def _run(instruction: _Instruction, state: _State) -> None:
+    """What registers hold after an instruction."""
+    operands = instruction.operands
+    if _PREDICATE.match(operands[0]):
+        if instruction.name not in _AFTER_A_PREDICATE:
+            return
+        operands = operands[1:]
+    if not operands or not (target := _REGISTER.match(operands[0])) or target[2].endswith("Z"):
+        return
+    result = _result(instruction, [part for part in operands[1:] if not _PREDICATE.match(part)], state)
+    bank, first = target[2].rstrip("0123456789"), int(target[2].lstrip("UR"))
+    # Also under a condition: what uses it has the same, or a copy.
+    state[f"{bank}{first}"] = result
+    for number in range(first + 1, first + _words(instruction)):
+        state[f"{bank}{number}"] = _ALIGNED
+
+
+def _words(instruction: _Instruction) -> int:
+    """How many registers an instruction writes."""
+    if instruction.name == "CS2R":
+        return 1 if "32" in instruction.kinds else 2
+    return max([1, 2 * ("WIDE" in instruction.kinds), *(_BYTES.get(kind, 0) // 4 for kind in instruction.kinds)])
+
+
+def _result(instruction: _Instruction, operands: list[str], state: _State) -> Bits:
+    """The word that an instruction writes, or the lower of two."""
+    name, kinds = instruction.name, instruction.kinds
+    if name in ("S2R", "S2UR"):
+        return _THREAD if operands[0] == "SR_TID.X" else _BLOCK if operands[0].startswith("SR_CTAID") else _ALIGNED
+    if "X" in kinds or (name.endswith("IMAD") and "HI" in kinds):  # the upper of two words
+        return _ALIGNED
+    values = [_value(operand, state) for operand in operands]
+    match name.removeprefix("U"), values:
+        case (("MOV" | "R2UR"), [a, *_]):
+            return a
+        case "SEL", [a, b]:
+            return _either(a, b)
+        case (("IADD3" | "IADD" | "VIADD"), _):
+            total = _ALIGNED
+            for value in values:
+                total = _add(total, value)
+            return total
+        case "IMAD", [a, b, c]:
+            return _add(_product(a, b), c)
+        case "LOP3", [a, b, c, table]:
+            return _logic(a, b, c, table.known)
+        case "LEA", [a, b, by] if "HI" not in kinds:
+            return _add(_left(a, by), b)
+        case "LEA", [a, b, _, by] if operands[2].endswith("RZ"):
+            return _add(_right(a, Bits(32 - by.known)), b)
+        case "SHF", [a, by, _] if "L" in kinds and "HI" not in kinds:
+            return _left(a, by)
+        case "SHF", [_, by, c] if "R" in kinds and "HI" in kinds:
+            return _right(c, by)
+        case "SHF", [a, by, _] if "R" in kinds and operands[2].endswith("RZ"):
+            return _right(a, by)
+    return _ALIGNED
+
+
+def _value(operand: str, state: _State) -> Bits:
+    """What an operand holds."""
+    if re.fullmatch(r"-?0x[0-9a-f]+", operand):
+        return Bits(int(operand, 16) & _WORD)
+    if not (register := _REGISTER.match(operand)):
+        return _ALIGNED
+    sign, name, kinds = register.groups()
+    bits = state.get(name, _ALIGNED)
+    for kind in kinds.split(".")[1:]:
+        if kind.startswith("X"):  # of an address: times so many
+            bits = _product(bits, Bits(int(kind[1:])))
+        elif kind not in ("reuse", "64", "U32"):
+            return _ALIGNED
+    if sign:
+        bits = Bits(~(bits.known | bits.either) & _WORD, bits.either)
+    return _add(bits, Bits(1)) if sign == "-" else bits
+
+
+def _either(a: Bits, b: Bits) -> Bits:
+    either = a.either | b.either | (a.known ^ b.known)
+    return Bits(a.known & ~either, either)
+
+
+def _add(a: Bits, b: Bits) -> Bits:
+    """A bit of a sum may be either where one of the two may be, or what is carried there."""
+    least = a.known + b.known
+    either = (least ^ (least + a.either + b.either)) | a.either | b.either
+    return Bits(least & ~either & _WORD, either & _WORD)
+
+
+def _product(a: Bits, b: Bits) -> Bits:
+    if not np.any(a.either) and not np.any(b.either):
+        return Bits(a.known * b.known & _WORD)
+    return Bits(0, -(_lowest(a.known | a.either) * _lowest(b.known | b.either)) & _WORD)
+
+
+def _lowest(word: Any) -> Any:
+    """The lowest bit of a word that is set, if one is."""
+    return word & -word
+
+
+def _left(a: Bits, by: Bits) -> Bits:
+    return _product(a, Bits(0, _WORD) if np.any(by.either) else Bits(1 << _at_most_a_word(by.known)))
+
+
+def _right(a: Bits, by: Bits) -> Bits:
+    if np.any(by.either):
+        return Bits(0, _WORD) if np.any(a.known | a.either) else _ALIGNED
+    places = _at_most_a_word(by.known)
+    return Bits(a.known >> places, a.either >> places)
+
+
+def _at_most_a_word(places: Any) -> Any:
+    return min(places, 32) if isinstance(places, int) else np.minimum(places, 32)
+
+
+def _logic(a: Bits, b: Bits, c: Bits, table: int) -> Bits:
+    """What LOP3 makes of each three bits: the bit of its table whose number they are."""
+    ones = zeros = 0
+    for case in range(8):
+        here = _WORD
+        for bits, place in ((a, 2), (b, 1), (c, 0)):
+            here &= bits.either | (bits.known if case >> place & 1 else ~bits.known)
+        if table >> case & 1:
+            ones |= here
+        else:
+            zeros |= here
+    return Bits(ones & ~zeros, ones & zeros)

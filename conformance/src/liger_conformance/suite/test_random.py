@@ -1,0 +1,65 @@
+"""Calls that nobody thought of: under ``--random``, and nothing else."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+
+from liger_conformance import running
+from liger_conformance.case import cases_of
+from liger_conformance.known import KnownSpills
+from liger_conformance.running import Target
+from liger_conformance.suite.test_compiled import check_launches
+from liger_conformance.suite.test_values import check_case
+from liger_conformance.vary import Call, RandomCall, lane_of, smallest
+from liger_core import Unsupported
+
+KEPT = 2 << 30
+"""Bytes of a device's memory that a process may keep between two tests: others of its kind share the device."""
+
+
+@pytest.mark.cases(random=True)
+def test_random(target: Target, case: RandomCall, dtype: torch.dtype, known_spills: KnownSpills) -> None:
+    """As `test_values` and `test_compiled`. A failure is reported as the smallest call that is found to fail alike."""
+    found = cases_of(target.op.name)
+    first = case.draw(found, lane_of(target))
+
+    def failure(call: Call) -> Exception | None:
+        """What a call raises. The frames that it passed hold no tensors any more."""
+        try:
+            if target.lane == "compiled":
+                check_launches(target, case.case(found, call), call.dtype, known_spills)
+            else:
+                check_case(target, case.case(found, call), call.dtype)
+        except (Unsupported, pytest.skip.Exception):
+            if call is first:
+                raise
+        except (Exception, pytest.fail.Exception) as error:  # whatever a kernel raises is its failure, reported below
+            traceback.clear_frames(error.__traceback__)
+            return error
+        return None
+
+    last = failure(first)
+    if last is None:
+        if torch.accelerator.is_available() and torch.accelerator.memory_reserved() > KEPT:
+            torch.accelerator.empty_cache()
+        return
+    kind = type(last)
+
+    def fails(call: Call) -> bool:
+        nonlocal last
+        assert last is not None
+        if not isinstance(last, kind) or running.is_lost(target):
+            return False
+        error = failure(call)
+        if isinstance(error, kind):
+            last = error
+        return isinstance(error, kind)
+
+    least = smallest(found, first, fails)
+    says = [f"{target} fails:", f"    {case.line(found, least)}", str(last)]
+    if least != first:
+        says.insert(2, f"which was found as\n    {case.line(found, first)}")
+    raise AssertionError("\n".join(says)) from last

@@ -1,0 +1,348 @@
+"""Random calls: how an op's may vary, as its file declares it, the one that a seed and a number give, and a smaller one."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_conformance.case import PLAIN, QUICK, Blank, Case, How, OpCases
+from liger_conformance.layouts import LAYOUTS
+from liger_conformance.running import Target
+from liger_core.contract import Op, ops
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+ANY_DTYPE = (None, *DTYPES)
+"""Of an argument that may have another dtype than the first one; None: that."""
+
+ATTEMPTS = 200
+"""How often a call is drawn until the contract takes it."""
+
+MOST = {"passed": (1 << 24, 1 << 24), "compiled": (1 << 24, 1 << 24)}
+"""Elements of a call's largest tensor, by lane: the limit of a call is drawn between these."""
+
+MOST_ELSEWHERE = 1 << 3, 1 << 10
+"""In an interpreter, where a program takes milliseconds, and on a CPU."""
+
+STEPS = 200
+"""How many calls are tried in the search for a smaller one that fails."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number of elements, drawn log-uniform; powers of two, their neighbours and multiples of 8 come often.
+
+    Attributes:
+        least, most: its bounds.
+        step: it is `least` plus a multiple of this.
+        dims: between how many dimensions it is divided: ``build`` gets a tuple of sizes. None: it gets the number.
+    """
+
+    least: int = 1
+    most: int = 1 << 18
+    step: int = 1
+    dims: tuple[int, int] | None = None
+
+    def draw(self, source: random.Random, most: int) -> int:
+        """A size that is at most `most`, or the least."""
+        most = max(self.least, min(self.most, most))
+        size = _log_uniform(source, self.least, most)
+        kind = source.random()
+        if kind < 0.35:
+            size = (1 << round(math.log2(max(size, 1)))) + (source.choice((-1, 1)) if kind < 0.2 else 0)
+        elif kind < 0.55:
+            size = max(8, round(size / 8) * 8)
+        size = min(max(size, self.least), most)
+        return size - (size - self.least) % self.step
+
+    def divide(self, source: random.Random, size: int) -> int | tuple[int, ...]:
+        """What ``build`` gets of a size: as a tuple, no more than that in all."""
+        if self.dims is None:
+            return size
+        count = source.choice((*range(self.dims[0], self.dims[1] + 1), *([1] if self.dims[0] <= 1 else [])))
+        shape = []
+        for _ in range(count - 1):
+            shape.append(_log_uniform(source, 1, size))
+            size //= shape[-1]
+        shape += [size] * (count > 0)
+        source.shuffle(shape)
+        return tuple(shape)
+
+    def smaller(self, value: int | tuple[int, ...]) -> Iterator[int | tuple[int, ...]]:
+        """Simpler values, the simplest first."""
+        if isinstance(value, tuple):
+            if self.dims is not None and len(value) > self.dims[0]:
+                yield from (value[:i] + value[i + 1 :] for i in range(len(value)))
+            for i, one in enumerate(value):
+                yield from ((*value[:i], less, *value[i + 1 :]) for less in _smaller(one, 1, 1))
+        else:
+            yield from _smaller(value, self.least, self.step)
+
+
+ROWS = Size(most=1 << 20, dims=(0, 3))
+"""The dimensions before the last one, any number of them."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number between two bounds, log-uniform if both are positive; the bounds themselves come often."""
+
+    least: float
+    most: float
+
+    def draw(self, source: random.Random) -> float:
+        if source.random() < 0.15:
+            return source.choice((self.least, self.most))
+        if self.least > 0:
+            value = math.exp(source.uniform(math.log(self.least), math.log(self.most)))
+        else:
+            value = source.uniform(self.least, self.most)
+        return min(max(float(f"{value:.3g}"), self.least), self.most)
+
+
+Drawn = Number | tuple[Any, ...] | Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Vary:
+    """How the values of an op's cases may vary.
+
+    A random call has the values of a committed case; then other sizes, and often other values.
+
+    Attributes:
+        sizes: what is a size, by name: a parameter of ``build``, or something that only other values are made from.
+        tensors: joint limits: the tensors that may be large, also those that only the reference makes, each as the names
+            of the sizes that it is a product of.
+        values: other parameters of ``build``: a `Number`; a tuple to choose from, also of these; or a function that gives
+            such a tuple from the sizes and values that are its parameters. The latter are drawn for each call.
+    """
+
+    sizes: dict[str, Size]
+    tensors: tuple[str, ...]
+    values: dict[str, Drawn] = field(default_factory=dict)
+
+    @property
+    def depending(self) -> dict[str, Callable[..., tuple[Any, ...]]]:
+        """The values that follow from others."""
+        return {name: values for name, values in self.values.items() if callable(values)}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op: everything that it was drawn as.
+
+    Attributes:
+        values: of ``build``, and sizes that only other values are made from.
+        how: how it is called.
+        dtype: of its tensors.
+    """
+
+    values: dict[str, Any]
+    how: How
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class RandomCall:
+    """What a test is given: a call's number, the same one of an op for a seed whatever the language."""
+
+    op: str
+    seed: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.seed}-{self.number}"
+
+    @property
+    def id(self) -> str:
+        """Of its case. The values of its tensors follow from it."""
+        return f"random-{self}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._source("dtype").choice(DTYPES)
+
+    def _source(self, of: str) -> random.Random:
+        return random.Random(f"{self.op}/{self.seed}/{self.number}/{of}")
+
+    def draw(self, found: OpCases, lane: str) -> Call:
+        """The call, with tensors of a size that the lane bears."""
+        source, vary = self._source("call"), found.vary
+        most = _log_uniform(source, *MOST.get(lane, MOST_ELSEWHERE))
+        for _ in range(ATTEMPTS):
+            case = source.choice([case for case in found.cases if case.group in QUICK])
+            values = {name: value for name, value in case.values.items() if name not in vary.sizes}
+            if source.random() < 0.5:
+                values |= _draw_values(source, vary)
+            values |= _draw_sizes(source, vary, most)
+            for name, choices in vary.depending.items():
+                values[name] = _pick(source, _call(choices, found, values))
+            call = Call(values, PLAIN, self.dtype)
+            if (arguments := arguments_of(found, call)) is not None:
+                call = replace(call, how=_draw_how(source, ops[self.op], arguments))
+                if arguments_of(found, call) is not None:
+                    return call
+        raise ValueError(f"{self.op}: of {ATTEMPTS} random calls the contract takes none: mend VARY in its cases")
+
+    def case(self, found: OpCases, call: Call) -> Case:
+        """The call as a case."""
+        return Case(self.id, "edge", how=call.how, **_for_build(found, call.values))
+
+    def line(self, found: OpCases, call: Call) -> str:
+        """The call as the op's file would have it among its cases."""
+        case = self.case(found, call)
+        named = case.values if case.how == PLAIN else {"how": case.how, **case.values}
+        said = [repr(case.id), repr(case.group), *(f"{name}={value!r}" for name, value in named.items())]
+        return f"Case({', '.join(said)}),  # {str(call.dtype).removeprefix('torch.')}"
+
+
+def lane_of(target: Target) -> str:
+    """What decides how large a target's calls are: its lane; on a CPU they are as in an interpreter."""
+    return "interpreted" if target.device == "cpu" else target.lane
+
+
+def arguments_of(found: OpCases, call: Call) -> dict[str, Any] | None:
+    """The call's arguments, without data; None where the contract doesn't take them."""
+    op = ops[found.op]
+    case = Case("", "edge", how=call.how, **_for_build(found, call.values))
+    arguments = op.bind((), found.make(case, Blank(call.dtype, "meta")))
+    wanted = op.differentiable if call.how.wanted is None else call.how.wanted
+    for name in wanted:
+        if arguments[name] is not None:
+            arguments[name] = arguments[name].detach().requires_grad_()
+    checked = dict(arguments)
+    if call.how.autocast:  # which knows of no meta device
+        cast = [name for name in op.autocast if arguments[name] is not None]
+        checked |= {name: arguments[name].to(torch.bfloat16) for name in cast}
+    try:
+        op.examine(checked)
+    except (TypeError, ValueError):
+        return None
+    return arguments
+
+
+def smallest(found: OpCases, call: Call, fails: Callable[[Call], bool]) -> Call:
+    """The simplest call that fails of those that are found from one that does, a simplification at a time."""
+    tried = 0
+    seen = [call]
+    progress = True
+    while progress:
+        progress = False
+        for simpler in _simpler(found, call):
+            if simpler in seen or arguments_of(found, simpler) is None:
+                continue
+            tried += 1
+            if tried > STEPS:
+                return call
+            seen.append(simpler)
+            if fails(simpler):
+                call, progress = simpler, True
+                break
+    return call
+
+
+def _simpler(found: OpCases, call: Call) -> Iterator[Call]:
+    """Calls that are simpler in one thing."""
+    how, vary = call.how, found.vary
+    if how != PLAIN:
+        yield replace(call, how=PLAIN)
+    if how.autocast:
+        yield replace(call, how=replace(how, autocast=False))
+    if how.wanted is not None:
+        yield replace(call, how=replace(how, wanted=None))
+    for name in how.layouts:
+        yield replace(call, how=replace(how, layouts={n: l for n, l in how.layouts.items() if n != name}))
+    if call.dtype is not torch.float32:
+        yield replace(call, dtype=torch.float32)
+    needed = {name for name, default in _defaults(found).items() if default is inspect.Parameter.empty}
+    for name in call.values:
+        if name not in needed and name not in vary.sizes:
+            yield replace(call, values={n: v for n, v in call.values.items() if n != name})
+    for name, size in vary.sizes.items():
+        for less in size.smaller(call.values[name]):
+            values = call.values | {name: less}
+            for other, choices in vary.depending.items():
+                if other in values and values[other] not in (possible := _call(choices, found, values)):
+                    values[other] = possible[0]
+            yield replace(call, values=values)
+
+
+def _smaller(value: int, least: int, step: int) -> Iterator[int]:
+    """Between a value and the least: that, then nearer and nearer to the value."""
+    distance = (value - least) // step
+    while distance > 0:
+        yield value - distance * step
+        distance //= 2
+
+
+def _log_uniform(source: random.Random, least: int, most: int) -> int:
+    return min(most, max(least, int(math.exp(source.uniform(math.log(least or 0.5), math.log(most + 1))))))
+
+
+def _draw_sizes(source: random.Random, vary: Vary, most: int) -> dict[str, Any]:
+    """One after the other in any order, each within what the others leave of the tensors."""
+    sizes = {name: size.least for name, size in vary.sizes.items()}
+    for name in source.sample(list(sizes), len(sizes)):
+        left = [
+            most // max(1, math.prod(sizes[other] for other in tensor.split() if other != name))
+            for tensor in vary.tensors
+            if name in tensor.split()
+        ]
+        sizes[name] = vary.sizes[name].draw(source, min(left, default=most))
+    return {name: vary.sizes[name].divide(source, size) for name, size in sizes.items()}
+
+
+def _draw_values(source: random.Random, vary: Vary) -> dict[str, Any]:
+    """Some of the values that follow from no others."""
+    drawn = {}
+    for name, values in vary.values.items():
+        if not callable(values) and source.random() < 0.4:
+            drawn[name] = _pick(source, values)
+    return drawn
+
+
+def _pick(source: random.Random, values: Any) -> Any:
+    chosen = source.choice(values) if isinstance(values, tuple) else values
+    return chosen.draw(source) if isinstance(chosen, Number) else chosen
+
+
+def _draw_how(source: random.Random, op: Op[..., Any], arguments: dict[str, Any]) -> How:
+    """The layout of some arguments and of the incoming gradients, and what wants a gradient."""
+    layouts = {}
+    if source.random() < 0.6:
+        for name in (*op.tensors, "incoming"):
+            tensor = arguments.get(name)
+            if source.random() < 0.5 and (name == "incoming" or (isinstance(tensor, Tensor) and tensor.dim())):
+                fit = [key for key, layout in LAYOUTS.items() if tensor is None or layout.fits(tensor)]
+                layouts[name] = source.choice(fit)
+    there = [name for name in op.differentiable if arguments[name] is not None]
+    wanted, kind = None, source.random()
+    if kind < 0.1:
+        wanted = ()
+    elif kind < 0.4 and len(there) > 1:
+        wanted = tuple(source.sample(there, source.randrange(1, len(there))))
+    return How(layouts, wanted, source.random() < 0.07)
+
+
+def _defaults(found: OpCases) -> dict[str, Any]:
+    """The parameters of ``build``, and their defaults."""
+    return {name: parameter.default for name, parameter in inspect.signature(found.module.build).parameters.items()}
+
+
+def _for_build(found: OpCases, values: dict[str, Any]) -> dict[str, Any]:
+    """The values that ``build`` takes, among them options that the contract has, in its order."""
+    takes = (*_defaults(found), *ops[found.op].names, *(name for case in found.cases for name in case.values))
+    return {name: values[name] for name in dict.fromkeys(takes) if name in values}
+
+
+def _call(choices: Callable[..., tuple[Any, ...]], found: OpCases, values: dict[str, Any]) -> tuple[Any, ...]:
+    """What a value may be beside others; those that are not there have the default of ``build`` or of the op."""
+    known = ops[found.op].template | _defaults(found) | values
+    return choices(*(known[name] for name in inspect.signature(choices).parameters))

@@ -1,0 +1,59 @@
+"""Addresses that aren't aligned are found in the words of a disassembly."""
+
+from __future__ import annotations
+
+import pytest
+
+from liger_conformance.compilers.alignment import unaligned
+
+
+def disassembly(*lines: str) -> str:
+    return "".join(f"        /*{16 * i:04x}*/  {line} ;   /* 0x000000 */\n" for i, line in enumerate(lines))
+
+
+@pytest.mark.parametrize(
+    ("address", "access", "right"),
+    [
+        ("IMAD.SHL.U32 R2, R0, 0x8, RZ", "LDG.E.64 R4, desc[UR4][R2.64]", True),
+        ("IMAD.SHL.U32 R2, R0, 0x4, RZ", "LDG.E.64 R4, desc[UR4][R2.64]", False),
+        ("IMAD.SHL.U32 R2, R0, 0x4, RZ", "LDG.E R4, desc[UR4][R2.64]", True),
+        ("IMAD.SHL.U32 R2, R0, 0x10, RZ", "LDG.E.128 R4, desc[UR4][R2.64+0x10]", True),
+        ("IMAD.SHL.U32 R2, R0, 0x10, RZ", "LDG.E.128 R4, desc[UR4][R2.64+-0x8]", False),
+        ("IMAD.WIDE.U32 R2, R0, 0x10, R6", "@!P0 STG.E.128 desc[UR4][R2.64], R4", True),
+        ("LEA R2, R0, UR4, 0x3", "STS.128 [R2+UR6+0x400], R4", False),
+        ("LEA.HI R2, R0, R6, RZ, 0x1f", "LDS.64 R4, [R2]", False),  # half of the thread's number
+        ("SHF.R.U32.HI R2, RZ, 0x7, R0", "LDS.64 R4, [R2.X8]", True),
+        ("SHF.R.U32.HI R2, RZ, 0x7, R0", "LDS.64 R4, [R2.X4]", False),
+        ("LOP3.LUT R2, R0, 0x3f8, RZ, 0xc0, !PT", "LDS.64 R4, [R2]", True),
+        ("LOP3.LUT R2, R0, 0x3fc, RZ, 0xc0, !PT", "LDS.64 R4, [R2]", False),
+        ("LOP3.LUT R2, R0, 0x7, R0, 0x30, !PT", "LDS.64 R4, [R2]", True),  # a & ~b
+        ("IADD3 R2, P1, R0, -R0, RZ", "LDS.64 R4, [R2]", True),
+        ("IMAD R2, R0, c[0x0][0x220], RZ", "LDG.E.64 R4, desc[UR4][R2.64]", True),  # strides may be aligned
+    ],
+)
+def test_addresses(address: str, access: str, right: bool) -> None:
+    found = unaligned(disassembly("S2R R0, SR_TID.X", address, access, "EXIT"))
+    assert found == (() if right else (access,))
+
+
+def test_sums_are_those_of_each_thread() -> None:
+    """Twice a multiple of 8 is one of 16."""
+    lines = "S2R R0, SR_TID.X", "IMAD.SHL.U32 R2, R0, 0x8, RZ", "IMAD.IADD R3, R2, 0x1, R2", "LDS.128 R4, [R3]", "EXIT"
+    assert unaligned(disassembly(*lines)) == ()
+
+
+def test_what_a_loop_adds_up() -> None:
+    for step, right in (("0x8", True), ("0x4", False)):
+        lines = ("MOV R2, RZ", "LDS.64 R4, [R2]", f"VIADD R2, R2, {step}", "@P0 BRA 0x10", "EXIT")
+        assert (unaligned(disassembly(*lines)) == ()) == right
+
+
+def test_what_is_not_reached_is_not_read() -> None:
+    access = "LDS.64 R4, [0x4]"
+    assert unaligned(disassembly("BRA 0x20", access, "EXIT")) == ()
+    assert unaligned(disassembly("@P0 BRA 0x20", access, "EXIT")) == (access,)
+
+
+def test_a_load_ends_what_is_known_of_its_registers() -> None:
+    lines = "S2R R5, SR_TID.X", "LDG.E.64 R4, desc[UR4][R2.64]", "LDS.64 R6, [R5]", "EXIT"
+    assert unaligned(disassembly(*lines)) == ()

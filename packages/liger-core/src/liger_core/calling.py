@@ -1,0 +1,297 @@
+"""How a call runs: it is checked, finds its kernel, and is remembered by the metadata of its arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import _is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
+
+from liger_core import dispatch, modes
+from liger_core.backend import Unsupported, backends
+from liger_core.declaration import Arguments, Declaration, Needs, declared
+from liger_core.devices import type_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=Callable[..., Any])
+
+MOST_REMEMBERED = 1024
+"""Calls that an op remembers."""
+
+ops = cast("dict[str, Op[..., Any]]", declared)
+"""Every op by name."""
+
+_metadata = attrgetter("__class__", "dtype", "device", "shape", "layout", "requires_grad")
+_is_neg = Tensor.is_neg
+
+
+class Ready(NamedTuple):
+    """A call that passed its checks: its route, the device type, which arguments need a gradient, the options, and which
+    arguments are complex: only those can be conjugate views, which only a look at them tells.
+    """
+
+    route: dispatch.Route
+    device: str
+    needs: Needs
+    options: dict[str, Any]
+    complex: tuple[str, ...]
+
+
+class Op(Declaration[P, R]):
+    """An op. Calling it runs the best kernel installed for the tensors' device, or the reference."""
+
+    def __init__(self, reference: Callable[P, R], *declaration: Any) -> None:
+        super().__init__(reference, *declaration)
+        functools.update_wrapper(self, reference)
+        self._ready: dict[Any, Ready] = {}
+        self._plans: dict[tuple[str, str | None], dispatch.Plan] = {}
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.call(dispatch.state.demand, args, kwargs)
+
+    def __get__(self, owner: Any, kind: Any = None) -> Self:
+        """The op itself, as an attribute of a class too. By it `help` takes an op for the function that it is."""
+        return self
+
+    def call(self, demand: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """Check the arguments, then run the language that `demand` names, or the best one.
+
+        What metadata alone decides, such as the checks and the kernel, is remembered by that metadata.
+        """
+        arguments = self.bind(args, kwargs)
+        if modes.compiling() or not modes.plain():
+            return self._call_anew(demand, arguments, None)
+        try:
+            options = self._pick_options(arguments)
+            key = (
+                demand,
+                is_grad_enabled(),
+                tuple([t if t is None else (_metadata(t), _is_neg(t)) for t in self._pick_tensors(arguments)]),
+                options,
+                tuple(map(self._type_of, options)),  # 1, 1.0 and True are equal
+            )
+            ready = self._ready.get(key)
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, a nested one, or an option without a hash
+            key = ready = None
+        if ready is None:
+            return self._call_anew(demand, arguments, key)
+        route, device, needs, values, of_complex = ready
+        if _is_any_autocast_enabled() and torch.is_autocast_enabled(device):
+            return self._call_anew(demand, arguments, None)
+        for name in of_complex:
+            if arguments[name].is_conj():
+                return self._call_anew(demand, arguments, None)
+        if route.refuses is not None and route.refuses(**arguments) is not None:
+            return self._call_anew(demand, arguments, None)
+        if self._check_values is not None and (device == "cpu" or dispatch.settings().check):
+            self._check_values(**arguments)
+        return route.run(arguments, needs, values)
+
+    def _call_anew(self, demand: str | None, arguments: Arguments, key: Any) -> R:
+        if not modes.compiling() and (tracer := modes.symbolic_tracer(arguments.values())) is not None:
+            return cast("Any", tracer.create_proxy("call_function", self, (), arguments))
+        remembered, given = self._ready, arguments.copy()
+        device, refusal, autocast = self.examine(arguments)
+        if modes.compiling():
+            plan_while_tracing(self.name, device, demand)
+        elif (
+            self._check_values is not None
+            and (device == "cpu" or dispatch.settings().check)
+            and not modes.without_values(self._pick_tensors(arguments))
+        ):
+            self._check_values(**arguments)
+        route = self.resolve(device, demand, refusal, arguments)
+        if route is None:
+            # Under autocast its inputs are cast already.
+            with torch.autocast(device, enabled=False) if autocast else nullcontext():
+                return self.reference(**arguments)
+        grad = torch.is_grad_enabled()
+        needs = tuple(
+            [grad and arguments[name] is not None and arguments[name].requires_grad for name in self.differentiable]
+        )
+        options = {name: arguments[name] for name in self.options}
+        if autocast:
+            with torch.autocast(device, enabled=False):
+                return route.run(arguments, needs, options)
+        if key is not None and self._may_remember(route, device, demand, given, arguments):
+            if len(remembered) >= MOST_REMEMBERED:
+                remembered.clear()
+            of_complex = tuple([name for name in self.tensors if (t := arguments[name]) is not None and t.is_complex()])
+            remembered[key] = Ready(route, device, needs, options, of_complex)
+        return route.run(arguments, needs, options)
+
+    def _may_remember(
+        self, route: dispatch.Route, device: str, demand: str | None, given: Arguments, arguments: Arguments
+    ) -> bool:
+        """Whether a call with this metadata may run this kernel next time, on the arguments as they are given."""
+        plan = self._plans.get((device, demand))
+        # A kernel that another one has refused a call for may be the second choice for the next.
+        if plan is None or route is not plan.routes[0]:
+            return False
+        changed = any(arguments[name] is not given[name] for name in self.names)
+        return not changed and not any(isinstance(arguments[name], Tensor) for name in self.options)
+
+    def examine(self, arguments: Arguments) -> tuple[str, str | None, bool]:
+        """Make `arguments` what kernels take, and check their metadata: what a call does before it looks for a kernel.
+
+        Returns the device type, why no kernel of any language takes the call (or None), and whether autocast is on.
+        """
+        device, refusal = self.inspect(arguments)
+        if not modes.compiling():
+            arguments.update({name: _python_number(arguments[name]) for name in self.options})
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
+        if autocast:
+            self._cast(arguments, torch.get_autocast_dtype(device))
+        for name in self.tensors:
+            tensor = arguments[name]
+            if tensor is not None:
+                arguments[name] = modes.resolved(tensor)
+        self._checks(**arguments)
+        refusal = modes.transforming([arguments[name] for name in self.tensors]) or refusal
+        if not modes.compiling():
+            refusal = modes.recording() or refusal
+        return device, refusal, autocast
+
+    def resolve(
+        self, device: str, demand: str | None, refusal: str | None, arguments: Arguments
+    ) -> dispatch.Route | None:
+        """The first planned route whose kernel doesn't refuse; None: the reference. `arguments` are checked already."""
+        plan = self.plan_once(device, demand)
+        if plan.routes:
+            if arguments[self.names[0]].numel() == 0:
+                return None  # no rows: nothing to launch, in any language
+            reasons = plan.reasons
+            for route in plan.routes:
+                why = refusal
+                if why is None and route.refuses is not None:
+                    why = route.refuses(**arguments)
+                if why is None:
+                    return route
+                reasons = (*reasons, f"{route.language}: {why}")
+            if plan.demanded:
+                raise Unsupported(f"{self.name} on {device}: {'; '.join(reasons)}")
+            dispatch.fall_back(self.name, device, reasons)
+        elif not plan.demanded:
+            dispatch.fall_back(self.name, device, plan.reasons)
+        return None
+
+    def plan_once(self, device: str, demand: str | None) -> dispatch.Plan:
+        """The routes to try on a device, in order, found now or before."""
+        plan = self._plans.get((device, demand))
+        return self.plan(device, demand) if plan is None else plan
+
+    def plan(self, device: str, demand: str | None) -> dispatch.Plan:
+        """Find, and remember, the routes to try on a device, in order."""
+        plan = self._plans[device, demand] = dispatch.make_plan(self, device, demand)
+        return plan
+
+    def forget_plans(self) -> None:
+        """Look again at what is installed and asked for, at the next call."""
+        # New ones: a call in another thread may be about to remember what it found in the old ones.
+        self._plans, self._ready = {}, {}
+
+    def _cast(self, arguments: Arguments, dtype: torch.dtype) -> None:
+        for name in self.autocast:
+            tensor = arguments[name]
+            if tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
+                arguments[name] = tensor.to(dtype)
+
+
+class OverloadedOp(Op[P, R], Generic[P, R, C]):
+    """An op whose flags decide what it returns. For type checkers: calling it is calling a `C`, which has overloads."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def __call__(self) -> C: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+def _python_number(option: Any) -> Any:
+    """A number of Python's for one of NumPy's; anything else, a tensor too, as it is."""
+    if type(option) is tuple:
+        return tuple(map(_python_number, cast("tuple[Any, ...]", option)))
+    return option.item() if getattr(option, "shape", None) == () and not isinstance(option, Tensor) else option
+
+
+def plan_while_tracing(op: str, device: str, demand: str | None) -> bool:
+    """Fill an op's table of plans. Dynamo can't trace imports and file look-ups; it can run them, here."""
+    ops[op].plan_once(device, demand)
+    return True
+
+
+# What torch.compiler.assume_constant_result does, without importing Dynamo for it.
+plan_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def by_name(name: str | Op[..., Any]) -> Op[..., Any]:
+    """The op called `name`, or ValueError with the names that exist."""
+    if isinstance(name, Op):
+        return name
+    if name not in ops:
+        raise ValueError(f"there is no op {name!r}; the ops are {', '.join(sorted(ops))}")
+    return ops[name]
+
+
+class BoundOp(Generic[P, R]):
+    """An op held to a device and a language: what `get_op` returns. Call it like the op."""
+
+    def __init__(self, op: Op[P, R], device: str | None, language: str | None) -> None:
+        functools.update_wrapper(self, op.reference)
+        self.op, self.device, self.language = op, device, language
+
+    def __repr__(self) -> str:
+        return f"<liger op {self.op.name} in {self.language or 'the best language'} on {self.device or 'any device'}>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if (tracer := modes.symbolic_tracer((*args, *kwargs.values()))) is not None:
+            return cast("Any", tracer.create_proxy("call_function", self, args, kwargs))
+        if self.device is not None:
+            device, _ = self.op.inspect(self.op.bind(args, kwargs))
+            if device != self.device:
+                raise ValueError(f"{self.op.name}: the tensors are on {device}; this callable takes {self.device}")
+        return self.op.call(self.language or dispatch.state.demand, args, kwargs)
+
+
+@overload
+def get_op(
+    name: Op[P, R], *, device: str | torch.device | None = None, language: str | None = None
+) -> BoundOp[P, R]: ...
+@overload
+def get_op(
+    name: str, *, device: str | torch.device | None = None, language: str | None = None
+) -> BoundOp[..., Any]: ...
+def get_op(name: Any, *, device: str | torch.device | None = None, language: str | None = None) -> BoundOp[..., Any]:
+    """The callable that runs an op on a device in a language; either may be left out.
+
+    `name` is the op or its name. Of the op itself, an editor knows the signature.
+
+    Without `language` it chooses as the op itself does, now: `BoundOp.language` tells what it found (None where the
+    tensors' device decides).
+
+    Raises:
+        Unsupported: the language can't run the op there.
+        ValueError: an op or a device that doesn't exist, or what can't be a language's name.
+    """
+    op = by_name(name)
+    device = None if device is None else type_of(device)
+    if language is not None:
+        dispatch.parse_demand(dispatch.one_language(language, "get_op"), "get_op")
+        if language != "torch":
+            backend = next(b for b in backends() if b.language == language)
+            places = [device] if device else list(backend.devices)
+            obstacles = [dispatch.obstacle(backend, op.name, place) for place in places]
+            if all(obstacles):
+                raise Unsupported(f"{op.name} in {language}: {'; '.join(filter(None, obstacles))}")
+    elif device is not None:
+        plan = op.plan(device, dispatch.state.demand)
+        language = plan.routes[0].language if plan.routes else "torch"
+    return BoundOp(op, device, language)

@@ -1,0 +1,292 @@
+"""Cross-entropy of rows of logits, for `cross_entropy` and `fused_linear_cross_entropy`: all but its kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.contract import Needs, Saved
+
+
+class Options(NamedTuple):
+    """What a row's loss depends on besides tensors. What is off is None: a kernel is then compiled without it."""
+
+    ignore_index: int
+    label_smoothing: float | None
+    lse_square_scale: float | None
+    softcap: float | None
+    token_scaling: bool
+    reduction: str
+
+    @property
+    def adds_z_loss(self) -> bool:
+        """Whether the loss of a row has its z-loss in it. Else both are summed first."""
+        return self.reduction == "none" and self.lse_square_scale is not None
+
+
+class Labels(NamedTuple):
+    """What the rows' losses depend on besides their logits.
+
+    Attributes:
+        target: int64 ``[N]``, contiguous.
+        weight: ``[V]``, contiguous, or None.
+        weight_sum: the sum of `weight`, which label smoothing needs; float32, a scalar.
+        bias: ``[V]``, contiguous, to add to the logits; or None.
+        vocabulary: V.
+        options: the options.
+    """
+
+    target: Tensor
+    weight: Tensor | None
+    weight_sum: Tensor | None
+    bias: Tensor | None
+    vocabulary: int
+    options: Options
+
+
+class Rows(NamedTuple):
+    """What `CrossEntropyKernels.rows` writes per row; None for what isn't wanted.
+
+    Attributes:
+        losses: float32 ``[N]``; with the z-loss in it when the reduction is ``"none"``.
+        z_losses: float32 ``[N]``.
+        hits: float32 ``[N]``; 1 where the largest logit is the label's.
+        predicted: int64 ``[N]``.
+        statistics: float32 ``[S, N]``, what `CrossEntropyKernels.gradient` needs.
+    """
+
+    losses: Tensor
+    z_losses: Tensor | None
+    hits: Tensor | None
+    predicted: Tensor | None
+    statistics: Tensor | None
+
+
+class CrossEntropyKernels:
+    """A language's kernels of cross-entropy."""
+
+    def statistics(self, options: Options) -> int:
+        """How many numbers per row `gradient` needs.
+
+        Two are a row's maximum and the sum of its exponentials relative to that; with token scaling, its label's
+        probability is a third.
+        """
+        return 3 if options.token_scaling else 2
+
+    def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
+        """Write the results of the rows from `first` on, as many as `logits` has."""
+        raise NotImplementedError
+
+    def gradient(
+        self,
+        dlogits: Tensor,
+        logits: Tensor | None,
+        labels: Labels,
+        statistics: Tensor,
+        incoming: Any,
+        first: int,
+        first_column: int,
+    ) -> None:
+        """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
+
+        Args:
+            dlogits: contiguous; also in float32 for logits of another dtype.
+            logits: None where `dlogits` holds them.
+            labels: as `rows` got them.
+            statistics: of `rows`.
+            incoming: of `incoming`.
+            first: the first row.
+            first_column: the first column.
+        """
+        raise NotImplementedError
+
+    def incoming(self, dloss: Tensor | None, totals: Tensor | None, target: Tensor) -> Any:
+        """What `gradient` multiplies with: here the gradient of the loss, and what to divide it by; None is 1.
+
+        Args:
+            dloss: a scalar or one number per row; None is 1, or in a mean the number of rows that count: the mean's
+                gradient underflows in float16.
+            totals: of `totals`, or None where the loss is no mean.
+            target: the labels.
+        """
+        return totals[0] if dloss is None and totals is not None else dloss, totals
+
+    def sums(
+        self,
+        loss: Tensor | None,
+        z_loss: Tensor | None,
+        accuracy: Tensor | None,
+        totals: Tensor | None,
+        results: Rows | None,
+        labels: Labels,
+    ) -> None:
+        """Write the sums, or means, of rows' results, and `totals`; what is None is not wanted.
+
+        Both totals are 1 where no row counts.
+        """
+        raise NotImplementedError
+
+    def totals(self, labels: Labels) -> Tensor:
+        """What ``"mean"`` divides by: the number of rows that count, and the sum of their labels' weights; float32 ``[2]``."""
+        totals = torch.empty(2, dtype=torch.float32, device=labels.target.device)
+        self.sums(None, None, None, totals, None, labels)
+        return totals
+
+    def reduce(
+        self, results: Rows, labels: Labels, totals: Tensor | None, return_z_loss: bool, differentiable: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The loss, z-loss and accuracy of all rows, and `totals`, which are made where backward needs them."""
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=labels.target.device)
+
+        if totals is None and differentiable and labels.options.reduction == "mean":
+            totals = empty(2)
+        loss = empty()
+        z_loss = empty() if return_z_loss else None
+        accuracy = None if results.hits is None else empty()
+        self.sums(loss, z_loss, accuracy, totals, results, labels)
+        return loss, z_loss, accuracy, totals
+
+
+def options_of(
+    ignore_index: int,
+    label_smoothing: float,
+    lse_square_scale: float,
+    softcap: float | None,
+    token_scaling: bool,
+    reduction: str,
+) -> Options:
+    """The options, normalised."""
+    return Options(
+        ignore_index,
+        float(label_smoothing) or None,
+        float(lse_square_scale) or None,
+        None if softcap is None else float(softcap),
+        token_scaling,
+        reduction,
+    )
+
+
+def labels_of(target: Tensor, weight: Tensor | None, bias: Tensor | None, vocabulary: int, options: Options) -> Labels:
+    """The labels, of tensors with any strides."""
+    weight = None if weight is None else weight.contiguous()
+    smooth = weight is not None and options.label_smoothing is not None
+    return Labels(
+        target.contiguous(),
+        weight,
+        weight.sum(dtype=torch.float32) if smooth and weight is not None else None,
+        None if bias is None else bias.contiguous(),
+        vocabulary,
+        options,
+    )
+
+
+def new_rows(
+    kernels: CrossEntropyKernels,
+    labels: Labels,
+    *,
+    return_z_loss: bool,
+    return_token_accuracy: bool,
+    return_predicted_tokens: bool,
+    differentiable: bool,
+) -> Rows:
+    """Memory for the results of all rows."""
+    target, options = labels.target, labels.options
+    n = target.shape[0]
+    z_loss = return_z_loss or (options.lse_square_scale is not None and options.reduction != "none")
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=target.device)
+
+    return Rows(
+        empty(n),
+        empty(n) if z_loss else None,
+        empty(n) if return_token_accuracy else None,
+        torch.empty_like(target) if return_predicted_tokens else None,
+        empty(kernels.statistics(options), n) if differentiable else None,
+    )
+
+
+def result_of(
+    kernels: CrossEntropyKernels,
+    results: Rows,
+    labels: Labels,
+    totals: Tensor | None,
+    *,
+    return_z_loss: bool,
+    return_token_accuracy: bool,
+    return_predicted_tokens: bool,
+    differentiable: bool,
+) -> tuple[Tensor | tuple[Tensor | None, ...], Tensor | None]:
+    """The op's result, from the rows'; and the totals, which are given or made where backward needs them."""
+    loss, z_loss, accuracy = results.losses, results.z_losses, results.hits
+    if labels.options.reduction != "none":
+        loss, z_loss, accuracy, totals = kernels.reduce(results, labels, totals, return_z_loss, differentiable)
+    if return_z_loss or return_token_accuracy or return_predicted_tokens:
+        return (loss, z_loss, accuracy, results.predicted), totals
+    return loss, totals
+
+
+class CrossEntropy:
+    """`cross_entropy` by a language's kernels: the logits are read once forward and once backward, and copied nowhere."""
+
+    def __init__(self, kernels: CrossEntropyKernels) -> None:
+        self.kernels = kernels
+
+    def forward(
+        self,
+        needs: Needs,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+        reduction: str = "mean",
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> tuple[Tensor | tuple[Tensor | None, ...], Saved]:
+        """The contract's, for a kernel file."""
+        (differentiable,) = needs
+        options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, False, reduction)
+        labels = labels_of(target, weight, None, logits.shape[1], options)
+        wanted = {
+            "return_z_loss": return_z_loss,
+            "return_token_accuracy": return_token_accuracy,
+            "return_predicted_tokens": return_predicted_tokens,
+            "differentiable": differentiable,
+        }
+        rows = new_rows(self.kernels, labels, **wanted)
+        self.kernels.rows(rows, logits, labels, 0)
+        result, totals = result_of(self.kernels, rows, labels, None, **wanted)
+        if not differentiable:
+            return result, ()
+        return result, (logits, labels.target, labels.weight, labels.weight_sum, rows.statistics, totals)
+
+    def backward(
+        self,
+        needs: Needs,
+        saved: Saved,
+        dloss: Tensor,
+        *,
+        ignore_index: int,
+        label_smoothing: float,
+        lse_square_scale: float,
+        softcap: float | None,
+        reduction: str,
+        **returned: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """The contract's, for a kernel file."""
+        logits, target, weight, weight_sum, statistics, totals = saved
+        options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, False, reduction)
+        labels = Labels(target, weight, weight_sum, None, logits.shape[1], options)
+        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        incoming = self.kernels.incoming(dloss, totals, target)
+        self.kernels.gradient(dlogits, logits, labels, statistics, incoming, 0, 0)
+        return (dlogits,)

@@ -1,0 +1,157 @@
+"""Cross-entropy of a linear layer by a language's kernels: all but these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core.contract import Needs, Saved
+from liger_core.host.cross_entropy import (
+    CrossEntropyKernels,
+    Labels,
+    Rows,
+    labels_of,
+    new_rows,
+    options_of,
+    result_of,
+)
+from liger_core.host.linear import Gradients, Linear, LinearLoss, is_wide, plan_of
+
+
+class _Loss(LinearLoss):
+    """A call, of which `results` are written in forward alone."""
+
+    def __init__(
+        self,
+        kernels: CrossEntropyKernels,
+        linear: Linear,
+        needs: Needs,
+        x: Tensor,
+        linear_weight: Tensor,
+        bias: Tensor | None,
+        labels: Labels,
+        statistics: Tensor | None,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+    ) -> None:
+        reduced = labels.options.reduction != "none"
+        plan = plan_of(needs, x, linear_weight, accum_dtype=accum_dtype, memory_budget=memory_budget, reduced=reduced)
+        super().__init__(linear, needs, x, linear_weight, bias, plan, accum_dtype)
+        self.kernels, self.labels, self.statistics = kernels, labels, statistics
+        self.results: Rows | None = None
+        wide = is_wide(bias, x)
+        if not plan.whole:
+            takes_memory = plan.needs[1] and linear.takes_memory(x, accum_dtype)
+            self.rows = plan.chunk if takes_memory or (plan.needs[2] and wide) else 2 * plan.chunk
+        if plan.columns is not None:
+            self.columns = plan.columns if needs[2] and wide else 2 * plan.columns
+
+    def visit(
+        self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any
+    ) -> tuple[Tensor, ...]:
+        if results:
+            assert self.results is not None
+            self.kernels.rows(self.results, logits, self.labels, first)
+        if gradients is not None:
+            self.add_wide_bias(gradients, (logits,), incoming, first)
+            self.gradient(logits, (None,), incoming, first)
+        return (logits,)
+
+    def incoming(self, dloss: Tensor | None) -> Any:
+        return self.kernels.incoming(dloss, self.divisor, self.labels.target)
+
+    def gradient(
+        self, dlogits: Tensor, kept: tuple[Tensor | None, ...], incoming: Any, first: int = 0, first_column: int = 0
+    ) -> None:
+        assert self.statistics is not None
+        self.kernels.gradient(dlogits, kept[0], self.labels, self.statistics, incoming, first, first_column)
+
+
+class FusedLinearCrossEntropy:
+    """`fused_linear_cross_entropy` by a language's kernels: chunks of logits, in memory used again for each."""
+
+    def __init__(self, kernels: CrossEntropyKernels, linear: Linear) -> None:
+        self.kernels, self.linear = kernels, linear
+
+    def forward(
+        self,
+        needs: Needs,
+        x: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+        reduction: str = "mean",
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        token_scaling: bool = False,
+        accum_dtype: torch.dtype = torch.float32,
+        memory_budget: int | None = None,
+    ) -> tuple[Tensor | tuple[Tensor | None, ...], Saved]:
+        """The contract's, for a kernel file."""
+        differentiable = any(needs)
+        options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, token_scaling, reduction)
+        labels = labels_of(target, class_weight, bias, linear_weight.shape[0], options)
+        wanted = {
+            "return_z_loss": return_z_loss,
+            "return_token_accuracy": return_token_accuracy,
+            "return_predicted_tokens": return_predicted_tokens,
+            "differentiable": differentiable,
+        }
+        rows = new_rows(self.kernels, labels, **wanted)
+        loss = _Loss(
+            self.kernels,
+            self.linear,
+            needs,
+            x,
+            linear_weight,
+            bias,
+            labels,
+            rows.statistics,
+            accum_dtype,
+            memory_budget,
+        )
+        loss.results = rows
+        if loss.plan.at_once and reduction == "mean":
+            loss.divisor = self.kernels.totals(labels)
+        kept = loss.forward()
+        result, totals = result_of(self.kernels, rows, labels, loss.divisor, **wanted)
+        if not differentiable:
+            return result, ()
+        given = x, linear_weight, bias, labels.target, labels.weight, labels.weight_sum
+        return result, (*given, rows.statistics, totals, *kept)
+
+    def backward(
+        self,
+        needs: Needs,
+        saved: Saved,
+        dloss: Tensor,
+        *,
+        ignore_index: int,
+        label_smoothing: float,
+        lse_square_scale: float,
+        softcap: float | None,
+        reduction: str,
+        token_scaling: bool,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+        **returned: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """The contract's, for a kernel file."""
+        x, linear_weight, bias, target, class_weight, weight_sum, statistics, totals, *kept = saved
+        options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, token_scaling, reduction)
+        added = None if bias is None else bias.contiguous()
+        labels = Labels(target, class_weight, weight_sum, added, linear_weight.shape[0], options)
+        loss = _Loss(
+            self.kernels, self.linear, needs, x, linear_weight, bias, labels, statistics, accum_dtype, memory_budget
+        )
+        loss.divisor = totals
+        return loss.backward(tuple(kept), dloss)

@@ -1,0 +1,221 @@
+"""Jensen-Shannon divergence of two linear layers by a language's kernels: all but these.
+
+The teacher's logits are no more than read, so they are computed for few rows of a chunk at a time: fewer chunks, each of
+which reads and writes the accumulator of the weight's gradient, fit the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.contract import Needs, Saved
+from liger_core.host.linear import Gradients, Linear, LinearLoss, plan_of
+
+
+class Given(NamedTuple):
+    """What the rows' divergences depend on besides their logits.
+
+    Attributes:
+        labels: int64 ``[N]``, contiguous, or None: all rows count.
+        ignore_index: the label of rows that don't.
+        temperature: what logits are divided by.
+        beta: the teacher's weight in the mixture.
+    """
+
+    labels: Tensor | None
+    ignore_index: int
+    temperature: float
+    beta: float
+
+
+class DivergenceKernels:
+    """A language's kernels of the divergence of logits."""
+
+    def rows(
+        self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, given: Given, first: int
+    ) -> None:
+        """Write the losses of the rows from `first` on, as many as there are logits, and what their gradient needs.
+
+        Args:
+            losses: float32 ``[N]``.
+            statistics: float32 ``[5, N]``, or None.
+            student, teacher: logits, contiguous.
+            given: the rest.
+            first: the first row.
+        """
+        raise NotImplementedError
+
+    def gradient(
+        self,
+        dstudent: Tensor,
+        student: Tensor | None,
+        teacher: Tensor,
+        given: Given,
+        statistics: Tensor,
+        incoming: Any,
+        first: int,
+    ) -> None:
+        """Write the gradient of the student's logits, which `dstudent` holds for no `student`; `incoming`'s is that."""
+        raise NotImplementedError
+
+    def incoming(self, dloss: Tensor | None, count: Tensor) -> Any:
+        """What `gradient` multiplies with: here the gradient of the loss, and the rows to divide it by.
+
+        Without a `dloss` the gradient is that of Σ losses.
+        """
+        return dloss, count
+
+    def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+        """The number of rows of x that count, or 1 when none does; float32, one element."""
+        raise NotImplementedError
+
+    def mean(self, losses: Tensor, count: Tensor) -> Tensor:
+        """Σ losses / count, a scalar."""
+        raise NotImplementedError
+
+
+class _Loss(LinearLoss):
+    """A call, of which `losses` are written in forward alone."""
+
+    def __init__(
+        self,
+        kernels: DivergenceKernels,
+        linear: Linear,
+        needs: Needs,
+        student_x: Tensor,
+        student_weight: Tensor,
+        teacher_x: Tensor,
+        teacher_weight: Tensor,
+        given: Given,
+        losses: Tensor | None,
+        statistics: Tensor | None,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+    ) -> None:
+        needs = (*needs, False)
+        plan = plan_of(
+            needs, student_x, student_weight, accum_dtype=accum_dtype, memory_budget=memory_budget, teacher_x=teacher_x
+        )
+        super().__init__(linear, needs, student_x, student_weight, None, plan, accum_dtype)
+        self.kernels, self.teacher_x, self.teacher_weight, self.given = kernels, teacher_x, teacher_weight, given
+        self.losses, self.statistics = losses, statistics
+        self.teacher_rows = self.rows
+        if not plan.whole:
+            if memory_budget is not None:
+                # There is room for the student's logits beside their gradient, which here take the same memory; and for
+                # the teacher's, half of which `add_product` may take instead.
+                takes_memory = needs[1] and linear.takes_memory(student_x, accum_dtype)
+                self.rows += plan.chunk // 2 if takes_memory else plan.chunk
+            # Matmuls need a few hundred rows for their full speed.
+            self.teacher_rows = min(plan.chunk, max(256, plan.chunk // 8))
+
+    def visit(
+        self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any
+    ) -> tuple[Tensor, ...]:
+        teacher: Any = None
+        for start, end in self.linear.chunks(logits.shape[0], self.teacher_rows):
+            teacher = None
+            teacher = self.teacher_x[first + start : first + end] @ self.teacher_weight.t()
+            student = logits[start:end]
+            if results:
+                assert self.losses is not None
+                self.kernels.rows(self.losses, self.statistics, student, teacher, self.given, first + start)
+            if gradients is not None:
+                self.gradient(student, (None, teacher), incoming, first + start)
+        return logits, teacher
+
+    def incoming(self, dloss: Tensor | None) -> Any:
+        assert self.divisor is not None
+        return self.kernels.incoming(dloss, self.divisor)
+
+    def gradient(
+        self, dlogits: Tensor, kept: tuple[Tensor | None, ...], incoming: Any, first: int = 0, first_column: int = 0
+    ) -> None:
+        student, teacher = kept
+        assert teacher is not None
+        assert self.statistics is not None
+        self.kernels.gradient(dlogits, student, teacher, self.given, self.statistics, incoming, first)
+
+
+class FusedLinearJSD:
+    """`fused_linear_jsd` by a language's kernels: chunks of logits, in memory used again for each."""
+
+    def __init__(self, kernels: DivergenceKernels, linear: Linear) -> None:
+        self.kernels, self.linear = kernels, linear
+
+    def forward(
+        self,
+        needs: Needs,
+        student_x: Tensor,
+        student_weight: Tensor,
+        teacher_x: Tensor,
+        teacher_weight: Tensor,
+        labels: Tensor | None = None,
+        *,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: torch.dtype = torch.float32,
+        memory_budget: int | None = None,
+    ) -> tuple[Tensor, Saved]:
+        """The contract's, for a kernel file."""
+        n, differentiable = student_x.shape[0], any(needs)
+        given = Given(None if labels is None else labels.contiguous(), ignore_index, temperature, beta)
+        losses = torch.empty(n, dtype=torch.float32, device=student_x.device)
+        statistics = losses.new_empty((5, n)) if differentiable else None
+        loss = _Loss(
+            self.kernels,
+            self.linear,
+            needs,
+            student_x,
+            student_weight,
+            teacher_x,
+            teacher_weight,
+            given,
+            losses,
+            statistics,
+            accum_dtype,
+            memory_budget,
+        )
+        loss.divisor = count = self.kernels.count(student_x, given.labels, ignore_index)
+        kept = loss.forward()
+        mean = self.kernels.mean(losses, count)
+        if not differentiable:
+            return mean, ()
+        return mean, (student_x, student_weight, teacher_x, teacher_weight, given.labels, statistics, count, *kept)
+
+    def backward(
+        self,
+        needs: Needs,
+        saved: Saved,
+        dloss: Tensor,
+        *,
+        beta: float,
+        ignore_index: int,
+        temperature: float,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+    ) -> tuple[Tensor | None, ...]:
+        """The contract's, for a kernel file."""
+        student_x, student_weight, teacher_x, teacher_weight, labels, statistics, count, *kept = saved
+        given = Given(labels, ignore_index, temperature, beta)
+        loss = _Loss(
+            self.kernels,
+            self.linear,
+            needs,
+            student_x,
+            student_weight,
+            teacher_x,
+            teacher_weight,
+            given,
+            None,
+            statistics,
+            accum_dtype,
+            memory_budget,
+        )
+        loss.divisor = count
+        dx, dweight, _ = loss.backward(tuple(kept), dloss)
+        return dx, dweight

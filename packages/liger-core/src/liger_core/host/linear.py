@@ -1,0 +1,390 @@
+"""Losses of a linear layer's logits: their matrix products, chunks and sums, which are PyTorch's in every language.
+
+When one chunk holds all rows, its logits are kept for backward, as an unfused model does. Otherwise a chunk's logits
+are overwritten with their gradient, which becomes the gradients of the arguments at once; backward has only to scale
+those. They can't be made before the loss's own gradient is known when that differs from row to row: backward then
+computes the logits again. So it does for the gradient of the weight where a memory budget has no room for an
+accumulator: from all rows of x, for some rows of the weight after others.
+
+A language has one `Linear`. An op has a `LinearLoss`, which writes rows' results and the gradient of their logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core import modes
+from liger_core.contract import Needs, Once, Saved
+from liger_core.ops.fused_linear_cross_entropy import chunk_columns, chunk_rows, temporary_memory
+
+# A matmul of half-precision operands with a float32 result: on ROCm since pytorch#162600; added to a float32 tensor since
+# pytorch#167931; that in a trace since pytorch#179634.
+_FLOAT32_MM = torch.version.hip is None or torch.__version__ >= "2.10"
+_FLOAT32_ADDMM = torch.__version__ >= "2.10"
+_FLOAT32_ADDMM_TRACED = torch.__version__ >= "2.12"
+
+
+def chunks(size: int, most: int, aligned: int) -> list[tuple[int, int]]:
+    """The ends of chunks of rows or columns, all about as large. A dynamic size stays dynamic in a trace.
+
+    Args:
+        size: of all chunks together.
+        most: of a chunk.
+        aligned: what a chunk is a multiple of, unless `most` is less.
+    """
+    if size <= most:
+        return [(0, size)]
+    step = aligned if most >= aligned else 1
+    most = most // step * step
+    count = 1
+    while count * most < size:
+        count += 1
+    each = ((size + count - 1) // count + step - 1) // step * step  # at most `most`, so that no chunk is empty
+    return [(i * each, min(i * each + each, size)) for i in range(count)]
+
+
+def is_wide(bias: Tensor | None, x: Tensor) -> bool:
+    """Whether logits of half-precision x are float32 with a bias of another dtype: so is their gradient, which it sums."""
+    return bias is not None and bias.dtype is not x.dtype and x.dtype is not torch.float32
+
+
+class Linear:
+    """What a language has for linear layers: a kernel that scales gradients, and matrix products as its devices want them.
+
+    The products here are those of GPUs.
+    """
+
+    aligned = 128
+    """What rows and columns of a chunk are a multiple of. Matmuls of odd sizes can be several times slower: 32768 rows of
+    4096 and 128256 columns took an H200 683 ms with columns in chunks of 8551, and 221 in chunks of 8576."""
+
+    def scale(self, y: Tensor, x: Tensor, dloss: Tensor, divisor: Tensor | None) -> None:
+        """Write x · dloss / divisor to `y`, which may be `x`.
+
+        Args:
+            y: contiguous, as `x` is, and of its shape.
+            x: of any float dtype.
+            dloss: a float32 scalar.
+            divisor: float32, of which the first element counts, or None.
+        """
+        raise NotImplementedError
+
+    def takes_memory(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether `add_product` of tensors of x's dtype, in `dtype`, needs about as much memory as its `a`."""
+        return False
+
+    def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        """Total + aᵀ b, in `dtype`; written to total."""
+        a = a.t()
+        if dtype is torch.float32 and a.dtype is not torch.float32:
+            if not (a.is_cuda and _FLOAT32_MM):
+                a, b = a.float(), b.float()
+            elif total is None:
+                return torch.mm(a, b, out_dtype=dtype)
+            elif _FLOAT32_ADDMM_TRACED if modes.compiling() else _FLOAT32_ADDMM:
+                return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+            else:
+                return total.add_(torch.mm(a, b, out_dtype=dtype))
+        if total is None:
+            return torch.mm(a, b).to(dtype)
+        return total.addmm_(a, b) if a.dtype is dtype else total.add_(torch.mm(a, b))
+
+    def chunks(self, size: int, most: int) -> list[tuple[int, int]]:
+        """`chunks`, as the device's matrix products want them."""
+        return chunks(size, most, self.aligned)
+
+    def scaled(
+        self, x: Tensor | None, dtype: torch.dtype, dloss: Tensor, divisor: Tensor | None, own: bool
+    ) -> Tensor | None:
+        """x · dloss / divisor, in `dtype`; written to x if it is `own`."""
+        if x is None:
+            return None
+        y = x if own and x.dtype is dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
+        self.scale(y, x, dloss, divisor)
+        return y
+
+
+class Gradients:
+    """The gradients of x, weight and bias of a linear layer, added up from that of the logits.
+
+    That comes in chunks of rows (`add_rows`) or of columns (`add_columns`): of rows the weight's gradient is a sum, of
+    columns it is made in one product and rounded once.
+
+    Args:
+        linear: the language's.
+        needs: which of x, weight and bias want a gradient.
+        x: ``[N, H]``.
+        weight: ``[V, H]``.
+        bias: ``[V]``, or None.
+        dtype: in which the weight's gradient is summed over chunks of rows. The bias's is in float32.
+
+    Attributes:
+        made: the gradients of x, weight and bias; None for what isn't needed.
+    """
+
+    def __init__(
+        self, linear: Linear, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        self.linear, self.needs, self.x, self.weight, self.bias = linear, needs, x, weight, bias
+        self.dtype = dtype
+        self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
+        self.dweight: Tensor | None = None
+        self.dbias: Tensor | None = None
+        self.wide = needs[2] and is_wide(bias, x)
+
+    @property
+    def made(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.dx, self.dweight, self.dbias
+
+    def add_rows(self, first: int, last: int, dlogits: Tensor) -> None:
+        """Add the gradient of some rows of logits, with all columns."""
+        if self.dx is not None:
+            torch.mm(dlogits, self.weight, out=self.dx[first:last])
+        if self.needs[1]:
+            self.dweight = self.linear.add_product(self.dweight, dlogits, self.x[first:last], self.dtype)
+        if self.needs[2] and not self.wide:
+            dbias = dlogits.sum(0, dtype=torch.float32)
+            self.dbias = dbias if self.dbias is None else self.dbias.add_(dbias)
+
+    def add_columns(self, first: int, last: int, dlogits: Tensor) -> None:
+        """Take the gradient of some columns of logits, with all rows: that of these rows of weight, and of bias."""
+        if self.needs[1]:
+            if self.dweight is None:
+                self.dweight = torch.empty_like(self.weight, memory_format=torch.contiguous_format)
+            torch.mm(dlogits.t(), self.x, out=self.dweight[first:last])
+        if self.needs[2] and self.bias is not None and not self.wide:
+            if self.dbias is None:
+                self.dbias = torch.empty_like(self.bias, memory_format=torch.contiguous_format)
+            self.dbias[first:last] = dlogits.sum(0, dtype=torch.float32)
+
+    def add_wide_bias(self, first: int, last: int, dlogits: Tensor) -> None:
+        """Add the float32 gradient of some columns of logits, with any rows, to that of a `wide` bias."""
+        if self.dbias is None:
+            self.dbias = torch.zeros(self.weight.shape[0], dtype=torch.float32, device=self.x.device)
+        self.dbias[first:last] += dlogits.sum(0, dtype=torch.float32)
+
+
+class Plan(NamedTuple):
+    """How a call goes over its rows.
+
+    Attributes:
+        chunk: rows for whose logits there is room beside their gradient.
+        columns: columns for which there is, with all rows, where the weight's gradient is made by columns; else None.
+        whole: one chunk holds all rows, and its logits are kept.
+        at_once: gradients are made in forward.
+        needs: which gradients of x, weight and bias chunks of rows make.
+    """
+
+    chunk: int
+    columns: int | None
+    whole: bool
+    at_once: bool
+    needs: Needs
+
+
+def plan_of(
+    needs: Needs,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    accum_dtype: torch.dtype,
+    memory_budget: int | None,
+    reduced: bool = True,
+    teacher_x: Tensor | None = None,
+) -> Plan:
+    """The plan of a call, the same in forward and in backward.
+
+    Args:
+        needs: which of x, weight and bias want a gradient.
+        x, weight: the layer's.
+        accum_dtype, memory_budget, teacher_x: as in `temporary_memory`.
+        reduced: whether the loss is a sum or a mean over rows, so that its own gradient is one number.
+    """
+    columns = None
+    if teacher_x is None:
+        columns = chunk_columns(memory_budget, x, weight, accum_dtype=accum_dtype, weight_grad=needs[1])
+    made = needs if columns is None else (needs[0], False, False)
+    chunk = chunk_rows(memory_budget, x, weight, accum_dtype=accum_dtype, weight_grad=made[1], teacher_x=teacher_x)
+    whole = chunk >= x.shape[0] and columns is None
+    at_once = any(made) and not whole and reduced
+    if at_once and memory_budget is not None and modes.compiling():
+        # What is kept from forward to backward stands beside what is returned.
+        room = temporary_memory(chunk, x, weight, accum_dtype=accum_dtype, weight_grad=made[1], teacher_x=teacher_x)
+        kept = x.numel() * x.dtype.itemsize if made[0] else 0
+        kept += weight.numel() * accum_dtype.itemsize if made[1] else 0
+        kept += 4 * weight.shape[0] if made[2] else 0
+        at_once = kept <= room
+    return Plan(chunk, columns, whole, at_once, made)
+
+
+class LinearLoss:
+    """A call of a loss of a linear layer's logits. An op's subclass has `visit` and `gradient`.
+
+    Attributes:
+        rows: of logits at a time, whose gradient overwrites them.
+        columns: of logits at a time, with all rows, where `plan` has columns.
+        divisor: what a mean divides by, as in `Linear.scale`; None for a sum.
+    """
+
+    divisor: Tensor | None = None
+
+    def __init__(
+        self,
+        linear: Linear,
+        needs: Needs,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: Plan,
+        accum_dtype: torch.dtype,
+    ) -> None:
+        self.linear, self.needs, self.x, self.weight, self.bias = linear, needs, x, weight, bias
+        self.plan, self.accum_dtype = plan, accum_dtype
+        self.rows = x.shape[0] if plan.whole else plan.chunk
+        self.columns = plan.columns
+
+    def visit(
+        self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any
+    ) -> tuple[Tensor, ...]:
+        """Write results of the rows from `first` on; and with `gradients`, then the gradient of `logits` over them.
+
+        Returns:
+            What `gradient` reads: `logits`, and others beside it.
+        """
+        raise NotImplementedError
+
+    def incoming(self, dloss: Tensor | None) -> Any:
+        """What `gradient` multiplies with, from the gradient of the loss; None for one made before that is known.
+
+        That is the gradient of the sum; or of the mean times the rows that count, without which it would underflow in
+        float16. `scaled` divides by them.
+        """
+        raise NotImplementedError
+
+    def gradient(
+        self, dlogits: Tensor, kept: tuple[Tensor | None, ...], incoming: Any, first: int = 0, first_column: int = 0
+    ) -> None:
+        """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
+
+        Args:
+            dlogits: contiguous.
+            kept: of `visit`; for logits that `dlogits` holds, None.
+            incoming: of `incoming`.
+            first: the first row.
+            first_column: the first column.
+        """
+        raise NotImplementedError
+
+    def run(self, results: bool, gradients: Gradients | None, dloss: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Go over all rows, a chunk after another.
+
+        Args:
+            results: whether to write the rows' results.
+            gradients: to add to, or None.
+            dloss: the gradient of the loss, or None, as in `incoming`.
+
+        Returns:
+            What the last `visit` did, when there are no `gradients`.
+        """
+        incoming = None if gradients is None else self.incoming(dloss)
+        kept = logits = None
+        for first, last in self.linear.chunks(self.x.shape[0], self.rows):
+            kept = logits = None  # before the next chunk's are allocated
+            logits = self.x[first:last] @ self.weight.t()
+            kept = self.visit(first, logits, results, gradients, incoming)
+            if gradients is not None:
+                kept = None
+                gradients.add_rows(first, last, logits)
+        return kept
+
+    def forward(self) -> Saved:
+        """Write all rows' results.
+
+        Returns:
+            What `backward` takes, beside what the op saves of its own: logits, gradients, or nothing.
+        """
+        gradients = self._gradients(self.accum_dtype) if self.plan.at_once else None
+        kept = self.run(True, gradients, None)
+        if gradients is not None:
+            return gradients.made if modes.compiling() else (Once(*gradients.made),)
+        return kept if self.plan.whole and kept is not None else ()
+
+    def backward(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of x, weight and bias; `kept` is what `forward` returned."""
+        if kept and not self.plan.whole:
+            dx, dweight, dbias = self._scaled(kept, dloss)
+        else:
+            gradients = self._gradients(self.weight.dtype if self.plan.whole else self.accum_dtype)
+            if self.plan.whole:
+                self._add_whole(gradients, kept, dloss)
+            elif any(gradients.needs):
+                self.run(False, gradients, dloss)
+            dx, dweight, dbias = self._rounded(gradients)
+        if self.columns is not None:
+            gradients = self._by_columns(self.columns, dloss)
+            _, dweight, dbias = self._rounded(gradients)
+        return dx, dweight, dbias
+
+    def add_wide_bias(
+        self,
+        gradients: Gradients,
+        kept: tuple[Tensor, ...],
+        incoming: Any,
+        first: int = 0,
+        first_column: int = 0,
+    ) -> None:
+        """Add the gradient of a `wide` bias, before that of the logits is rounded, in half of the logits' memory at a time."""
+        if not gradients.wide:
+            return
+        rows, columns = kept[0].shape
+        for start, end in self.linear.chunks(columns, max(1, columns // 2)):
+            part = torch.empty((rows, end - start), dtype=torch.float32, device=self.x.device)
+            some = tuple(tensor[:, start:end] for tensor in kept)
+            self.gradient(part, some, incoming, first, first_column + start)
+            gradients.add_wide_bias(first_column + start, first_column + end, part)
+            del part
+
+    def _gradients(self, dtype: torch.dtype) -> Gradients:
+        return Gradients(self.linear, self.plan.needs, self.x, self.weight, self.bias, dtype)
+
+    def _add_whole(self, gradients: Gradients, kept: tuple[Tensor, ...], dloss: Tensor) -> None:
+        incoming = self.incoming(dloss)
+        self.add_wide_bias(gradients, kept, incoming)
+        dlogits = torch.empty_like(kept[0])
+        self.gradient(dlogits, kept, incoming)
+        gradients.add_rows(0, self.x.shape[0], dlogits)
+
+    def _by_columns(self, columns: int, dloss: Tensor) -> Gradients:
+        """The gradients of weight and bias, `columns` of the logits at a time: each a sum that one matmul makes."""
+        needs = (False, *self.needs[1:])
+        gradients = Gradients(self.linear, needs, self.x, self.weight, self.bias, self.weight.dtype)
+        incoming = self.incoming(dloss)
+        for first, last in self.linear.chunks(self.weight.shape[0], columns):
+            logits = self.x @ self.weight[first:last].t()
+            self.add_wide_bias(gradients, (logits,), incoming, first_column=first)
+            self.gradient(logits, (None,), incoming, first_column=first)
+            gradients.add_columns(first, last, logits)
+            del logits
+        return gradients
+
+    def _scaled(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        own = isinstance(kept[0], Once)
+        if own:
+            kept = kept[0].take()
+            if kept is None:  # a backward before this one has taken them
+                gradients = self._gradients(self.accum_dtype)
+                self.run(False, gradients, None)
+                kept = gradients.made
+        dx, dweight, dbias = kept
+        scaled, divisor = self.linear.scaled, self.divisor
+        dx = scaled(dx, self.x.dtype, dloss, divisor, own)
+        dweight = scaled(dweight, self.weight.dtype, dloss, divisor, own)
+        return dx, dweight, None if self.bias is None else scaled(dbias, self.bias.dtype, dloss, divisor, own)
+
+    def _rounded(self, gradients: Gradients) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dx, dweight, dbias = gradients.made
+        dweight = None if dweight is None else dweight.to(self.weight.dtype)
+        return dx, dweight, None if dbias is None or self.bias is None else dbias.to(self.bias.dtype)

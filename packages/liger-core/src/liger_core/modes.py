@@ -1,0 +1,90 @@
+"""What PyTorch does around a call: traces it, records it, transforms it. Only this thread's own state is asked.
+
+`torch.compiler.is_compiling` and the level of forward-mode differentiation are the process's: true in one thread while
+another one exports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _dispatch_tls_is_dispatch_key_included,
+    _has_storage,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.fx import Proxy
+from torch.fx.proxy import TracerBase
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+compiling = torch.compiler.is_dynamo_compiling
+"""Whether Dynamo traces, for torch.compile or for ``torch.export(strict=True)``. A launch is then part of the graph."""
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
+def plain() -> bool:
+    """Whether nothing that `recording` or `transforming` tells of can be active. Quick: each call asks."""
+    return not (
+        _len_torch_dispatch_stack()
+        or _is_tracing()
+        or _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (_len_torch_function_stack() and _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH))
+    )
+
+
+def recording() -> str | None:
+    """What records PyTorch's operators, and would miss a launch: then a kernel's results are memory that nothing wrote."""
+    if _is_tracing():
+        return "torch.jit.trace is active, which records no launch"
+    ahead = _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    if ahead or torch._C._get_dispatch_mode(_PROXY) is not None:
+        if torch.compiler.is_exporting():
+            return "torch.export without strict=True is active, which records no launch; with strict=True it does"
+        return "make_fx is active, which records no launch; torch.compile and torch.export(strict=True) do"
+    return None
+
+
+def symbolic_tracer(arguments: Iterable[Any]) -> TracerBase | None:
+    """The FX tracer of a symbolic argument, which has no type and no shape: the call is recorded, and not run."""
+    return next((value.tracer for value in arguments if isinstance(value, Proxy)), None)
+
+
+def transforming(tensors: Iterable[Tensor | None]) -> str | None:
+    """What differentiates or maps by other means than autograd's graph, which is all that kernels have."""
+    if _are_functorch_transforms_active():
+        return "a torch.func transform is active; kernels take plain tensors"
+    level = forward_ad._current_level
+    # The level is the process's. Only a tensor knows whether it is part of what a thread differentiates.
+    if level >= 0 and any(t is not None and torch._VF._unpack_dual(t, level=level)[1] is not None for t in tensors):
+        return "forward-mode automatic differentiation is active; kernels take plain tensors"
+    return None
+
+
+def without_values(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether the tensors' data can't be looked at, since they stand for those of later calls."""
+    if recording() is not None or torch._C._get_dispatch_mode(_FUNCTIONAL) is not None:
+        return True
+    return _are_functorch_transforms_active() or any(isinstance(t, FakeTensor) for t in tensors)
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for several, as those of ``is_grads_batched=True`` do: it has no memory of its own."""
+    return tensor.layout is torch.strided and not _has_storage(tensor) and not is_traceable_wrapper_subclass(tensor)
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """The tensor as it is, or a copy of a negative or conjugate view, whose memory has other values than it has itself."""
+    # Dynamo can't ask. What these methods leave as it is, AOTAutograd takes out of the graph.
+    return tensor.resolve_neg().resolve_conj()

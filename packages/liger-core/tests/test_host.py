@@ -1,0 +1,211 @@
+"""Host code that all languages share, with kernels that are PyTorch: by chunks, columns or at once, the reference's gradients."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_core.asking import source_of
+from liger_core.contract import Once
+from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
+from liger_core.host.fused_linear_cross_entropy import FusedLinearCrossEntropy
+from liger_core.host.linear import Linear, chunks, plan_of
+from liger_core.ops.fused_linear_cross_entropy import fused_linear_cross_entropy, least_memory
+
+ROWS, HIDDEN, VOCABULARY = 48, 16, 96
+
+
+class TorchLinear(Linear):
+    def scale(self, y: Tensor, x: Tensor, dloss: Tensor, divisor: Tensor | None) -> None:
+        y.copy_(x.float() * (dloss if divisor is None else dloss / divisor[0]))
+
+
+class TorchKernels(CrossEntropyKernels):
+    """Of a loss without options. They note each gradient's dtype, whether it overwrites logits, and the bytes of both."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.dtype, bool, int]] = []
+
+    def _logits(self, logits: Tensor, labels: Labels, first: int) -> Tensor:
+        columns = slice(first, first + logits.shape[1])
+        return logits.float() if labels.bias is None else logits.float() + labels.bias.float()[columns]
+
+    def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
+        rows = slice(first, first + logits.shape[0])
+        x = self._logits(logits, labels, 0)
+        target = labels.target[rows]
+        picked = x.gather(1, target.clamp(min=0)[:, None])[:, 0]
+        results.losses[rows] = (x.logsumexp(1) - picked).masked_fill(target < 0, 0.0)
+        if results.statistics is not None:
+            top = x.amax(1)
+            results.statistics[0, rows] = top
+            results.statistics[1, rows] = torch.exp(x - top[:, None]).sum(1)
+
+    def gradient(
+        self,
+        dlogits: Tensor,
+        logits: Tensor | None,
+        labels: Labels,
+        statistics: Tensor,
+        incoming: Any,
+        first: int,
+        first_column: int,
+    ) -> None:
+        held = 0 if logits is None else logits.untyped_storage().nbytes()
+        self.seen.append((dlogits.dtype, logits is None, dlogits.nbytes + held))
+        dloss, totals = incoming
+        rows = slice(first, first + dlogits.shape[0])
+        x = self._logits(dlogits if logits is None else logits, labels, first_column)
+        top, exp_sum = statistics[:, rows, None]
+        target = labels.target[rows, None]
+        column = torch.arange(first_column, first_column + x.shape[1])
+        d = torch.exp(x - top) / exp_sum - (column == target).float()
+        dloss = torch.ones(()) if dloss is None else dloss
+        d = d * (dloss[rows, None] if dloss.dim() else dloss)
+        dlogits.copy_(torch.where(target < 0, 0.0, d if totals is None else d / totals[0]))
+
+    def sums(
+        self,
+        loss: Tensor | None,
+        z_loss: Tensor | None,
+        accuracy: Tensor | None,
+        totals: Tensor | None,
+        results: Rows | None,
+        labels: Labels,
+    ) -> None:
+        count = (labels.target >= 0).sum().clamp(min=1).float()
+        if totals is not None:
+            totals.copy_(count.repeat(2))
+        if loss is not None and results is not None:
+            loss.copy_(results.losses.sum() / (count if labels.options.reduction == "mean" else 1.0))
+
+
+def arguments(dtype: torch.dtype, bias_dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(ROWS, HIDDEN, generator=generator).to(dtype),
+        "linear_weight": torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype),
+        "target": torch.randint(-1, VOCABULARY, (ROWS,), generator=generator).clamp(min=-1),
+        "bias": torch.randn(VOCABULARY, generator=generator).to(bias_dtype),
+    }
+
+
+OPTIONS = {
+    "ignore_index": -1,
+    "label_smoothing": 0.0,
+    "lse_square_scale": 0.0,
+    "softcap": None,
+    "return_z_loss": False,
+    "return_token_accuracy": False,
+    "return_predicted_tokens": False,
+    "token_scaling": False,
+}
+
+
+def run(
+    given: dict[str, Tensor], reduction: str, memory_budget: int | None, accum_dtype: torch.dtype = torch.float32
+) -> tuple[TorchKernels, Tensor, list[tuple[Tensor | None, ...]], Tensor]:
+    """The kernels, the loss, the gradients of two backwards, and the gradient of the loss."""
+    kernels = TorchKernels()
+    host = FusedLinearCrossEntropy(kernels, TorchLinear())
+    options = {"reduction": reduction, "memory_budget": memory_budget, "accum_dtype": accum_dtype, **OPTIONS}
+    needs = (True, True, True)
+    loss, saved = host.forward(needs, **given, **options)  # type: ignore[arg-type]
+    assert isinstance(loss, Tensor)
+    dloss = torch.randn(loss.shape, generator=torch.Generator().manual_seed(1))
+    found = [host.backward(needs, saved, dloss, **options) for _ in range(2)]  # type: ignore[arg-type]
+    return kernels, loss, found, dloss
+
+
+def expected(given: dict[str, Tensor], reduction: str, dloss: Tensor) -> tuple[Tensor, ...]:
+    leaves = {name: t.double().requires_grad_() if t.is_floating_point() else t for name, t in given.items()}
+    loss = fused_linear_cross_entropy.reference(**leaves, reduction=reduction, ignore_index=-1)  # type: ignore[arg-type]
+    wanted = [leaves[name] for name in ("x", "linear_weight", "bias")]
+    assert isinstance(loss, Tensor)
+    return (loss, *torch.autograd.grad(loss, wanted, dloss.double()))
+
+
+BUDGETS = {"whole": None, "chunks": 10_000, "columns": 5_000}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", BUDGETS)
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_a_linear_loss(kind: str, reduction: str, bias_dtype: torch.dtype) -> None:
+    given = arguments(torch.bfloat16, bias_dtype)
+    plan = plan_of(
+        (True, True, True),
+        given["x"],
+        given["linear_weight"],
+        accum_dtype=torch.float32,
+        memory_budget=BUDGETS[kind],
+        reduced=reduction != "none",
+    )
+    assert (plan.whole, plan.columns is not None) == (kind == "whole", kind == "columns")
+    assert plan.at_once == (kind != "whole" and reduction != "none")
+    kernels, loss, found, dloss = run(given, reduction, BUDGETS[kind])
+    truth, *gradients = expected(given, reduction, dloss)
+    torch.testing.assert_close(loss.double(), truth, rtol=2e-2, atol=2e-2)
+    for gradient, again, right in zip(*found, gradients, strict=True):
+        assert gradient is not None
+        assert again is not None
+        assert torch.equal(gradient, again)
+        assert (gradient.double() - right).abs().max() < 2e-2 * right.abs().max()
+    assert any(dtype is torch.float32 for dtype, *_ in kernels.seen) == (bias_dtype is torch.float32)
+    in_place = [overwrites for dtype, overwrites, _ in kernels.seen if dtype is torch.bfloat16]
+    assert all(in_place) == (kind != "whole")
+
+
+def test_the_gradient_of_a_wide_bias_is_summed_before_it_is_rounded() -> None:
+    given = arguments(torch.bfloat16, torch.float32)
+    given["target"][3:] = -1
+    for budget in BUDGETS.values():
+        _, _, found, dloss = run(given, "sum", budget)
+        logits = (given["x"] @ given["linear_weight"].T).float() + given["bias"]
+        gradient = torch.softmax(logits, 1)[:3] - torch.nn.functional.one_hot(given["target"][:3], VOCABULARY)
+        torch.testing.assert_close(found[0][2], gradient.sum(0) * dloss, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["chunks", "columns"])
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_logits_and_what_is_made_beside_them_fit_a_budget(kind: str, bias_dtype: torch.dtype) -> None:
+    budget = BUDGETS[kind]
+    assert budget is not None
+    given = arguments(torch.bfloat16, bias_dtype)
+    assert budget >= least_memory(given["x"], given["linear_weight"], accum_dtype=torch.float32, weight_grad=True)
+    kernels, *_ = run(given, "mean", budget)
+    accumulator = 4 * VOCABULARY * HIDDEN if kind == "chunks" else 0
+    room = budget - accumulator - 4 * VOCABULARY - 32 * ROWS
+    assert room // 2 < max(size for *_, size in kernels.seen) <= room
+
+
+def test_gradients_made_in_forward_are_given_away_once() -> None:
+    given = arguments(torch.bfloat16, torch.bfloat16)
+    options = {"reduction": "mean", "memory_budget": BUDGETS["chunks"], "accum_dtype": torch.float32, **OPTIONS}
+    host = FusedLinearCrossEntropy(TorchKernels(), TorchLinear())
+    _, saved = host.forward((True, True, True), **given, **options)  # type: ignore[arg-type]
+    assert isinstance(saved[-1], Once)
+    assert host.forward((False, False, False), **given, **options)[1] == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("aligned", [1, 128])
+def test_chunks_cover_all_and_are_aligned(aligned: int) -> None:
+    for size in (1, 2, 127, 128, 129, 1000, 128256):
+        for most in (1, 3, 128, 200, 1000, 8551, 200000):
+            ends = chunks(size, most, aligned)
+            assert [first for first, _ in ends] == [0, *(last for _, last in ends[:-1])]
+            assert ends[-1][1] == size
+            assert all(0 < last - first <= most for first, last in ends)
+            if most >= aligned:
+                assert all(first % aligned == 0 for first, _ in ends)
+
+
+def test_a_kernel_file_is_the_source_of_what_core_runs_for_it() -> None:
+    module = ModuleType("liger_toy.ops.fused_linear_cross_entropy")
+    module.__file__ = "/toy/ops/fused_linear_cross_entropy.py"
+    host = FusedLinearCrossEntropy(TorchKernels(), TorchLinear())
+    assert source_of(host.forward, module) == "/toy/ops/fused_linear_cross_entropy.py:1"

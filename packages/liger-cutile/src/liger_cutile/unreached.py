@@ -1,0 +1,22 @@
+"""Kernels and branches of host code that no case of liger-conformance reaches: see its README, ``--reached``."""
+
+_MANY = "more samples or rows than a grid has blocks downwards, 65535, which tests/test_kernels.py makes 2"
+_EMPTY = "without a token nothing is launched; the interpreted cases have it"
+_FAR = "tensors far apart, of which one is missing or has one sample: compiled, where they take no memory"
+_APART = "q's gradient of what k's result alone gets: compiled, where backward is called for each pair"
+
+UNREACHED = {
+    "* _heads.samples_of: count > 1 is true": _MANY,
+    "interpreted _heads.samples_of: x is None or x.shape[0] == 1 < count is true": _FAR,
+    "interpreted _rows.near: max(x.stride()) <= LARGEST is false": _FAR,
+    "interpreted *rope.backward: dq is None and dk is None is true": _APART,
+    "* group_norm._launch_*ward: samples <= MOST_DOWN is false": _MANY,
+    "* group_norm._launch_*ward: for some in _evenly(samples) *": _MANY,
+    "* group_norm._evenly": _MANY,
+    "interpreted _grid.within_grid: rows <= most is false": _MANY,
+    "interpreted embedding._sort: rows > MOST_RANKED is true": (
+        "65537 indices take an interpreter 15 s; compiled, and run on devices, as `huge`"
+    ),
+    "compiled* grpo_loss._launch_*ward: length == 0 is true": _EMPTY,
+    "compiled* grpo_loss._launch_forward: *result *": _EMPTY,
+}

@@ -1,0 +1,25 @@
+"""Kernels and branches of host code that no case of liger-conformance reaches: see its README, ``--reached``."""
+
+_INTERPRETED = "Triton interprets a function, and no Kernel is made of it: tests/test_launch.py"
+_COMPILED = "a compiler that launches nothing gives nothing to remember: tests/test_launch.py"
+_AT_IMPORT = "called when a kernel's file is imported, before any test"
+
+UNREACHED = {
+    "interpreted _device.*: device.type == 'cuda' is true": "an interpreter's device is the CPU",
+    "compiled* _device.*: device.type == 'cuda' is false": "each chip is a cuda device",
+    "* _device._look_up_sm_count: device.type == 'xpu' is true": "no Intel GPU is compiled for",
+    "compiled* _device._look_up_sm_count: device.type == 'xpu' is false": "each chip is a cuda device",
+    "interpreted _launch.Kernel.*": _INTERPRETED,
+    "interpreted _launch._hooked": _INTERPRETED,
+    "interpreted _launch._specialised": _INTERPRETED,
+    "compiled* _launch.Kernel.__init__": _AT_IMPORT,
+    "* _launch.kernel": _AT_IMPORT,
+    "compiled* _launch.Kernel.__getitem__: torch.compiler.is_compiling() is true": "traced code isn't watched: tests/traced.py",
+    "compiled* _launch.Kernel._launch: compiled is None or pointers % 16 or _hooked() is false": _COMPILED,
+    "compiled* _launch.Kernel._launch_anew: *": _COMPILED,
+    "compiled* _launch._hooked": _COMPILED,
+    "compiled-sm_90 _launch.Kernel._launch: on_amd is true": "no chip of AMD's",
+    "interpreted embedding._sort: rows > MOST_RANKED is true": (
+        "65537 indices take an interpreter 15 s; compiled, and run on devices, as `huge`"
+    ),
+}

@@ -1,0 +1,153 @@
+"""Swap the leaves of one model for liger_core's ops, and undo it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from liger_transformers import leaves
+from liger_transformers.head import head_of, swap_head
+from liger_transformers.swap import original_class, swapped_for
+
+log = logging.getLogger("liger_transformers")
+
+
+@dataclass
+class Report:
+    """What `apply` found in a model.
+
+    Attributes:
+        model: the model's class.
+        swapped: modules by (what, op with its options), those that an earlier `apply` swapped included.
+        left: modules by (what, the reason why they run as they did).
+    """
+
+    model: str
+    swapped: dict[tuple[str, str], int] = field(default_factory=dict)
+    left: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    @property
+    def ops(self) -> dict[str, int]:
+        """Swapped modules by op, without options."""
+        counts: dict[str, int] = {}
+        for (_, op), count in self.swapped.items():
+            for name in names(op):
+                counts[name] = counts.get(name, 0) + count
+        return counts
+
+    def __str__(self) -> str:
+        width = max((len(what) for what, _ in (*self.swapped, *self.left)), default=0)
+        lines = [self.model]
+        for title, counts in (("swapped", self.swapped), ("left as it is", self.left)):
+            if counts:
+                lines.append(f"  {title}:")
+            lines += [f"    {what:{width}}  {count:4} × {why}" for (what, why), count in counts.items()]
+        return "\n".join(lines)
+
+
+def names(swap: str) -> list[str]:
+    """The ops of a swap, without their options."""
+    return re.sub(r"\(.*?\)", "", swap).split(", ")
+
+
+def apply(
+    model: nn.Module,
+    *,
+    rms_norm: bool = True,
+    layer_norm: bool = True,
+    rope: bool = True,
+    glu: bool = True,
+    loss: bool = True,
+    strict: bool = True,
+) -> Report:
+    """Let a transformers model train on liger_core's ops. Only this instance changes, and `restore` undoes it.
+
+    Norms, gated activations, rotary functions and the head are swapped, each after it was run beside the op on random
+    numbers and was equal. The model's own forward stays. In training with labels the output's logits are None, since they
+    are never made: pass ``skip_logits=False`` to the model to have them, ``skip_logits=True`` to do without in evaluation.
+
+    It may be called before or after PEFT, FSDP2 and checkpointing, and again: what PEFT has wrapped since, such as the head,
+    is swapped then.
+
+    Args:
+        model: a transformers model, or a module around one, such as a PeftModel.
+        rms_norm: swap norms for `rms_norm`.
+        layer_norm: swap norms for `layer_norm`.
+        rope: swap rotary functions for `rope` and `qwen2vl_mrope`.
+        glu: swap activations for `swiglu` and `geglu`.
+        loss: swap the head and the loss for `fused_linear_cross_entropy`.
+        strict: raise when nothing is swapped; False logs a warning.
+
+    Returns:
+        What was swapped and what was left, with its reason. It prints as a table.
+
+    Raises:
+        ValueError: nothing of the model could be swapped; the message says why.
+    """
+    report = Report(type(_pretrained(model) or model).__name__)
+    wanted = {
+        "rms_norm": rms_norm,
+        "layer_norm": layer_norm,
+        "rope": rope,
+        "qwen2vl_mrope": rope,
+        "swiglu": glu,
+        "geglu": glu,
+    }
+    for module in list(model.modules()):
+        if rms_norm or layer_norm:
+            _become(module, leaves.norm(module), wanted, report)
+        if rope:
+            _become(module, leaves.rotary(module), wanted, report)
+        for name, child, found in leaves.activations(module) if glu else ():
+            if isinstance(found, type) and found is not type(child):
+                child = copy.copy(child)  # some models share one activation among modules
+                module._modules[name] = child
+            _become(child, found, wanted, report, f"{type(module).__name__}.{name}")
+    if loss and (pretrained := _pretrained(model)) is not None:
+        linears, why = head_of(pretrained)
+        if why is None:
+            swap_head(pretrained, linears)
+        for name in linears or ("head",):
+            counts = report.swapped if why is None else report.left
+            counts[f"{report.model}.{name}", why or "fused_linear_cross_entropy"] = 1
+    if not report.swapped:
+        off = "" if rms_norm and layer_norm and rope and glu and loss else "; some kinds are switched off"
+        reasons = (
+            "; ".join(f"{what}: {why}" for what, why in report.left)
+            or "it holds no norm, rotary function, gate or head"
+        )
+        message = f"liger_transformers.apply swapped nothing in {report.model}: {reasons}{off}"
+        if strict:
+            raise ValueError(message)
+        log.warning(message)
+    return report
+
+
+def _pretrained(model: nn.Module) -> PreTrainedModel | None:
+    """The outermost transformers model: itself, or inside of PEFT's, DDP's or torch.compile's module."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+
+
+def _become(module: nn.Module, found: leaves.Found, wanted: dict[str, bool], report: Report, what: str = "") -> None:
+    if found is None:
+        return
+    what = what or type(module).__name__
+    if isinstance(found, str):
+        report.left[what, found] = report.left.get((what, found), 0) + 1
+        return
+    op: str = found.liger_op  # type: ignore[attr-defined]
+    if all(wanted[name] for name in names(op)):
+        module.__class__ = found
+        report.swapped[what, op] = report.swapped.get((what, op), 0) + 1
+
+
+def restore(model: nn.Module) -> None:
+    """Give every module of the model the class back that `apply` found."""
+    for module in model.modules():
+        if swapped_for(module) is not None:
+            module.__class__ = original_class(type(module))

@@ -1,0 +1,62 @@
+"""The `liger-transformers` command: what `apply` would swap in a model, from its configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
+
+from liger_transformers.apply import apply
+
+AUTO = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModel)
+"""Tried in this order."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status (1: nothing would be swapped, 2: there is no such model)."""
+    parser = argparse.ArgumentParser(prog="liger-transformers", description=__doc__)
+    parser.add_argument("model", metavar="MODEL_TYPE", help="such as llama; or a directory that holds a config.json")
+    options = parser.parse_args(arguments)
+    try:
+        model = on_meta(options.model)
+    except ValueError as error:
+        print(f"liger-transformers: {error}", file=sys.stderr)
+        return 2
+    report = apply(model, strict=False)
+    print(report)
+    return 0 if report.swapped else 1
+
+
+def on_meta(name: str) -> PreTrainedModel:
+    """A model of this type, or of this directory's configuration, that takes no memory. ValueError: there is none."""
+    if os.path.isdir(name):
+        config = AutoConfig.from_pretrained(name)
+    elif name in CONFIG_MAPPING:
+        config = AutoConfig.for_model(name)
+    else:
+        close = difflib.get_close_matches(name, list(CONFIG_MAPPING), 5)
+        raise ValueError(
+            f"transformers has no model type {name!r}" + (f"; close to it: {', '.join(close)}" if close else "")
+        )
+    auto = next((auto for auto in AUTO if type(config) in auto._model_mapping), None)
+    if auto is None:
+        raise ValueError(f"transformers has no text model of type {name!r}")
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,439 @@
+"""Norms, activations and rotary functions: which op one is, found by running it on random numbers, and the swap.
+
+Each function takes a module of the model and returns the class that it may become, the reason why it is left as it is, or
+None for a module that is none of that kind. No name of a model or a class decides; no weight of the model is read, so a
+model on the meta device, sharded or quantised is proved like any other.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import liger_core as liger
+from liger_transformers.promise import MUL, Promise, follow, settle
+from liger_transformers.swap import has_own_forward, subclass, swapped_for
+
+Found = type[nn.Module] | str | None
+"""The class that a module may become, the reason why it stays, or None for a module of another kind."""
+
+PROBE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a forward may raise on a stand-in that it is not made for. The reason for leaving the module quotes it."""
+
+WIDTH = 48
+"""Columns of a stand-in for a norm without a weight."""
+
+
+def norm(module: nn.Module) -> Found:
+    """The swap of a norm: a module without children, of a float with `eps` in its name and at most weight and bias.
+
+    One whose forward takes a second tensor is a gated norm, or is left: silu(gate) · rms_norm(x) is `swiglu` of the two.
+    """
+    if (op := swapped_for(module)) is not None:
+        return type(module) if "norm" in op else None
+    eps = next((name for name, value in vars(module).items() if "eps" in name and isinstance(value, float)), None)
+    parameters = {name: value for name, value in module._parameters.items() if value is not None}
+    if eps is None or module._modules or module._buffers or not {*parameters} <= {"weight", "bias"}:
+        return None
+    if (why := has_own_forward(module)) is not None:
+        return why
+    if any(value.dim() != 1 for value in parameters.values()):
+        return "its weight has more than one dimension"
+    return _norm_class(type(module), eps, tuple(parameters), _width(module), _simple(module))
+
+
+def _width(module: nn.Module) -> int:
+    sizes = [value.numel() for value in module._parameters.values() if value is not None]
+    return sizes[0] if sizes and sizes[0] else WIDTH
+
+
+def _simple(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The module's own numbers and words, on which its forward may depend."""
+    kinds = (bool, int, float, str, tuple, type(None))
+    return tuple(
+        (name, value)
+        for name, value in vars(module).items()
+        if name != "training" and not name.startswith("_") and isinstance(value, kinds)
+    )
+
+
+@functools.cache
+def _norm_class(
+    cls: type[nn.Module], eps: str, parameters: tuple[str, ...], width: int, simple: tuple[tuple[str, Any], ...]
+) -> Found:
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator)
+    stand_in = object.__new__(cls)
+    nn.Module.__init__(stand_in)
+    stand_in.__dict__.update(simple)
+    weights = {name: draw(width) for name in parameters}
+    gated = len(inspect.signature(cls.forward).parameters) > 2
+    inputs = [[draw(2, 3, width) * scale for _ in range(1 + gated)] for scale in (0.01, 1.0, 30.0)]
+    value = dict(simple)[eps]
+
+    def same(op: NormOp, dtype: torch.dtype, rounding: float) -> bool:
+        own = {name: weight.to(dtype) for name, weight in weights.items()}
+        for name in ("weight", "bias"):
+            stand_in._parameters[name] = nn.Parameter(own[name], requires_grad=False) if name in own else None
+        for tensors in inputs:
+            x, *gate = (t.to(dtype) for t in tensors)
+            want = cls.forward(stand_in, x, *gate)
+            if not isinstance(want, Tensor) or want.shape != x.shape or want.dtype != dtype:
+                return False
+            got = op(x, own.get("weight"), own.get("bias"), value)
+            got = liger.swiglu(gate[0], got) if gated else got
+            least = rounding if dtype == torch.float32 else 0.0
+            if not torch.allclose(got.double(), want.double(), rtol=rounding, atol=least):
+                return False
+        return True
+
+    def proved(op: NormOp, rounding: float) -> bool:
+        low = (torch.bfloat16, torch.float16)
+        return same(op, torch.float32, 1e-5) and all(same(op, d, rounding * torch.finfo(d).eps) for d in low)
+
+    try:
+        with torch.no_grad():
+            if "bias" not in parameters:
+                for offset in (0.0, 1.0) if parameters else (0.0,):
+                    for mode in ("llama", "gemma", "none"):
+                        op = functools.partial(_rms_norm, offset=offset, casting_mode=mode)
+                        if proved(op, 0.0):
+                            return _rms_norm_class(cls, eps, offset, mode, gated)
+            # One way to round and no options that could be taken for one another, so a last bit may differ.
+            if "weight" in parameters and not gated and proved(liger.layer_norm, 1.0):
+                return _layer_norm_class(cls, eps)
+    except PROBE_ERRORS as error:
+        return f"its forward raises {type(error).__name__} on {'two tensors' if gated else 'a tensor'}"
+    return (
+        "it is not rms_norm times silu(gate)" if gated else "it is neither rms_norm, under any options, nor layer_norm"
+    )
+
+
+NormOp = Callable[[Tensor, Any, Any, float], Tensor]
+"""A norm as a function of x, weight, bias and eps."""
+
+
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> Tensor:
+    return liger.rms_norm(x, weight, eps, offset=offset, casting_mode=casting_mode)
+
+
+@functools.cache
+def _rms_norm_class(cls: type[nn.Module], eps: str, offset: float, casting_mode: str, gated: bool) -> type[nn.Module]:
+    widens = casting_mode != "gemma"  # the others multiply by the weight in the wider dtype of the two, and return it
+
+    def normed(self: nn.Module, x: Tensor) -> Tensor:
+        weight = self._parameters.get("weight")
+        if weight is not None and widens and x.dtype != weight.dtype:
+            x = x.to(torch.promote_types(x.dtype, weight.dtype))
+        return liger.rms_norm(x, weight, getattr(self, eps), offset=offset, casting_mode=casting_mode)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        (x,) = args or kwargs.values()
+        return normed(self, settle(x))
+
+    def forward_gated(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        x, gate = map(settle, args) if len(args) == 2 else (None, None)
+        weight = self._parameters.get("weight")
+        dtypes = {t.dtype for t in (x, gate, weight) if t is not None}
+        if x is None or gate is None or x.shape != gate.shape or len(dtypes) > 1:
+            return cls.forward(self, *args, **kwargs)
+        return liger.swiglu(gate, normed(self, x))
+
+    op = f"rms_norm(offset={offset:g}, casting_mode={casting_mode!r})"
+    return subclass(cls, forward_gated, f"{op}, swiglu") if gated else subclass(cls, forward, op)
+
+
+@functools.cache
+def _layer_norm_class(cls: type[nn.Module], eps: str) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        (x,) = args or kwargs.values()
+        x, weight, bias = settle(x), self._parameters["weight"], self._parameters.get("bias")
+        assert weight is not None
+        if x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
+            x = x.to(weight.dtype)  # as autocast does with F.layer_norm
+        return liger.layer_norm(x, weight, bias, getattr(self, eps))
+
+    return subclass(cls, forward, "layer_norm")
+
+
+class Gate(Promise):
+    """act(gate), waiting for the other branch of a gated linear unit."""
+
+    __slots__ = ("act", "gate", "op", "version")
+
+    def __init__(self, gate: Tensor, act: Callable[[Tensor], Tensor], op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(torch.is_grad_enabled())
+        self.gate, self.act, self.op, self.version = gate, act, op, version(gate)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.gate.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gate.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate.device
+
+    def compute(self) -> Tensor:
+        unchanged(self.gate, self.version)
+        return self.act(self.gate)
+
+    def wait(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function not in PRODUCTS or len(args) != 2 or kwargs or torch.is_grad_enabled() != self.grad:
+            return NotImplemented
+        gate = self.gate
+        up = args[1] if args[0] is self else args[0]
+        if not isinstance(up, Tensor) or up.dtype != gate.dtype or up.shape != gate.shape:
+            return NotImplemented
+        in_place = function in MUL_IN_PLACE
+        if in_place and up is args[0]:
+            return NotImplemented
+        if version(gate) != self.version:
+            unchanged(gate, self.version)
+        y = self.op(gate, up)
+        if in_place:
+            self._tensor = y
+        return y
+
+
+follow(Gate, "mul", "mul_", "multiply", "multiply_")
+
+MUL_IN_PLACE = frozenset({Tensor.mul_, Tensor.multiply_, Tensor.__imul__})
+PRODUCTS = MUL | MUL_IN_PLACE
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor was written to; 0 where nobody counts."""
+    # Dynamo traces no is_inference, and knows every write in what it compiles.
+    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+
+
+def unchanged(tensor: Tensor, expected: int) -> None:
+    """RuntimeError where a promise's input was written to since: what it stands for can't be computed any more."""
+    if version(tensor) != expected:
+        raise RuntimeError(
+            "liger_transformers: the input of an activation or of the head was modified in place before its output was used; "
+            "apply(model, glu=False) or apply(model, loss=False) leaves that module as it is"
+        )
+
+
+GATED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "swiglu": (F.silu, liger.swiglu),
+    "geglu": (functools.partial(F.gelu, approximate="tanh"), liger.geglu),
+}
+"""By op: its activation, and the op of gate and up."""
+
+
+def activations(parent: nn.Module) -> Iterator[tuple[str, nn.Module, Found]]:
+    """The activations among the children of a module that multiplies: name, the child, and its swap."""
+    if not any(_is_activation(child) for child in parent.children()) or not _multiplies(type(parent)):
+        return
+    for name, child in parent.named_children():
+        if _is_activation(child):
+            if swapped_for(child) is not None:
+                yield name, child, type(child)
+            elif (why := has_own_forward(child)) is not None:
+                yield name, child, why
+            elif (op := _gated_op(child)) is None:
+                yield name, child, "it is neither SiLU nor GELU's tanh approximation"
+            else:
+                yield name, child, _gated_class(type(child), op)
+
+
+def _is_activation(module: nn.Module) -> bool:
+    return (
+        type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations")
+        and not module._parameters
+    )
+
+
+@functools.cache
+def _multiplies(cls: type[nn.Module]) -> bool:
+    """Whether a `*` stands in the class's own code, as it does where an activation is a gate."""
+    return any(
+        i.opname in ("BINARY_MULTIPLY", "INPLACE_MULTIPLY") or (i.opname == "BINARY_OP" and i.argrepr in ("*", "*="))
+        for function in _functions(cls)
+        for i in dis.get_instructions(function)
+    )
+
+
+def _functions(cls: type[nn.Module]) -> Iterator[types.FunctionType]:
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for value in vars(base).values():
+            while isinstance(value, types.FunctionType):
+                yield value
+                value = getattr(value, "__wrapped__", None)
+
+
+def _gated_op(module: nn.Module) -> str | None:
+    """The gated op whose activation this module computes, found by calling it in float64."""
+    x = torch.linspace(-9, 9, 181, dtype=torch.float64)
+    with torch.no_grad():
+        try:
+            y = type(module).forward(module, x)
+        except PROBE_ERRORS:
+            return None
+    for name, (act, _) in GATED.items():
+        if isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, act(x), rtol=1e-12, atol=1e-14):
+            return name
+    return None
+
+
+@functools.cache
+def _gated_class(cls: type[nn.Module], op: str) -> type[nn.Module]:
+    act, function = GATED[op]
+
+    def forward(self: nn.Module, x: Tensor) -> Gate:
+        return Gate(x.tensor() if isinstance(x, Promise) else x, act, function)
+
+    return subclass(cls, forward, op)
+
+
+def rotary(module: nn.Module) -> Found:
+    """The swap of a module whose forward calls a rotary function: the same code, with that one name bound to the op."""
+    if (op := swapped_for(module)) is not None:
+        return type(module) if "rope" in op else None
+    found = _rotary_class(type(module))
+    return has_own_forward(module) or found if found is not None else None
+
+
+@functools.cache
+def _rotary_class(cls: type[nn.Module]) -> Found:
+    forward = cls.forward
+    inner = inspect.unwrap(forward)
+    if not isinstance(inner, types.FunctionType):
+        return None
+    functions = {name: inner.__globals__.get(name) for name in inner.__code__.co_names}
+    functions = {name: f for name, f in functions.items() if isinstance(f, types.FunctionType) and _rotates(f)}
+    if not functions:
+        return None
+    if inner is not forward:
+        return "its forward is decorated"
+    layouts = {name: _layouts(f) for name, f in functions.items()}
+    proved = {name: found for name, found in layouts.items() if found}
+    if not proved:
+        return f"{', '.join(functions)}: neither rope nor qwen2vl_mrope"
+    space = {**forward.__globals__, **{name: _rope(functions[name], found) for name, found in proved.items()}}
+    # Dynamo takes a function's globals for those of the module that they call __name__, where the name is bound to the original.
+    del space["__name__"]
+    bound = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
+    bound.__kwdefaults__, bound.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+    bound.__module__, bound.__qualname__ = forward.__module__, forward.__qualname__
+    ops = {"qwen2vl_mrope" if "planes" in found else "rope" for found in proved.values()}
+    return subclass(cls, bound, ", ".join(sorted(ops)))
+
+
+def _rotates(function: types.FunctionType) -> bool:
+    return [*inspect.signature(function).parameters][:4] == ["q", "k", "cos", "sin"]
+
+
+@functools.cache
+def _layouts(function: Callable[..., Any]) -> frozenset[str]:
+    """The layouts in which function(q, k, cos, sin) is the op, by random angles that differ in the two halves of a head.
+
+    ``"whole"``: q ``[B, heads, S, D]`` and angles ``[B, S, D]``. ``"part"``: angles of the first columns alone. ``"half"``:
+    ``[B, S, D/2]``, the same for both halves. ``"tokens"``: q ``[S, heads, D]`` and angles ``[S, D]``, as in vision towers.
+    ``"planes"``: those of `qwen2vl_mrope`. And ``"keeps"``: float32 angles leave a narrower q in its dtype.
+    """
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    q, k = draw(2, 3, 5, 8), draw(2, 1, 5, 8)
+    rows = q[0].transpose(0, 1), k[0].transpose(0, 1)
+    whole, part, flat, planes = ((draw(*shape), draw(*shape)) for shape in ((2, 5, 8), (2, 5, 4), (5, 8), (3, 2, 5, 8)))
+    trials: dict[str, tuple[tuple[Any, ...], Callable[..., tuple[Tensor, Tensor]]]] = {
+        "whole": ((q, k, *whole), liger.rope),
+        "part": ((q, k, *part), liger.rope),
+        "half": ((q, k, *part), _rope_of_halves),
+        "tokens": ((*rows, *flat), _rope_of_tokens),
+        "planes": ((q, k, *planes, [1, 1, 2]), liger.qwen2vl_mrope),
+    }
+    found = set()
+    for name, (arguments, op) in trials.items():
+        try:
+            got = function(*arguments)
+        except PROBE_ERRORS:
+            continue  # a function that is not made for this layout is never called with it
+        if isinstance(got, tuple) and len(got) == 2 and all(map(_close, got, op(*arguments))):
+            found.add(name)
+            narrow = function(arguments[0].bfloat16(), arguments[1].bfloat16(), *arguments[2:])
+            if narrow[0].dtype == narrow[1].dtype == torch.bfloat16:
+                found.add("keeps")
+    return frozenset(found)
+
+
+def _close(got: Any, want: Tensor) -> bool:
+    return isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def _rope_of_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return liger.rope(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+
+
+def _rope_of_tokens(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = liger.rope(q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), cos, sin)
+    return q.squeeze(0).transpose(0, 1), k.squeeze(0).transpose(0, 1)
+
+
+def _layout(q: Tensor, k: Tensor, cos: Tensor, options: bool) -> str | None:
+    """The layout of a call, or None for one that no op takes."""
+    if q.dim() == k.dim() == 3 and cos.dim() == 2 and not options:
+        same = q.shape[0] == k.shape[0] == cos.shape[0] and q.shape[2] == k.shape[2] == cos.shape[1]
+        return "tokens" if same else None
+    if (
+        not q.dim() == k.dim() == 4
+        or q.shape[0] != k.shape[0]
+        or q.shape[2:] != k.shape[2:]
+        or cos.shape[-2] != q.shape[2]
+    ):
+        return None
+    if cos.dim() != (4 if options else 3) or cos.shape[-3] not in (1, q.shape[0]):
+        return None
+    if options:
+        return "planes"
+    return "whole" if cos.shape[-1] == q.shape[-1] else "part" if cos.shape[-1] * 2 != q.shape[-1] else "half"
+
+
+def _rope(original: Callable[..., Any], layouts: frozenset[str]) -> Callable[..., Any]:
+    """The op in the layouts in which `original` was proved to be it, and `original` in the others."""
+    ops: dict[str | None, Callable[..., Any]] = {
+        "whole": liger.rope, "part": liger.rope, "tokens": _rope_of_tokens, "planes": liger.qwen2vl_mrope
+    }  # fmt: skip
+    ops = {name: op for name, op in ops.items() if name in layouts}
+    if "half" in layouts:
+        ops["half"] = _rope_of_halves
+    elif "part" in layouts:
+        ops["half"] = liger.rope
+    keeps = "keeps" in layouts
+
+    def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        q, k = settle(q), settle(k)
+        usual = not args and (not kwargs or (len(kwargs) == 1 and kwargs.get("unsqueeze_dim") == 1))
+        sections = len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple))
+        op = ops.get(_layout(q, k, cos, sections)) if usual or sections else None
+        same = q.dtype == k.dtype == cos.dtype or keeps or torch.is_autocast_enabled(q.device.type)
+        if op is None or not same or cos.requires_grad:
+            return original(q, k, cos, sin, *args, **kwargs)
+        return op(q, k, cos, sin, *args)
+
+    return apply_rotary

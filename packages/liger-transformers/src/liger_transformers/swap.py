@@ -1,0 +1,67 @@
+"""How one module gets another forward: its class becomes a subclass, made once, which remembers what it replaced."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def subclass(cls: type[nn.Module], forward: Callable[..., Any], op: str) -> type[nn.Module]:
+    """A subclass of `cls` that differs in its forward, for a module's ``__class__``.
+
+    It keeps the name, from which transformers writes ``config.architectures``. A copy is swapped as the original is; what
+    is pickled is the original, which loads where this package is not installed.
+
+    Args:
+        cls: the module's class.
+        forward: the other forward.
+        op: what `swapped_for` returns: the op, with its options.
+    """
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        twin = memo[id(self)] = self.__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        # pickle compares the class that copyreg.__newobj__ is given with the instance's, which is another one here.
+        return copyreg._reconstructor, (original_class(type(self)), object, None), self.__dict__  # type: ignore[attr-defined]
+
+    space = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__deepcopy__": __deepcopy__,
+        "__reduce_ex__": __reduce_ex__,
+        "forward": forward,
+        "liger_op": op,
+    }
+    return type(cls.__name__, (cls,), space)
+
+
+def swapped_for(module: nn.Module) -> str | None:
+    """The op that the module was swapped for, or None."""
+    return getattr(type(module), "liger_op", None)
+
+
+def original_class(cls: type[Any]) -> type[Any]:
+    """The class without our subclass, below which FSDP may have put one of its own."""
+    if "liger_op" in vars(cls):
+        return cls.__bases__[0]
+    bases = tuple(map(original_class, cls.__bases__)) if hasattr(cls, "liger_op") else cls.__bases__
+    if bases == cls.__bases__:
+        return cls
+    space = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, bases, space)
+
+
+def has_own_forward(module: nn.Module) -> str | None:
+    """Why a swap would have no effect on this module, or None: its forward is an attribute of the instance."""
+    if "forward" not in vars(module):
+        return None
+    place = getattr(vars(module)["forward"], "__module__", None)
+    return f"its forward is bound to the instance{f', by {place}' if place else ''}; apply before that"

@@ -1,0 +1,56 @@
+"""One of two processes of a model under FSDP2, compared with the plain model: sharded.py NAME STORE RANK."""
+
+import copy
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny_models import batch, build, run
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import liger_transformers
+from liger_core.contract import Op
+
+name, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{Path(store)}", rank=rank, world_size=2)
+torch.set_num_threads(1)
+mesh = dist.init_device_mesh("cpu", (2,))
+calls: list[str] = []
+original_call = Op.__call__
+Op.__call__ = lambda op, *args, **kwargs: (calls.append(op.name), original_call(op, *args, **kwargs))[1]  # type: ignore[method-assign]
+
+plain, inputs = build(name), batch()
+output, want = run(plain, inputs)
+count = 0
+for first, own_unit, checkpointing in itertools.product((True, False), repeat=3):
+    model = copy.deepcopy(plain)
+    if first:
+        liger_transformers.apply(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if own_unit and not model.config.tie_word_embeddings:
+        fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if not first:
+        liger_transformers.apply(model)
+    calls.clear()
+    sharded = model(**inputs)
+    sharded.loss.backward()
+    assert calls.count("fused_linear_cross_entropy") == 1, calls
+    torch.testing.assert_close(sharded.loss, output.loss)
+    for key, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), key
+        error = (parameter.grad.full_tensor() - want[key]).abs().max() / want[key].abs().max()
+        assert error < 1e-5, f"{key} differs by {error}"
+    liger_transformers.restore(model)
+    calls.clear()
+    torch.testing.assert_close(model(**inputs).loss, output.loss)
+    assert not calls
+    count += 1
+print(f"{count} ways are equal")
+dist.destroy_process_group()

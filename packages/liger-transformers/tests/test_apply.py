@@ -1,0 +1,350 @@
+"""What `apply` swaps, leaves and reports, and how a swapped model is copied, stored, generated from and restored."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import threading
+import time
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import assert_same, batch, build, classes, run
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import liger_transformers
+from liger_transformers.swap import swapped_for
+
+
+def test_report() -> None:
+    model = build("olmo2")
+    report = liger_transformers.apply(model)
+    assert report.swapped == {
+        ("Olmo2Attention", "rope"): 2,
+        ("Olmo2RMSNorm", "rms_norm(offset=0, casting_mode='gemma')"): 9,
+        ("Olmo2MLP.act_fn", "swiglu"): 2,
+        ("Olmo2ForCausalLM.lm_head", "fused_linear_cross_entropy"): 1,
+    }
+    assert not report.left
+    assert "9 × rms_norm(offset=0, casting_mode='gemma')" in str(report)
+    assert liger_transformers.apply(model) == report  # again: the same, and nothing is swapped twice
+    liger_transformers.restore(model)
+    assert classes(model.modules()) == classes(build("olmo2").modules())
+
+
+@pytest.mark.parametrize(
+    ("kind", "op"),
+    [("rms_norm", "rms_norm"), ("rope", "rope"), ("glu", "swiglu"), ("loss", "fused_linear_cross_entropy")],
+)
+def test_kinds(kind: str, op: str, calls: Counter[str]) -> None:
+    model = build("llama")
+    report = liger_transformers.apply(model, **{kind: False})
+    calls.clear()
+    model(**batch())
+    assert op not in report.ops
+    assert calls[op] == 0
+    assert len(calls) == 3
+
+
+class Odd(nn.Module):
+    """Named like a norm, and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / (x.abs().mean(-1, keepdim=True) + self.eps)
+
+
+def test_nothing_to_swap(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Odd())
+    with pytest.raises(ValueError, match="swapped nothing in Sequential: Odd: it is neither rms_norm"):
+        liger_transformers.apply(model)
+    with caplog.at_level(logging.WARNING):
+        report = liger_transformers.apply(model, strict=False)
+    assert "swapped nothing in Sequential" in caplog.text
+    assert sum(report.left.values()) == 1
+    with pytest.raises(ValueError, match="some kinds are switched off"):
+        liger_transformers.apply(build("llama"), rms_norm=False, layer_norm=False, rope=False, glu=False, loss=False)
+
+
+def test_another_instance_is_untouched(calls: Counter[str]) -> None:
+    one, two = build("llama"), build("llama")
+    liger_transformers.apply(one)
+    calls.clear()
+    assert two(**batch()).logits is not None
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    "place", ["model.norm", "model.layers.0.mlp.act_fn", "model.layers.0.self_attn", "lm_head", ""]
+)
+def test_forward_bound_before(place: str, calls: Counter[str]) -> None:
+    """accelerate's hooks bind a forward to the instance, which then calls the old class's: left, and said so."""
+    model = build("llama")
+    module = model.get_submodule(place)
+    module.forward = types.MethodType(type(module).forward, module)
+    report = liger_transformers.apply(model)
+    assert ["bound to the instance" in why for _, why in report.left] == [True]
+    calls.clear()
+    model(**batch())
+    assert calls == report.ops
+
+
+def test_forward_bound_afterwards(calls: Counter[str]) -> None:
+    """A head cast to float32 by an instance's forward, as TRL does, doesn't know `then`: its logits are made."""
+    model, inputs = build("llama"), batch()
+    want = run(copy.deepcopy(model), inputs)
+    liger_transformers.apply(model)
+    original = model.lm_head.forward
+    model.lm_head.forward = types.MethodType(lambda self, x: original(x).float(), model.lm_head)
+    assert_same(want, run(model, inputs))
+    assert calls["fused_linear_cross_entropy"] == 0  # no proof runs it
+
+
+def test_quantised_head() -> None:
+    """A subclass of Linear with a forward of its own is left, and the plain loss is right."""
+
+    class Linear4(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.clone())
+
+    model, inputs = build("llama"), batch()
+    want = run(model, inputs)
+    model.lm_head.__class__ = Linear4
+    report = liger_transformers.apply(model)
+    assert ("LlamaForCausalLM.lm_head", "lm_head is a Linear4, whose forward is not nn.Linear's") in report.left
+    got = run(model, inputs)
+    assert_same(want, got)
+    assert got[0].logits is not None
+
+
+def test_logits_in_training() -> None:
+    model, inputs = build("llama"), batch()
+    want = model(**inputs).logits
+    liger_transformers.apply(model)
+    torch.testing.assert_close(model(**inputs, skip_logits=False).logits, want)
+    torch.testing.assert_close(model(**{**inputs, "labels": None}).logits, want)
+    torch.testing.assert_close(model(**{**inputs, "labels": None}, skip_logits=True).logits, want)
+
+
+def test_tuples() -> None:
+    model, inputs = build("llama"), batch()
+    liger_transformers.apply(model)
+    (loss,) = model(**inputs, return_dict=False)
+    torch.testing.assert_close(loss, model(**inputs).loss)
+
+
+def test_labels_by_position(calls: Counter[str]) -> None:
+    model, inputs = build("llama"), batch()
+    liger_transformers.apply(model)
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    model(ids, None, None, None, None, labels)
+    assert calls["fused_linear_cross_entropy"] == 1
+
+
+def test_shift_labels(calls: Counter[str]) -> None:
+    """Context parallelism passes labels that are shifted already."""
+    model, inputs = build("llama"), batch()
+    labels = inputs.pop("labels")
+    shifted = torch.cat((labels[:, 1:], torch.full((2, 1), -100)), 1)
+    more = {"labels": labels, "shift_labels": shifted}
+    want = model(**inputs, **more).loss
+    liger_transformers.apply(model)
+    torch.testing.assert_close(model(**inputs, **more).loss, want)
+    assert calls["fused_linear_cross_entropy"] == 1
+
+
+def test_generate() -> None:
+    model = build("llama").eval()
+    swapped = copy.deepcopy(model)
+    liger_transformers.apply(swapped)
+    ids = batch()["input_ids"]
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(swapped.generate(ids, **options), model.generate(ids, **options))
+
+
+def test_save_pretrained(tmp_path: Path) -> None:
+    model = build("qwen3")
+    liger_transformers.apply(model)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again).__name__ == "Qwen3ForCausalLM"
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(swapped_for(module) is None for module in again.modules())
+
+
+def test_pickle_is_of_the_plain_model() -> None:
+    model, inputs = build("llama"), batch()
+    want = run(model, inputs)
+    plain = classes(model.modules())
+    liger_transformers.apply(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    again = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert b"liger" not in pickle.dumps(model)
+    assert classes(again.modules()) == plain
+    assert_same(want, run(again, inputs))
+
+
+def test_deepcopy(calls: Counter[str]) -> None:
+    model, inputs = build("llama"), batch()
+    liger_transformers.apply(model)
+    again = copy.deepcopy(model)
+    assert classes(again.modules()) == classes(model.modules())
+    assert_same(run(model, inputs), run(again, inputs))
+    liger_transformers.restore(again)
+    calls.clear()
+    run(again, inputs)
+    assert not calls
+    run(model, inputs)
+    assert calls["fused_linear_cross_entropy"] == 1
+
+
+def test_meta_device() -> None:
+    """Nothing of a model's weights is read, and a model of a real size takes no second."""
+    config = AutoConfig.for_model("qwen3_moe", num_experts=16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    start = time.process_time()
+    report = liger_transformers.apply(model)
+    taken = time.process_time() - start
+    layers = config.num_hidden_layers
+    assert report.ops == {
+        "rms_norm": 4 * layers + 1,
+        "rope": layers,
+        "swiglu": layers,
+        "fused_linear_cross_entropy": 1,
+    }
+    print(f"apply to {layers} layers: {taken:.2f} s")
+
+
+class Unweighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("norm", "op"),
+    [
+        (lambda: Unweighted(), "rms_norm(offset=0, casting_mode='llama')"),
+        (lambda: nn.RMSNorm(8, eps=1e-5), "rms_norm(offset=0, casting_mode='gemma')"),
+        (lambda: nn.LayerNorm(8), "layer_norm"),
+        (lambda: nn.LayerNorm(8, bias=False), "layer_norm"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms(norm: Any, op: str, dtype: torch.dtype, calls: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(norm()).to(dtype)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(4, 8, dtype=dtype)
+    want = model(x)
+    assert {o for _, o in liger_transformers.apply(model).swapped} == {op}
+    calls.clear()
+    torch.testing.assert_close(model(x), want)
+    assert sum(calls.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(8, elementwise_affine=False), nn.GroupNorm(2, 8), nn.BatchNorm1d(8), Odd()]
+)
+def test_norms_that_are_left(norm: nn.Module) -> None:
+    model = nn.Sequential(norm)
+    assert not liger_transformers.apply(model, strict=False).swapped
+    assert type(model[0]) is type(norm)
+
+
+def test_a_norm_in_mixed_dtypes_returns_what_it_did() -> None:
+    """A weight in float32 widens bfloat16, in modes that multiply by it last."""
+    model = build("llama")
+    norm = model.model.norm
+    x = torch.randn(2, 3, 32).bfloat16()
+    want = norm(x)
+    liger_transformers.apply(model)
+    assert norm(x).dtype == want.dtype == torch.float32
+    torch.testing.assert_close(norm(x), want, rtol=2**-7, atol=2**-7)
+
+
+class Gated(nn.Module):
+    """A norm times silu(gate), or with `early` the norm of the product, as in Mamba 2."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.weight, self.epsilon, self.early = nn.Parameter(torch.randn(8)), 1e-5, early
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        wide, factor = x.float(), 1.0 if gate is None else nn.functional.silu(gate.float())
+        wide = wide * factor if self.early else wide
+        y = self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(x.dtype)
+        return y if self.early else (y * factor).to(x.dtype)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_gated_norms(early: bool, calls: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(early))
+    x, gate = torch.randn(3, 8), torch.randn(3, 8)
+    want = [model[0](x, gate), model[0](x), model[0](x, gate=gate)]
+    report = liger_transformers.apply(model, strict=False)
+    calls.clear()
+    torch.testing.assert_close([model[0](x, gate), model[0](x), model[0](x, gate=gate)], want)
+    assert bool(report.swapped) is not early
+    assert calls == ({} if early else {"rms_norm": 1, "swiglu": 1})
+
+
+def test_norm_called_by_keyword() -> None:
+    model = build("llama")
+    x = torch.randn(2, 3, 32)
+    want = model.model.norm(hidden_states=x)
+    liger_transformers.apply(model)
+    torch.testing.assert_close(model.model.norm(hidden_states=x), want)
+
+
+def test_tensor_parallel_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process has a part of the head's columns, so cross-entropy of them is not the loss."""
+    model = build("llama")
+    monkeypatch.setattr(model, "_tp_size", 2)
+    report = liger_transformers.apply(model)
+    assert ("LlamaForCausalLM.lm_head", "its head may be divided by tensor parallelism") in report.left
+    assert "fused_linear_cross_entropy" not in report.ops
+
+
+def test_another_thread_keeps_its_logits() -> None:
+    """A forward with labels in one thread doesn't tell the head of a forward in another one."""
+    model, inputs = build("llama"), batch()
+    liger_transformers.apply(model)
+    started, finish = threading.Event(), threading.Event()
+    found = []
+
+    def wait(*_: Any) -> None:
+        started.set()
+        assert finish.wait(60)
+
+    def train() -> None:
+        found.append(model(**inputs))
+
+    handle = model.model.norm.register_forward_hook(wait)
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert started.wait(60)
+    handle.remove()
+    assert isinstance(model.lm_head(torch.randn(1, 32)), Tensor)
+    finish.set()
+    thread.join()
+    assert found[0].logits is None

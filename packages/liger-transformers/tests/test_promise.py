@@ -1,0 +1,285 @@
+"""Whatever is done to a promise gives what the same does to the tensor that it stands for, gradients included."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_transformers.head import Logits, _head_class
+from liger_transformers.leaves import GATED, Gate
+from liger_transformers.promise import Promise, settle
+
+B, S, H, V = 2, 3, 4, 5
+LABELS = torch.tensor([1, -100, 4, 0, 2, 2])
+
+
+def head(bias: bool = True, seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    linear = nn.Linear(H, V, bias=bias, dtype=torch.float64)
+    linear.__class__ = _head_class(nn.Linear)
+    return linear
+
+
+def mask(z: Any) -> Tensor:
+    return torch.arange(z.shape[0] * (z.shape[1] if z.ndim > 2 else 1)).view(z.shape[:-1]) % 3 != 1
+
+
+def written(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def function(z: Any) -> Any:
+        write(z)
+        return z
+
+    return function
+
+
+def halve(z: Any) -> Any:
+    z /= 2.0
+    return z
+
+
+def set_first(z: Any) -> None:
+    z[0] = 0.5
+
+
+ALONE: dict[str, Callable[[Any], Any]] = {
+    "mul": lambda z: z * 3.0,
+    "rmul": lambda z: 0.5 * z,
+    "mul by zero": lambda z: z * 0,
+    "mul by a tensor": lambda z: z * torch.tensor(2.0, dtype=torch.float64),
+    "div": lambda z: z / 2,
+    "neg": lambda z: -z,
+    "tanh": torch.tanh,
+    "method tanh": lambda z: F.tanh(z),
+    "plus a number": lambda z: z + 1.0,
+    "minus from a number": lambda z: 1.0 - z,
+    "double": lambda z: z.double(),
+    "to": lambda z: z.to(torch.float64),
+    "contiguous": lambda z: z.contiguous(),
+    "detach": lambda z: z.detach(),
+    "shift": lambda z: z[..., :-1, :],
+    "tail": lambda z: z[:, 1:],
+    "first": lambda z: z[0],
+    "step": lambda z: z[..., ::2, :],
+    "columns": lambda z: z[..., :3],
+    "mask": lambda z: z[mask(z)],
+    "gather": lambda z: z[torch.tensor([1, 0])],
+    "new axis": lambda z: z[None],
+    "view": lambda z: z.view(-1, V),
+    "reshape": lambda z: z.reshape(-1, z.shape[-1]),
+    "reshape otherwise": lambda z: z.reshape(V, -1),
+    "flatten": lambda z: z.flatten(0, 1),
+    "transpose": lambda z: z.transpose(0, 1),
+    "softmax": lambda z: z.softmax(-1),
+    "sum": lambda z: z.sum(-1, keepdim=True),
+    "no grad": lambda z: no_grad(z),
+    "mul_": lambda z: z.mul_(2.0),
+    "div_": lambda z: z.div_(2.0),
+    "tanh_": lambda z: torch.tanh_(z),
+    "add_": written(lambda z: z.add_(1.0)),
+    "halve in place": halve,
+    "masked_fill_": written(lambda z: z.masked_fill_(mask(z)[..., None], 0.25)),
+    "set": written(set_first),
+}
+PAIRS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "torch.add": lambda a, b: torch.add(a, b),
+    "add_": lambda a, b: a.add_(b),
+    "stack": lambda a, b: torch.stack([a, b]),
+}
+
+
+def no_grad(z: Any) -> Any:
+    with torch.no_grad():
+        return z * 2.0
+
+
+Step = tuple[str, int, int]
+steps = st.lists(
+    st.tuples(st.sampled_from([*ALONE, *(f"pair {name}" for name in PAIRS)]), st.integers(0, 9), st.integers(0, 9)),
+    max_size=8,
+)
+
+
+def play(program: list[Step], values: list[Any]) -> str | None:
+    """Run the program's steps, each on values made before; returns the type of what one of them raises."""
+    for name, i, j in program:
+        a, b = values[-1 - i % len(values)], values[-1 - j % len(values)]
+        try:
+            values.append(PAIRS[name.removeprefix("pair ")](a, b) if name.startswith("pair ") else ALONE[name](a))
+        except (RuntimeError, IndexError, ValueError) as error:
+            return type(error).__name__
+    return None
+
+
+def losses(values: list[Any]) -> list[Tensor]:
+    """A number of every value that weighs its entries differently, and cross-entropies where there are rows of logits."""
+    found = []
+    for value in values:
+        if value.ndim == 2 and value.shape[1] == V and 0 < value.shape[0] <= len(LABELS):
+            labels = LABELS[: value.shape[0]]
+            for options in (
+                {},
+                {"reduction": "sum"},
+                {"reduction": "none"},
+                {"label_smoothing": 0.1},
+                {"ignore_index": 2},
+            ):
+                if not (
+                    options.get("reduction", "mean") == "mean"
+                    and not (labels != options.get("ignore_index", -100)).any()
+                ):
+                    options = {"ignore_index": -100, **options}
+                    ids = torch.where(labels == -100, options["ignore_index"], labels)
+                    found.append(F.cross_entropy(value, ids, **options).sum())
+        tensor = settle(value)
+        found.append((tensor * torch.arange(1.0, tensor.numel() + 1, dtype=tensor.dtype).view(tensor.shape)).sum())
+    return found
+
+
+@given(steps, st.booleans(), st.booleans())
+@example([("shift", 0, 0), ("mul_", 1, 0)], True, False)
+@example([("view", 0, 0), ("contiguous", 0, 0), ("add_", 2, 0)], True, True)
+@example([("shift", 0, 0), ("contiguous", 0, 0), ("add_", 2, 0)], True, True)
+@example([("neg", 0, 0), ("pair add", 0, 0), ("tanh", 0, 0), ("mul", 0, 0), ("view", 0, 0)], True, False)
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+def test_programs(program: list[Step], two: bool, bias: bool) -> None:
+    results = []
+    for promised in (False, True):
+        one, other = head(bias), head(bias, seed=1)
+        torch.manual_seed(2)
+        x, y = (torch.randn(B, S, H, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        values = (
+            [Logits.of(x, one), Logits.of(y, other)]
+            if promised
+            else [F.linear(x, one.weight, one.bias), F.linear(y, other.weight, other.bias)]
+        )
+        values = values[: 1 + two]
+        error = play(program, values)
+        parameters = [x, y, *one.parameters(), *other.parameters()]
+        found = losses(values)
+        try:
+            gradients = torch.autograd.grad(sum(found), parameters, allow_unused=True)
+        except RuntimeError:
+            gradients = None  # something that backward needs was written to, or nothing requires a gradient
+        results.append((error, [f.detach() for f in found], gradients))
+    (error, plain, plain_gradients), (our_error, ours, our_gradients) = results
+    assert our_error == error
+    torch.testing.assert_close(ours, plain)
+    if plain_gradients is not None:
+        assert our_gradients is not None
+        for want, got in zip(plain_gradients, our_gradients, strict=True):
+            nothing = (
+                torch.zeros_like(want if got is None else got)
+                if want is not None or got is not None
+                else torch.zeros(0)
+            )
+            torch.testing.assert_close(nothing if got is None else got, nothing if want is None else want)
+
+
+def test_written_or_set_attributes_are_not_lost() -> None:
+    """What Python would store on the promise and torch on the tensor is an error, not silence."""
+    x = torch.randn(B, S, H, dtype=torch.float64)
+    z = Logits.of(x, head())
+    with pytest.raises(AttributeError):
+        z.requires_grad = False
+
+
+def test_input_written_before_the_output_is_used() -> None:
+    x = torch.randn(B, S, H, dtype=torch.float64)
+    z = Logits.of(x, head())
+    gate = Gate(x, *GATED["swiglu"])
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified in place"):
+        z.softmax(-1)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        gate * x
+
+
+def test_dtypes_follow_the_logits() -> None:
+    linear = head().bfloat16()
+    z = Logits.of(torch.randn(B, S, H).bfloat16(), linear)
+    labels = LABELS.clone()
+    assert z.dtype == z.contiguous().dtype == z.to(torch.bfloat16).dtype == torch.bfloat16
+    assert isinstance(z.float(), Promise)
+    assert z.float().dtype == z.to(torch.float32).dtype == z.float().tensor().dtype == torch.float32
+    assert F.cross_entropy(z.view(-1, V), labels).dtype == torch.bfloat16
+    assert F.cross_entropy(z.float().view(-1, V), labels).dtype == torch.float32
+    assert isinstance(z.half(), Tensor)
+
+
+def test_autocast_is_that_of_the_head(calls: Counter[str]) -> None:
+    linear, x = head().float(), torch.randn(B * S, H)
+    with torch.autocast("cpu", torch.bfloat16):
+        z, want = Logits.of(x, linear), F.linear(x, linear.weight, linear.bias)
+    assert z.dtype == want.dtype == torch.bfloat16
+    loss = F.cross_entropy(z.float(), LABELS)
+    assert calls["fused_linear_cross_entropy"] == 1
+    torch.testing.assert_close(loss, F.cross_entropy(want.float(), LABELS), rtol=1e-2, atol=1e-2)
+    assert torch.equal(z.tensor(), want)
+
+
+@pytest.mark.parametrize("op", GATED)
+@pytest.mark.parametrize(
+    "multiply",
+    [lambda a, up: a * up, lambda a, up: up * a, torch.mul, lambda a, up: a.mul_(up), lambda a, up: a.__imul__(up)],
+)
+def test_gate_becomes_the_op(op: str, multiply: Callable[[Any, Tensor], Tensor], calls: Counter[str]) -> None:
+    act, function = GATED[op]
+    gate, up = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    promise = Gate(gate, act, function)
+    assert promise.shape == gate.shape
+    torch.testing.assert_close(multiply(promise, up), act(gate) * up)
+    assert calls == {op: 1}
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda a: a * 2.0,
+        lambda a: a * torch.ones(4, dtype=torch.float64),
+        lambda a: a.view(-1) * torch.ones(12),
+        lambda a: F.linear(a, torch.ones(5, 4)),
+        lambda a: torch.ones(3, 4).mul_(a),
+        lambda a: torch.cat([a, a]),
+        lambda a: a.add_(1.0) * torch.ones(3, 4),
+        lambda a: a.max(),
+        lambda a: len(a),
+        lambda a: [float(row.sum()) for row in a],
+    ],
+)
+def test_gate_that_meets_something_else(use: Callable[[Any], Any], calls: Counter[str]) -> None:
+    act, function = GATED["swiglu"]
+    gate = torch.randn(3, 4, requires_grad=True)
+    torch.testing.assert_close(use(Gate(gate, act, function)), use(act(gate)))
+    assert not calls
+
+
+def test_gate_made_without_gradient_has_none(calls: Counter[str]) -> None:
+    gate, up = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    with torch.no_grad():
+        promise = Gate(gate, *GATED["swiglu"])
+    assert not (promise * up).requires_grad
+
+
+def test_a_copied_head_still_owes(calls: Counter[str]) -> None:
+    """PEFT copies heads; what tells a head to owe its logits is no attribute of it."""
+    from tiny_models import batch, build
+
+    import liger_transformers
+
+    model = build("llama")
+    liger_transformers.apply(model)
+    model.lm_head = copy.deepcopy(model.lm_head)
+    model(**batch())
+    assert calls["fused_linear_cross_entropy"] == 1

@@ -1,0 +1,245 @@
+"""Swapped models in what trains them: Trainer, PEFT, checkpointing, torch.compile, FSDP2, low precision."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import tempfile
+import types
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, assert_same, batch, build, run
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import ModelOutput
+
+import liger_transformers
+from liger_transformers import LigerCallback
+
+peft = pytest.importorskip("peft")
+
+
+def rows(count: int = 32) -> list[dict[str, Tensor]]:
+    """Rows of 12 tokens with 1 to 11 labels."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for i in range(count):
+        ids = torch.randint(8, VOCABULARY, (12,), generator=generator)
+        labels = ids.clone()
+        labels[: 1 + i % 11] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def trainer(
+    model: Any, callbacks: list[TrainerCallback], model_init: Callable[[], nn.Module] | None = None, **options: Any
+) -> Trainer:
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    return Trainer(
+        model, arguments, train_dataset=rows(), eval_dataset=rows(4), callbacks=callbacks, model_init=model_init
+    )
+
+
+def logged(trained: Trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trained.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize(("bf16", "rtol"), [(False, 1e-5), (True, 1e-2)])
+def test_trainer(bf16: bool, rtol: float, calls: Counter[str]) -> None:
+    """Accumulation over rows with different numbers of labels, evaluation, prediction."""
+    plain = trainer(build("llama"), [], bf16=bf16)
+    callback = LigerCallback()
+    ours = trainer(build("llama"), [callback], bf16=bf16)
+    plain.train()
+    calls.clear()
+    ours.train()
+    assert callback.report is not None
+    assert calls["fused_linear_cross_entropy"] == 16
+    for name in ("loss", "grad_norm"):
+        assert logged(ours, name) == pytest.approx(logged(plain, name), rel=rtol)
+        assert len(logged(ours, name)) == 4
+    assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=rtol)
+    assert ours.predict(rows(4)).predictions.shape == (4, 12, VOCABULARY)
+
+
+def test_trainer_makes_another_model() -> None:
+    made = trainer(None, [LigerCallback()], model_init=lambda: build("llama"))
+    with pytest.raises(RuntimeError, match="call liger_transformers.apply in model_init"):
+        made.train()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("order", ["peft", "apply", "apply both"])
+@pytest.mark.parametrize("target", [["q_proj", "gate_proj", "lm_head"], ["q_proj"]])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_lora(name: str, target: list[str], order: str, dropout: float, calls: Counter[str]) -> None:
+    """With lm_head among the targets, under gemma2's softcap too. Swapped before PEFT wrapped it, lora_B is a plain linear."""
+    config = peft.LoraConfig(r=4, target_modules=target, lora_dropout=dropout, init_lora_weights=False)
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, copy.deepcopy(config)).train()
+
+    want, model, inputs = wrapped(build(name)), build(name), batch()
+    if order != "peft":
+        liger_transformers.apply(model)
+    model = wrapped(model)
+    if order != "apply":
+        liger_transformers.apply(model)
+    torch.manual_seed(5)
+    expected = run(want, inputs)
+    calls.clear()
+    torch.manual_seed(5)
+    assert_same(expected, run(model, inputs))
+    assert calls["fused_linear_cross_entropy"] == (0 if order == "apply" and "lm_head" in target else 1)
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma2"])
+def test_lora_on_a_scaled_head(name: str, calls: Counter[str]) -> None:
+    def wrapped() -> nn.Module:
+        model = build(name)
+        torch.manual_seed(3)
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+        ).train()
+
+    model, swapped = wrapped(), wrapped()
+    liger_transformers.apply(swapped)
+    assert_same(run(model, batch()), run(swapped, batch()))
+    assert calls["fused_linear_cross_entropy"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, 1),
+        ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, 0),  # reads the head's weight by itself
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_other_adapters(options: dict[str, Any], fused: int, first: bool, calls: Counter[str]) -> None:
+    def wrapped(model: nn.Module) -> nn.Module:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **options)).train()
+
+    model, swapped = wrapped(build("llama")), build("llama")
+    if first:
+        liger_transformers.apply(swapped)
+    swapped = wrapped(swapped)
+    if not first:
+        liger_transformers.apply(swapped)
+    assert_same(run(model, batch()), run(swapped, batch()))
+    assert calls["fused_linear_cross_entropy"] == fused
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant: bool, calls: Counter[str]) -> None:
+    model = build("llama")
+    swapped = copy.deepcopy(model)
+    liger_transformers.apply(swapped)
+    swapped.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        swapped.enable_input_require_grads()
+    calls.clear()
+    assert_same(run(model, batch()), run(swapped, batch()))
+    assert calls["swiglu"] == 4  # forward, and again in backward
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma2", "qwen3_moe", *(pytest.param(name, marks=SLOW) for name in ("llama", "granite", "phi3"))]
+)
+def test_compile(name: str) -> None:
+    """The whole model and its loss are one graph, whose rotations and losses are the ops'."""
+    swapped = build(name)
+    liger_transformers.apply(swapped)
+    if name == "qwen3_moe":
+        swapped.set_experts_implementation("batched_mm")  # grouped_mm under Dynamo takes bfloat16 alone
+    inputs = batch()
+    del inputs["attention_mask"]
+    want = run(swapped, inputs)
+    torch._dynamo.reset()
+    output, gradients = run(torch.compile(swapped, fullgraph=True, backend="aot_eager"), inputs)
+    assert output.logits is None
+    assert_same(want, (output, {key.removeprefix("_orig_mod."): gradient for key, gradient in gradients.items()}))
+
+
+def test_compiled_code_is_the_ops() -> None:
+    """Dynamo must not find the original function under the name that a rotary swap binds."""
+    model = build("llama")
+    liger_transformers.apply(model, loss=False)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, fullgraph=True, backend=backend)(batch()["input_ids"])
+    (graph,) = graphs
+    stacks = [node.stack_trace or "" for node in graph.graph.nodes]
+    assert any("rope.py" in stack for stack in stacks)
+    assert not any("rotate_half" in stack for stack in stacks)
+
+
+def test_bfloat16_gradients() -> None:
+    """At most twice as far from float64's as the plain model's in bfloat16, plus one rounding of the largest."""
+    model, inputs = build("llama"), batch()
+    truth = run(copy.deepcopy(model).double(), inputs)[1]
+    model = model.bfloat16()
+    swapped = copy.deepcopy(model)
+    liger_transformers.apply(swapped)
+    plain, ours = run(model, inputs)[1], run(swapped, inputs)[1]
+    for name, exact in truth.items():
+        errors = [float((found[name].double() - exact).abs().max()) for found in (ours, plain)]
+        assert errors[0] <= 2 * errors[1] + 2**-8 * float(exact.abs().max()), name
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_fsdp2(name: str, tmp_path: Path) -> None:
+    """Two processes: swapped before or after sharding, the head its own unit or the root's, with and without checkpointing."""
+    command = [sys.executable, str(Path(__file__).parent / "helpers/sharded.py"), name, str(tmp_path / "store")]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen([*command, str(rank)], **pipes) for rank in (0, 1)]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    assert "8 ways are equal" in outputs[0]
+
+
+def test_a_fused_head_of_another_library() -> None:
+    """TRL binds a forward to the model below PEFT, whose output has no logits: it stays, and the report says so."""
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=4, target_modules=["q_proj"])).train()
+    base = model.get_base_model()
+
+    def fused(self: Any, input_ids: Tensor, labels: Tensor, **_: Any) -> ModelOutput:
+        rows = self.model(input_ids=input_ids).last_hidden_state[:, :-1]
+        found = torch.log_softmax(rows @ self.lm_head.weight.T, -1).gather(-1, labels[:, 1:, None])
+        return ModelOutput(loss=-found.mean(), log_probs=found)
+
+    base.forward = types.MethodType(fused, base)
+    inputs = {"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}
+    want = run(model, inputs)
+    report = liger_transformers.apply(model)
+    assert any("bound to the instance" in why for _, why in report.left)
+    assert report.ops == {"rope": 2, "swiglu": 2, "rms_norm": 5}
+    assert_same(want, run(model, inputs))

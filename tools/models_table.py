@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+"""Train every model type of transformers for one step, plain and swapped, and write down what was swapped: docs/models.md.
+
+    tools/models_table.py                        all types, about ten minutes; writes the page
+    tools/models_table.py --check                the same, and fails instead of writing when the page would change
+    tools/models_table.py --rows FILE            the first, and keeps what each type gave; those that FILE has aren't run again
+    tools/models_table.py --rows FILE llama      these types alone, and no page
+
+Each type is built from one tiny configuration with random weights, in float32. A type that this configuration doesn't build,
+or that takes more than 20 seconds, is named on the page with the reason, and nothing is claimed of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+import liger_transformers
+from liger_core.contract import Op
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/models.md"
+SECONDS = 20
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "attention_dropout": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "dropout": 0.0,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "n_group": 1, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "final_logit_softcapping": 3.0, "logits_soft_cap": 3.0, "logits_scaling": 3.0, "logit_scale": 0.25,
+    "sliding_window": 8, "is_decoder": True, "use_cache": False, "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8,
+    "mamba_chunk_size": 8, "state_size": 8, "lru_width": 32,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_heads": 4, "depth": 1,
+    "image_size": 8, "patch_size": 4, "out_hidden_size": 32, "embed_dim": 32, "projection_dim": 32,
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    """What one model type gave."""
+
+    name: str
+    verdict: str
+    calls: dict[str, int]
+    swapped: list[str]
+    left: list[str]
+
+
+class TooSlow(Exception):
+    """A type has had its time."""
+
+
+class TooLarge(Exception):
+    """The configuration doesn't make the type small."""
+
+
+def build(name: str) -> nn.Module:
+    """A tiny model of the type in training mode, whose norms and logits are far from trivial."""
+    torch.manual_seed(0)
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        auto, config = AutoModelForCausalLM, AutoConfig.for_model(name, **TEXT)
+    else:
+        config = AutoConfig.for_model(name, text_config=dict(TEXT), vision_config=dict(VISION))
+        auto = AutoModelForImageTextToText
+    with torch.device("meta"):
+        size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config)).parameters())
+    if size > 2**24:
+        raise TooLarge
+    model = auto.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.train()
+
+
+def step(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss, and each parameter's gradient."""
+    torch.manual_seed(2)
+    loss = model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(name: str) -> Row:
+    """Train the type for one step both ways."""
+    calls: Counter[str] = Counter()
+    original = Op.__call__
+
+    def counted(op: Op[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls[op.name] += 1
+        return original(op, *args, **kwargs)
+
+    try:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        model = build(name)
+        ids = torch.randint(8, 99, (2, 12), generator=torch.Generator().manual_seed(1))
+        labels = ids.clone()
+        labels[0, :5] = -100
+        swapped = copy.deepcopy(model)
+        loss, want = step(model, ids, labels)
+    except TooSlow:
+        return Row(name, f"not run: more than {SECONDS} s", {}, [], [])
+    except Exception as error:
+        return Row(name, f"not built: {type(error).__name__}", {}, [], [])
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    report = liger_transformers.apply(swapped, strict=False)
+    Op.__call__ = counted  # type: ignore[method-assign]
+    try:
+        our_loss, got = step(swapped, ids, labels)
+    finally:
+        Op.__call__ = original  # type: ignore[method-assign]
+    wrong = [key for key in want if key not in got or not _close(want[key], got[key])]
+    if not torch.allclose(loss, our_loss, rtol=1e-5, atol=1e-6) or want.keys() != got.keys() or wrong:
+        verdict = f"DIFFERS: loss {float(loss):.6f} and {float(our_loss):.6f}; {', '.join(wrong[:3])}"
+    else:
+        verdict = "equal"
+    return Row(
+        name,
+        verdict,
+        dict(calls),
+        sorted({f"{what}: {op}" for what, op in report.swapped}),
+        sorted({f"{what}: {why}" for what, why in report.left}),
+    )
+
+
+def _close(want: torch.Tensor, got: torch.Tensor) -> bool:
+    return float((want - got).abs().max()) <= 5e-5 * float(want.abs().max()) + 1e-6
+
+
+def norms(row: Row) -> str:
+    """The norms' options, without the classes."""
+    found = sorted({line.partition(": ")[2] for line in row.swapped if "norm" in line.partition(": ")[2]})
+    return ", ".join(
+        op.replace("rms_norm(offset=", "rms ").replace(", casting_mode='", " ").rstrip(")'") for op in found
+    )
+
+
+def page(rows: list[Row]) -> str:
+    """The page."""
+    ran = [row for row in rows if not row.verdict.startswith("not ")]
+    equal = [row for row in ran if row.verdict == "equal"]
+    fused = [row for row in equal if row.calls.get("fused_linear_cross_entropy")]
+    lines = [
+        "<!-- Written by tools/models_table.py -->", "", "# Models", "",
+        "For whoever asks whether a Hugging Face model type runs on liger_core's ops, and which of its parts do.", "",
+        f"`tools/models_table.py` built every CausalLM and ImageTextToText type of transformers {transformers.__version__}",
+        "from one tiny configuration, and trained it for one step, plain and swapped, in float32 on a CPU.", "",
+        "| types | built and run | loss and every gradient equal | loss fused |", "|---|---|---|---|",
+        f"| {len(rows)} | {len(ran)} | {len(equal)} | {len(fused)} |", "",
+        "A number is how often a step called the op. `rms 1 gemma` is `rms_norm(offset=1, casting_mode='gemma')`.", "",
+        "| model type | norms | norm calls | rope | swiglu, geglu | loss | left as it is |", "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in ran:
+        calls = Counter(row.calls)
+        cells = [
+            row.name if row.verdict == "equal" else f"{row.name}: {row.verdict}",
+            norms(row),
+            calls["rms_norm"] + calls["layer_norm"] or "",
+            calls["rope"] + calls["qwen2vl_mrope"] or "",
+            calls["swiglu"] + calls["geglu"] or "",
+            "fused" if calls["fused_linear_cross_entropy"] else "dense",
+            "; ".join(row.left),
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += [
+        "",
+        "## Not run",
+        "",
+        "This configuration doesn't fit these types; most have no `labels`, or sizes of their own.",
+        "",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.verdict.startswith("not "):
+            reasons.setdefault(row.verdict, []).append(row.name)
+    lines += [f"- {reason}: {', '.join(names)}" for reason, names in sorted(reasons.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _stop(*_: Any) -> None:
+    raise TooSlow
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGPROF, _stop)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="TYPE")
+    parser.add_argument("--rows", type=Path, metavar="FILE")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    every = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+    kept = options.rows.read_text(encoding="utf-8").splitlines() if options.rows and options.rows.exists() else []
+    known = {row.name: row for row in (Row(*json.loads(line)) for line in kept)}
+    rows = []
+    for name in options.names or every:
+        if name not in known:
+            known[name] = compare(name)
+            print(*known[name][:3], flush=True)
+            if options.rows:
+                with options.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(known[name]) + "\n")
+        rows.append(known[name])
+    if options.check and page(rows) != PAGE.read_text(encoding="utf-8"):
+        print(
+            "docs/models.md is not what this transformers gives: run tools/models_table.py and look at the difference"
+        )
+        return 1
+    if not options.names and not options.check:
+        PAGE.write_text(page(rows), encoding="utf-8")
+    return any(row.verdict.startswith("DIFFERS") for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

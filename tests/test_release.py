@@ -1,0 +1,170 @@
+"""`tools/release.py` changes what a release has to change, and what it builds can be installed from a folder."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+_spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
+assert _spec is not None
+assert _spec.loader is not None
+release = importlib.util.module_from_spec(_spec)
+sys.modules["release"] = release  # its dataclass looks itself up there
+_spec.loader.exec_module(release)
+
+KERNELS = ("liger-triton", "liger-cutile", "liger-triton-ascend")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the packages' pyproject.toml files and changelogs: a plan reads no more."""
+    for folder in [*(ROOT / "packages").iterdir(), ROOT / "conformance"]:
+        if (folder / "pyproject.toml").exists():
+            copy = tmp_path / folder.relative_to(ROOT)
+            copy.mkdir(parents=True)
+            version = re.sub(r'(?m)^version = ".*"$', 'version = "0.1.3"', (folder / "pyproject.toml").read_text())
+            (copy / "pyproject.toml").write_text(version)
+            (copy / "CHANGELOG.md").write_text(
+                "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- An op.\n\n## [0.1.3] - 2026-01-01\n"
+            )
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    return tmp_path
+
+
+def planned(package: str, part: str) -> dict[str, str]:
+    """The files that a release changes, with their text."""
+    return {
+        path.relative_to(release.ROOT).as_posix(): text
+        for path, text in release.plan(package, part, "2026-02-03").edits.items()
+    }
+
+
+def test_a_patch_touches_one_package(workspace: Path) -> None:
+    edits = planned("liger-cutile", "patch")
+    assert set(edits) == {"packages/liger-cutile/pyproject.toml", "packages/liger-cutile/CHANGELOG.md"}
+    assert '\nversion = "0.1.4"\n' in edits["packages/liger-cutile/pyproject.toml"]
+    assert (
+        "## [Unreleased]\n\n## [0.1.4] - 2026-02-03\n\n### Added\n\n- An op.\n\n## [0.1.3]"
+        in edits["packages/liger-cutile/CHANGELOG.md"]
+    )
+    assert release.plan("liger-cutile", "patch", "2026-02-03").tags == ["liger-cutile-v0.1.4"]
+
+
+def test_the_first_release_keeps_its_version(workspace: Path) -> None:
+    assert set(planned("liger-core", "first")) == {"packages/liger-core/CHANGELOG.md"}
+    assert release.plan("liger-core", "first", "2026-02-03").tags == ["liger-core-v0.1.3"]
+
+
+@pytest.mark.parametrize("package", KERNELS)
+def test_cores_extra_takes_a_kernel_packages_new_series(workspace: Path, package: str) -> None:
+    edits = planned(package, "minor")
+    assert set(edits) == {
+        f"packages/{package}/pyproject.toml",
+        f"packages/{package}/CHANGELOG.md",
+        "packages/liger-core/pyproject.toml",
+    }
+    ranges = re.findall(r'"(liger-[a-z-]+)(?:\[npu\])?(>=.*?)"', edits["packages/liger-core/pyproject.toml"])
+    assert dict(ranges)[package] == ">=0.1,<0.3"
+    assert {range for name, range in ranges if name != package} == {">=0.1,<0.2"}
+
+
+@pytest.mark.parametrize(("part", "version", "range"), [("minor", "0.2.0", ">=0.2,<0.3"), ("major", "1.0.0", ">=1,<2")])
+def test_a_new_series_of_core_moves_every_package(workspace: Path, part: str, version: str, range: str) -> None:
+    plan = release.plan("liger-core", part, "2026-02-03")
+    assert set(plan.releases.values()) == {version}
+    assert set(plan.releases) == set(release.packages())
+    assert list(plan.releases)[-1] == "liger-core"  # until it is out, nobody gets the others by accident
+    for path, text in plan.edits.items():
+        if path.name == "pyproject.toml":
+            assert set(re.findall(r'"liger-[a-z-]+(?:\[npu\])?(>=.*?)"', text)) == {range}, path
+
+
+def test_refusals_say_why(workspace: Path) -> None:
+    with pytest.raises(release.Refused, match="there is no package liger-metal; there are liger-core, liger-cutile"):
+        release.plan("liger-metal", "patch", "2026-02-03")
+    changelog = workspace / "packages" / "liger-cutile" / "CHANGELOG.md"
+    changelog.write_text("# Changelog\n\n## [Unreleased]\n\n## [0.1.3] - 2026-01-01\n")
+    with pytest.raises(release.Refused, match="CHANGELOG.md says of nothing that is new"):
+        release.plan("liger-cutile", "patch", "2026-02-03")
+    changelog.write_text("# Changelog\n")
+    with pytest.raises(release.Refused, match="has no line"):
+        release.plan("liger-cutile", "patch", "2026-02-03")
+
+
+def test_a_dry_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the checkout itself: each package could be released, and no file is written."""
+    before = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for package in release.packages():
+        assert release.main([package, "patch", "--dry-run"]) == 0
+        printed = capsys.readouterr().out
+        assert re.search(rf"^would tag {package}-v\d+\.\d+\.\d+$", printed, re.M)
+        assert re.search(r'^\+version = "', printed, re.M)
+    after = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert after.stdout == before.stdout
+
+
+PROBE = """
+import liger_core, torch
+assert liger_core.list_overridden_ops("cuda"), "no kernel package is installed"
+print(liger_core.rms_norm(torch.ones(2, 4), torch.full((4,), 2.0), eps=0.0).tolist())
+"""
+
+
+@pytest.mark.slow
+def test_releases_install_from_a_folder(tmp_path: Path) -> None:
+    """Every package is released into a folder; `liger-core[cutile]` is then installed from it alone, and works."""
+    checkout, dist = tmp_path / "checkout", tmp_path / "dist"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).exists():
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, checkout / name)
+
+    def run(*command: str, cwd: Path = checkout) -> str:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    run("python3", "tools/lock.py")  # the copied lock may hold addresses
+    run("git", "init", "--quiet")
+    run("git", "config", "user.name", "nobody")
+    run("git", "config", "user.email", "nobody@invalid.example")
+    run("git", "add", "--all")
+    run("git", "commit", "--quiet", "-m", "everything")
+    for package in release.packages():
+        printed = run(sys.executable, "tools/release.py", package, "patch", "--skip-ci", f"--dist={dist}")
+        assert re.search(rf"^tagged {package}-v\d+\.\d+\.\d+$", printed, re.M)
+        assert "uv publish" in printed
+    assert len(run("git", "tag").split()) == len(release.packages())
+    assert not run("git", "status", "--porcelain")
+    assert "://" not in (checkout / "uv.lock").read_text()
+
+    python = tmp_path / "environment" / "bin" / "python"
+    run("uv", "venv", "--quiet", str(tmp_path / "environment"), cwd=tmp_path)
+    run(
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        f"--python={python}",
+        f"--find-links={dist}",
+        "liger-core[cutile]",
+        cwd=tmp_path,
+    )
+    installed = run("uv", "pip", "list", f"--python={python}", cwd=tmp_path)
+    for package in ("liger-core", "liger-cutile"):
+        version = re.search(rf"^{package} +(\S+)$", installed, re.M)
+        assert version is not None, installed
+        assert (dist / f"{package.replace('-', '_')}-{version[1]}-py3-none-any.whl").exists()
+    assert run(str(python), "-c", PROBE, cwd=tmp_path).strip() == "[[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]]"
+    assert "cutile" in run(str(python.with_name("liger")), "matrix", cwd=tmp_path)

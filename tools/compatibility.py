@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Run the conformance suite over packages of different ages: tools/compatibility.py [pytest options]
+
+Each kernel package is released on its own, so users mix versions. For each language this runs
+- liger-core and the suite of this checkout with the kernel package of its last tag, and
+- the kernel package of this checkout with liger-core and the suite of their last tags.
+
+A package without a tag was never released: that run is printed as not run. Options go to pytest, such as --op=rms_norm.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LANGUAGES = {"triton": "liger-triton", "cutile": "liger-cutile"}  # triton-ascend has an environment of its own
+FOLDERS = {"liger-conformance": "conformance"}
+
+
+def last_tag(package: str) -> str | None:
+    """The tag of a package's newest release."""
+    tags = subprocess.run(
+        ["git", "tag", "--list", f"{package}-v*", "--sort=-version:refname"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    return tags[0] if tags else None
+
+
+def sources(package: str, tag: str | None, place: Path) -> Path:
+    """A package's sources: of this checkout, or of a tag, unpacked under `place`."""
+    folder = FOLDERS.get(package, f"packages/{package}")
+    if tag is None:
+        return ROOT / folder / "src"
+    target = place / tag
+    if not target.exists():
+        target.mkdir(parents=True)
+        archive = subprocess.run(["git", "archive", tag, folder], cwd=ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", str(target)], input=archive, check=True)
+    return target / folder / "src"
+
+
+def run(language: str, paths: list[Path], options: list[str], place: Path) -> bool:
+    """Run the suite with these sources before the installed ones; whether it passed."""
+    path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "--pyargs", "liger_conformance", f"--impl={language}", "-q", *options]
+    return subprocess.run(command, cwd=place, env=os.environ | {"PYTHONPATH": path}).returncode == 0
+
+
+def main() -> int:
+    options = sys.argv[1:]
+    if options in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        for language, package in LANGUAGES.items():
+            for old in ([package], ["liger-core", "liger-conformance"]):
+                tags = {name: last_tag(name) for name in old}
+                what = (
+                    f"{language}: {', '.join(tag or name for name, tag in tags.items())} with the rest of this checkout"
+                )
+                if missing := [name for name, tag in tags.items() if tag is None]:
+                    print(f"=== {what}: not run: {' and '.join(missing)} has no release", flush=True)
+                    continue
+                print(f"=== {what}", flush=True)
+                names = ("liger-core", "liger-conformance", package)
+                paths = [sources(name, tags.get(name), place) for name in names]
+                if not run(language, paths, options, place):
+                    failed.append(what)
+    print("\n".join(f"FAILED: {what}" for what in failed) or "no failure")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -25,7 +25,7 @@ TIMED = ("small", "medium", "large")
 """The groups at a model's sizes: benchmarked, and checked on an accelerator under ``-m slow``."""
 
 
-SHORT = 1 << 10
+SHORT = 1 << 9
 """Elements of a tensor beyond which a case is long for an interpreter, where a program takes milliseconds."""
 
 BIG = 1 << 24

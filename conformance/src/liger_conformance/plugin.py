@@ -304,8 +304,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def is_slow(target: Target, case: object, dtype: torch.dtype | None, options: dict[str, Any]) -> bool:
     """Whether a test of a case is left to `-m slow`.
 
-    At the sizes of models, wherever it runs. In an interpreter also all of a long case but its values in float32 and
-    bfloat16; and values in float16, except of the op's first case, of extreme ones, and where float16 has kernels of its own.
+    At the sizes of models, wherever it runs. In an interpreter also, but of the op's first case, all of a long one except
+    its values in float32 and bfloat16; and values in float16, except of extreme cases and where float16 has kernels of its own.
     """
     if not isinstance(case, Case) or target.lane in ("compiled", "executed"):
         return False
@@ -314,10 +314,10 @@ def is_slow(target: Target, case: object, dtype: torch.dtype | None, options: di
     if target.lane != "interpreted" or "first" in options:
         return False
     found = cases_of(target.op.name)
+    if case == found.cases[0]:
+        return False
     if dtype is torch.float16:
-        return not (
-            case.group == "extreme" or case == found.cases[0] or (found.float16_apart and not found.is_long(case))
-        )
+        return case.group != "extreme" and (not found.float16_apart or found.is_long(case))
     return options.get("short", False) and found.is_long(case)
 
 

@@ -265,10 +265,13 @@ def disagreements(both: Sequence[dict[str, Tensor]], allowed: float) -> list[str
     return [f"{name} differs by {d:.1e}, and {allowed:.0e} is allowed" for name, d in wrong.items()]
 
 
-def kernels_table(device: torch.device) -> Table:
+BODY = ("embedding", "rms_norm", "fused_add_rms_norm", "rope", "swiglu")
+
+
+def kernels_table(device: torch.device, ops: Sequence[str] = (*BODY, "fused_linear_cross_entropy")) -> Table:
     """Which kernel each op runs on a device, as `liger_core.explain` tells it."""
     table = Table("language", "kernel of the op", title=f"liger_core on {device.type}")
-    for name in ("embedding", "rms_norm", "fused_add_rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"):
+    for name in ops:
         chosen = liger.explain(name, device=device.type).chosen
         if chosen is None:
             raise liger.Unsupported(f"{name}: {liger.explain(name, device=device.type)}")

@@ -39,6 +39,8 @@ PACKAGE = ROOT / "packages/liger-triton-ascend"
 SOURCE = PACKAGE / "src/liger_triton_ascend"
 TRITON = ROOT / "packages/liger-triton/src/liger_triton"
 REPORTS = PACKAGE / "reports"
+WRITTEN = sorted(op for op in ops if (SOURCE / "ops" / f"{op}.py").exists())
+WITHOUT = sorted(ops.keys() - set(WRITTEN))
 
 COMMAND = ".venv-ascend/bin/python tools/ascend_report.py"
 NOTE = f"<!-- Written by tools/ascend_report.py: {COMMAND} -->"
@@ -155,7 +157,7 @@ def matrix(runs: dict[Gate, Run], why_not: dict[Gate, str], names: list[str], be
         for dtype in gate.dtypes if gate is LOWERED else ():
             heads.append(f"3 Unified Buffer {dtype}")
             columns.append(lambda op, gate=gate, dtype=dtype: buffer_of(runs[gate], op, dtype))
-    rows = {op: line for line in before.splitlines() for op in re.findall(r"^\| \[(\w+)\]", line) if op in ops}
+    rows = {op: line for line in before.splitlines() for op in re.findall(r"^\| \[(\w+)\]", line) if op in WRITTEN}
     rows |= {op: row(f"[{op}]({op}.md)", *(column(op) for column in columns)) for op in names}
     headings = [f"- {heading(runs)}"]
     if set(rows) > set(names):
@@ -170,6 +172,7 @@ def matrix(runs: dict[Gate, Run], why_not: dict[Gate, str], names: list[str], be
         *[f"- {gate.title}: not run: {why}" for gate, why in why_not.items()],
         f"- KiB: the most that a launch takes of the Unified Buffer's {kib(BUFFER)}, by the estimate; and with double buffers",
         "- a number alone is of tests that passed as the gate does",
+        *[f"- no kernel: {', '.join(WITHOUT)}" for _ in WITHOUT[:1]],
         "", *table(heads, []), *(rows[op] for op in sorted(rows)), "",
     ]  # fmt: skip
     reasons: Counter[tuple[str, str, str]] = Counter()
@@ -344,9 +347,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, help="where the suite's own reports go")
     parser.add_argument("--render", action="store_true", help="run nothing: the suite's reports are in --runs")
-    parser.add_argument("--op", action="append", default=[], help="this op alone (repeatable): the other pages stay")
+    parser.add_argument(
+        "--op",
+        action="append",
+        default=[],
+        choices=WRITTEN,
+        metavar="OP",
+        help="this op alone (repeatable): the other pages stay",
+    )
     args = parser.parse_args()
-    names = sorted(args.op or ops)
+    names = sorted(args.op) or WRITTEN
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.runs or Path(temporary)
         obstacle = ascend_execute.obstacle()
@@ -364,9 +374,7 @@ def main() -> int:
         (REPORTS / f"{op}.md").write_text(report(op, runs, why_not), encoding="utf-8")
     summary = REPORTS / "README.md"
     before = summary.read_text(encoding="utf-8") if args.op else ""
-    pages = [
-        (REPORTS / f"{op}.md").read_text(encoding="utf-8") for op in sorted(ops) if (REPORTS / f"{op}.md").exists()
-    ]
+    pages = [(REPORTS / f"{op}.md").read_text(encoding="utf-8") for op in WRITTEN if (REPORTS / f"{op}.md").exists()]
     summary.write_text(matrix(runs, why_not, names, before, pages), encoding="utf-8")
     failed = sum(cell["outcomes"].get("failed", 0) for found in runs.values() for cell in found["cells"])
     print(f"{REPORTS.relative_to(ROOT)}: {len(names)} ops, {failed} tests failed")

@@ -253,7 +253,8 @@ def _launch_gradient(
     parts = min(blocks(columns, block), blocks(wanted, n))
     of_columns = slice(first_column, first_column + columns)
     bias, weight = (None if x is None else x[of_columns] for x in (bias, weight))
-    logits, target = None if logits is None else as_rows(logits), as_rows(target)
+    logits, target, dpicked = (None if x is None else as_rows(x) for x in (logits, target, dpicked))
+    assert target is not None
     most = MOST_BLOCKS // parts
     for begin in range(0, n, most):
         some = slice(begin, min(begin + most, n))

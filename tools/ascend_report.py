@@ -4,6 +4,7 @@
     .venv-ascend/bin/python tools/ascend_report.py                       run the gates, write the reports
     .venv-ascend/bin/python tools/ascend_report.py --runs DIR            the same, and keep the suite's own reports in DIR
     .venv-ascend/bin/python tools/ascend_report.py --runs DIR --render   write the reports of the runs in DIR
+    .venv-ascend/bin/python tools/ascend_report.py --op=rope             the same for one op: the others' pages and rows stay
 
 Each gate is a run of the conformance suite in a process of its own. Nothing in the reports is typed: numbers are the suite's,
 words are those of the kernels' files.
@@ -67,11 +68,12 @@ GATES = (INTERPRETED, LOWERED, EXECUTED)
 Run = dict[str, Any]
 
 
-def run(gate: Gate, directory: Path) -> None:
-    """Run a gate's tests, and leave the suite's report in the directory."""
+def run(gate: Gate, chosen: list[str], directory: Path) -> None:
+    """Run a gate's tests, of chosen ops if there are any, and leave the suite's report in the directory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if gate is INTERPRETED else {}
     command = [sys.executable, "-m", "pytest", "conformance", "--impl=triton-ascend", *gate.options, "-q"]
+    command += [f"--op={op}" for op in chosen]
     done = subprocess.run([*command, f"--report={directory}"], cwd=ROOT, env=environment, check=False)
     if done.returncode not in (0, 1):  # 1: tests failed, which the report says
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}")
@@ -131,12 +133,24 @@ def kib(size: int) -> str:
 def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
     """A Markdown table."""
     heads = list(heads)
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return [row(*heads), "|" + "---|" * len(heads), *(row(*cells) for cells in rows)]
 
 
-def matrix(runs: dict[Gate, Run], why_not: dict[Gate, str]) -> str:
-    """The page of all ops."""
+def row(*cells: object) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def matrix(runs: dict[Gate, Run], why_not: dict[Gate, str], names: list[str], before: str, pages: Iterable[str]) -> str:
+    """The page of all ops.
+
+    Args:
+        runs: of some ops or of all.
+        why_not: why a gate wasn't run.
+        names: the ops.
+        before: the page as it was, whose rows of other ops stay; and so does what it says of their runs.
+        pages: those of all ops, which say why tests didn't run.
+    """
     heads, columns = ["op"], []
     for gate in runs:
         for dtype in gate.dtypes:
@@ -145,21 +159,31 @@ def matrix(runs: dict[Gate, Run], why_not: dict[Gate, str]) -> str:
         for dtype in gate.dtypes if gate is LOWERED else ():
             heads.append(f"3 Unified Buffer {dtype}")
             columns.append(lambda op, gate=gate, dtype=dtype: buffer_of(runs[gate], op, dtype))
-    rows = [[f"[{op}]({op}.md)", *(column(op) for column in columns)] for op in WRITTEN]
+    rows = {op: line for line in before.splitlines() for op in re.findall(r"^\| \[(\w+)\]", line) if op in WRITTEN}
+    rows |= {op: row(f"[{op}]({op}.md)", *(column(op) for column in columns)) for op in names}
+    headings = [f"- {heading(runs)}"]
+    if set(rows) > set(names):
+        old = [line for line in before.splitlines() if re.match(r"- .*\bdate \d", line)]
+        of = f"- {in_code(names)}: "
+        headings = [*(line for line in old if not line.startswith(of)), f"{of}{heading(runs)}"]
     lines = [
         NOTE, "", "# Gates", "",
         f"What the kernels passed on a CPU, by op, gate and dtype. **They never ran on an NPU.** `{COMMAND}` runs the",
         "gates and writes this folder; [porting-to-npu](../../../docs/porting-to-npu.md#the-gates) says what each gate shows.",
-        "", f"- {heading(runs)}",
+        "", *headings,
         *[f"- {gate.title}: not run: {why}" for gate, why in why_not.items()],
         f"- KiB: the most that a launch takes of the Unified Buffer's {kib(BUFFER)}, by the estimate; and with double buffers",
         "- a number alone is of tests that passed as the gate does",
         *[f"- no kernel: {', '.join(WITHOUT)}" for _ in WITHOUT[:1]],
-        "", *table(heads, rows), "",
+        "", *table(heads, []), *(rows[op] for op in sorted(rows)), "",
     ]  # fmt: skip
-    for gate, found in runs.items():
-        for outcome, reasons in found["reasons"].items():
-            lines += [f"- {gate.title}, {outcome} ({n}): {reason}" for reason, n in sorted(reasons.items())]
+    reasons: Counter[tuple[str, str, str]] = Counter()
+    for page in pages:
+        for title, outcome, n, reason in re.findall(r"^- (\w+), ([\w ]+) \((\d+)\): (.*)$", page, re.MULTILINE):
+            reasons[title, outcome, reason] += int(n)
+    order = [gate.title for gate in GATES]
+    for title, outcome, reason in sorted(reasons, key=lambda key: (order.index(key[0]), *key[1:])):
+        lines.append(f"- {title}, {outcome} ({reasons[title, outcome, reason]}): {reason}")
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -325,25 +349,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, help="where the suite's own reports go")
     parser.add_argument("--render", action="store_true", help="run nothing: the suite's reports are in --runs")
+    parser.add_argument(
+        "--op",
+        action="append",
+        default=[],
+        choices=WRITTEN,
+        metavar="OP",
+        help="this op alone (repeatable): the other pages stay",
+    )
     args = parser.parse_args()
+    names = sorted(args.op) or WRITTEN
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.runs or Path(temporary)
         obstacle = ascend_execute.obstacle()
         why_not = {EXECUTED: obstacle} if obstacle and not args.render else {}
         for gate in GATES if not args.render else ():
             if gate not in why_not:
-                run(gate, (directory / gate.title).resolve())
+                run(gate, args.op, (directory / gate.title).resolve())
         runs = {
             gate: json.loads((directory / gate.title / "conformance.json").read_text(encoding="utf-8"))
             for gate in GATES
             if gate not in why_not
         }
     REPORTS.mkdir(exist_ok=True)
-    (REPORTS / "README.md").write_text(matrix(runs, why_not), encoding="utf-8")
-    for op in WRITTEN:
+    for op in names:
         (REPORTS / f"{op}.md").write_text(report(op, runs, why_not), encoding="utf-8")
+    summary = REPORTS / "README.md"
+    before = summary.read_text(encoding="utf-8") if args.op else ""
+    pages = [(REPORTS / f"{op}.md").read_text(encoding="utf-8") for op in WRITTEN if (REPORTS / f"{op}.md").exists()]
+    summary.write_text(matrix(runs, why_not, names, before, pages), encoding="utf-8")
     failed = sum(cell["outcomes"].get("failed", 0) for found in runs.values() for cell in found["cells"])
-    print(f"{REPORTS.relative_to(ROOT)}: {len(WRITTEN)} ops, {failed} tests failed")
+    print(f"{REPORTS.relative_to(ROOT)}: {len(names)} ops, {failed} tests failed")
     return bool(failed)
 
 

@@ -240,6 +240,16 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("jsd", "several tiles a block, with labels", case("jsd", rows=140, vocabulary=1030, ignored=0.3)),
     ("grpo_loss", "several tiles a part", case("grpo_loss", batch=2, length=2, vocabulary=40000, masked=0.3)),
     ("grpo_loss", "sequences cut from longer ones", cut_from_longer),
+    (
+        "logit_statistics",
+        "several tiles a part",
+        case("logit_statistics", rows=2, vocabulary=40000, return_entropy=True),
+    ),
+    (
+        "logit_statistics",
+        "more targets than are looked up at once",
+        case("logit_statistics", rows=3, vocabulary=300, each=200, ignored=0.3),
+    ),
 )
 
 LONG_GRIDS = (
@@ -269,6 +279,8 @@ SMALL = (
     ("embedding", look_up(lambda make: make.integers(0, 2, 1, 2), vocabulary=2)),
     ("tvd", case("tvd", rows=1, vocabulary=40, reduction="none")),
     ("grpo_loss", case("grpo_loss", batch=1, length=2, vocabulary=40, masked=0.3, reduction="none")),
+    ("logit_statistics", case("logit_statistics", rows=1, vocabulary=40, each=2, return_entropy=True)),
+    ("logit_statistics", case("logit_statistics", rows=2, vocabulary=40, each=2)),
     ("rope", tables),
     ("rope", heads(2, 1, 16, 16, length=2)),
     ("llama4_rope", pairs(2, 1, 16, length=2)),

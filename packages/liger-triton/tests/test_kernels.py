@@ -11,6 +11,7 @@ from liger_conformance.case import Make
 from liger_conformance.cases.group_norm import build as build_group_norm
 from liger_conformance.cases.grpo_loss import build as build_grpo_loss
 from liger_conformance.cases.jsd import build as build_jsd
+from liger_conformance.cases.logit_statistics import build as build_logit_statistics
 from liger_conformance.compare import compare
 from liger_conformance.running import baseline_and_truth, evaluate
 from liger_core.contract import ops
@@ -115,6 +116,10 @@ def skewed(make: Make) -> torch.Tensor:
     return (make.uniform(2600, dtype=torch.float32) ** 4 * 40).long()
 
 
+def statistics(rows: int, vocabulary: int, **options: Any) -> Build:
+    return lambda make: build_logit_statistics(make, rows=rows, vocabulary=vocabulary, **options)
+
+
 CASES: tuple[tuple[str, str, Build], ...] = (
     ("rms_norm", "several tiles of rows a program", norm(2100, 40)),
     ("rms_norm", "several rows a program", norm(11, 4000)),
@@ -171,6 +176,8 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("fused_neighborhood_attention", "a dilated window of several blocks", window(300, 16, 101, 2)),
     ("fused_neighborhood_attention", "columns in parts", window(40, 300, 5)),
     ("fused_neighborhood_attention", "columns in parts, a window of several blocks", window(70, 300, 61)),
+    ("logit_statistics", "several blocks a row", statistics(2, 18001, return_entropy=True, return_best=True)),
+    ("logit_statistics", "more targets than are looked up at once", statistics(3, 300, each=200, ignored=0.3)),
     ("grpo_loss", "several blocks a row", grpo(2, 12, 18001, reduction="none")),
     ("grpo_loss", "several blocks an aligned row", grpo(2, 12, 18032, temperature=0.8, reduction="none")),
     ("grpo_loss", "several tiles of short rows", grpo(7, 5, 9, masked=0.3)),

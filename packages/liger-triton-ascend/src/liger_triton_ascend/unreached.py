@@ -11,4 +11,5 @@ UNREACHED = {
     "compiled* _linear._Linear.add_product: for * in self.chunks(columns, max(self.aligned, *": _FLOAT32,
     "interpreted _linear._Linear.add_product: a.device.type == 'npu' and _FLOAT32_RESULT is true": _ON_CPU,
     "interpreted _linear._Linear.add_product: for * in self.chunks(columns, max(1, room // width)) *": _ON_CPU,
+    "interpreted _linear._Linear.product: * is true": _ON_CPU,
 }

@@ -92,6 +92,10 @@ class Linear:
             return torch.mm(a, b).to(dtype)
         return total.addmm_(a, b) if a.dtype is dtype else total.add_(torch.mm(a, b))
 
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """A b, in float32, of values that are not rounded to the dtype of both."""
+        return self.add_product(None, a.t(), b, torch.float32)
+
     def chunks(self, size: int, most: int) -> list[tuple[int, int]]:
         """`chunks`, as the device's matrix products want them."""
         return chunks(size, most, self.aligned)

@@ -38,6 +38,11 @@ class _Linear(Linear):
         programs, _, block = element_tiles(x, 1, x.numel(), TILES)
         _scale[(programs,)](y, x, factor, x.numel(), IN_PLACE=y is x, BLOCK=block)
 
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.dtype is not torch.float32 and a.device.type == "npu" and _FLOAT32_RESULT:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.mm(a.float(), b.float())
+
     def takes_memory(self, x: Tensor, dtype: torch.dtype) -> bool:
         return dtype is torch.float32 and x.dtype is not torch.float32
 

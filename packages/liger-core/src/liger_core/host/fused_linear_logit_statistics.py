@@ -1,0 +1,347 @@
+"""Statistics of a linear layer's logits by a language's kernels: all but these.
+
+Forward makes float32 logits of some rows at a time. Backward makes them again, in one of two ways: of all rows and some
+columns, so that the weight's gradient is made by products and that of x is a sum over columns; or of some rows and all
+columns, the other way round. Logits that fit at once are kept instead.
+
+When the weight is frozen, and of the statistics only lse and one picked logit are wanted, forward makes x's gradient but
+for two factors per row, and backward makes no product. With c the derivative of softcap and temperature, y the row's
+target and m = Σ_{v≠y} p_v c_v W_v, the gradient is g_lse m + (g_lse p_y + g_picked) c_y W_y. Apart, the two terms don't
+cancel when p_y is near 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core import modes
+from liger_core.contract import Needs, Once, Saved
+from liger_core.host.linear import Linear
+from liger_core.host.logit_statistics import (
+    Incoming,
+    Labels,
+    Rows,
+    StatisticsKernels,
+    incoming_of,
+    labels_of,
+    new_rows,
+    options_of,
+    result_of,
+)
+from liger_core.ops.logit_statistics import LogitStatistics
+
+LEAST_TILE = 1024
+"""Rows, or columns, of a tile when no memory budget is given."""
+
+
+class Plan(NamedTuple):
+    """How a call goes over its logits, the same in forward and in backward.
+
+    Attributes:
+        alone: rows of logits that are made at a time, when no gradient lies beside them.
+        rows: rows of logits that have room beside their gradient, with all columns.
+        columns: columns of logits that have room beside their gradient, with all rows.
+        by_columns: whether backward takes these, and not the rows.
+        whole: all logits have room, and are kept for backward.
+        frozen: forward makes what backward needs instead of x.
+    """
+
+    alone: int
+    rows: int
+    columns: int
+    by_columns: bool
+    whole: bool
+    frozen: bool
+
+
+def plan_of(
+    needs: Needs,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    accum_dtype: torch.dtype,
+    memory_budget: int | None,
+    picked_alone: bool,
+) -> Plan:
+    """The plan of a call.
+
+    Args:
+        needs: which of x, weight and bias want a gradient.
+        x, weight: the layer's.
+        accum_dtype, memory_budget: as in `least_statistics_memory`.
+        picked_alone: whether there is one target per row, and neither an entropy nor a total.
+    """
+    (rows, hidden), vocabulary = x.shape, weight.shape[0]
+    narrow = x.dtype is not torch.float32
+    element = 4 + (x.dtype.itemsize if narrow else 0)  # of a logit, and of its gradient unless that overwrites it
+    row, column = vocabulary * element, rows * element
+    frozen = picked_alone and tuple(needs) == (True, False, False)
+    adds_up = needs[1] and accum_dtype is not weight.dtype
+    if memory_budget is None:
+        tile = vocabulary * hidden * x.dtype.itemsize
+        alone = max(tile // (4 * vocabulary), LEAST_TILE)
+        tile_rows, tile_columns = max(tile // row, LEAST_TILE), tile // column
+        by_columns = adds_up and tile_columns >= min(LEAST_TILE, vocabulary)
+        tile_columns = max(tile_columns, 1)
+    else:
+        # Without a gradient, logits take what the bias's would.
+        alone = max((memory_budget - 32 * rows) // (4 * vocabulary), 1)
+        tile = memory_budget - 32 * rows - 4 * vocabulary
+        tile_rows = tile // row
+        if tile_rows < rows and adds_up:
+            tile_rows = (tile - vocabulary * hidden * accum_dtype.itemsize) // row
+        tile_columns = (tile - (4 * rows * hidden if needs[0] and narrow else 0)) // column
+        if frozen:
+            kept_beside = (tile - x.numel() * x.dtype.itemsize) // row
+            frozen = kept_beside >= 1
+            tile_rows = kept_beside if frozen else tile_rows
+        by_columns = tile_rows < rows and tile_columns * rows > tile_rows * vocabulary
+    whole = tile_rows >= rows and not frozen
+    return Plan(alone, max(tile_rows, 1), max(tile_columns, 1), by_columns and not (whole or frozen), whole, frozen)
+
+
+class _Call:
+    """A call of the op, in forward or in backward."""
+
+    def __init__(
+        self,
+        kernels: StatisticsKernels,
+        linear: Linear,
+        needs: Needs,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Labels,
+        plan: Plan,
+        accum_dtype: torch.dtype,
+    ) -> None:
+        self.kernels, self.linear, self.needs, self.plan, self.accum_dtype = kernels, linear, needs, plan, accum_dtype
+        self.weight, self.bias, self.labels = weight, bias, labels
+        self.dbias: Tensor | None = None
+
+    def forward(self, results: Rows, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Write all rows' results; return logits, if they are to be kept, or what backward needs with a frozen weight."""
+        if self.plan.frozen:
+            return self._frozen(results, x)
+        size = x.shape[0]
+        rows = size if self.plan.whole else self.plan.alone
+        logits = None
+        for first, last in self.linear.chunks(size, rows):
+            logits = None  # before the next ones are allocated
+            logits = self.linear.product(x[first:last], self.weight.t())
+            self.kernels.rows(results, logits, self.labels, first)
+        return (logits if self.plan.whole and any(self.needs) else None), None
+
+    def _frozen(self, results: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's m, and what the gradients of lse and of picked are multiplied with to be W_y's factor, ``[2, N]``."""
+        assert results.kept is not None
+        options, size = self.labels.options, x.shape[0]
+        m = torch.empty_like(x, memory_format=torch.contiguous_format)
+        factors = torch.zeros((2, size), dtype=torch.float32, device=x.device)
+        one = torch.ones(size, dtype=torch.float32, device=x.device)
+        less = torch.empty_like(results.picked)
+        _, here = self.columns_of()
+        for first, last in self.linear.chunks(size, self.plan.rows):
+            some = slice(first, last)
+            logits = self.linear.product(x[some], self.weight.t())
+            self.kernels.rows(results, logits, self.labels, first)
+            z = results.picked[some, 0]
+            slope = torch.ones_like(z)
+            if options.softcap is not None:
+                tanh = z * ((options.temperature or 1.0) / options.softcap)
+                slope = 1.0 - tanh * tanh
+            if options.inverse is not None:
+                slope = slope * options.inverse
+            slope = slope.masked_fill(~here[some], 0.0)
+            p = torch.exp(z - results.lse[some]).masked_fill(~here[some], 0.0)
+            torch.mul(p, slope, out=factors[0, some])
+            factors[1, some] = slope
+            torch.neg(p, out=less[some, 0])
+            incoming = Incoming(one, less, None, None)
+            torch.mm(self._dlogits(logits, x.dtype, results.kept, incoming, first, 0), self.weight, out=m[some])
+            del logits
+        return m, factors
+
+    def columns_of(self) -> tuple[Tensor, Tensor]:
+        """The column of each row's only target, or 0; and whether it is one."""
+        target, options = self.labels.target[:, 0], self.labels.options
+        column = target - options.first
+        here = (target != options.ignore_index) & (column >= 0) & (column < self.weight.shape[0])
+        return column.masked_fill(~here, 0), here
+
+    def of_frozen(self, m: Tensor, factors: Tensor, incoming: Incoming) -> Tensor:
+        """The gradient of x, from what `forward` made of it."""
+        size, hidden = m.shape
+        dx = torch.empty_like(m)
+        column, _ = self.columns_of()
+        factor = torch.zeros_like(factors[0])
+        if incoming.lse is not None:
+            factor.addcmul_(incoming.lse, factors[0])
+        if incoming.picked is not None:
+            factor.addcmul_(incoming.picked[:, 0], factors[1])
+        # A row takes here as much as two columns of the tile per column of x.
+        for first, last in self.linear.chunks(size, max(1, self.plan.rows * self.weight.shape[0] // (2 * hidden))):
+            some = slice(first, last)
+            part = self.weight.index_select(0, column[some]) * factor[some, None]
+            if incoming.lse is not None:
+                part.addcmul_(m[some], incoming.lse[some, None])
+            dx[some] = part
+        return dx
+
+    def backward(
+        self, x: Tensor, logits: Tensor | None, kept: Tensor, incoming: Incoming
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of x, weight and bias. `logits`: all of them, to be overwritten; or None."""
+        dx, dweight = (
+            self._by_columns(x, kept, incoming) if self.plan.by_columns else self._by_rows(x, logits, kept, incoming)
+        )
+        dx = None if dx is None else dx.to(x.dtype)
+        dweight = None if dweight is None else dweight.to(self.weight.dtype)
+        return dx, dweight, None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype)
+
+    def _by_rows(
+        self, x: Tensor, logits: Tensor | None, kept: Tensor, incoming: Incoming
+    ) -> tuple[Tensor | None, Tensor | None]:
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if self.needs[0] else None
+        dweight, dtype = None, self.weight.dtype if self.plan.whole else self.accum_dtype
+        for first, last in self.linear.chunks(x.shape[0], x.shape[0] if self.plan.whole else self.plan.rows):
+            if logits is None:
+                logits = self.linear.product(x[first:last], self.weight.t())
+            dlogits = self._dlogits(logits, x.dtype, kept, incoming, first, 0)
+            logits = None
+            if dx is not None:
+                torch.mm(dlogits, self.weight, out=dx[first:last])
+            if self.needs[1]:
+                dweight = self.linear.add_product(dweight, dlogits, x[first:last], dtype)
+            del dlogits
+        return dx, dweight
+
+    def _by_columns(self, x: Tensor, kept: Tensor, incoming: Incoming) -> tuple[Tensor | None, Tensor | None]:
+        dx = None
+        dweight = torch.empty_like(self.weight, memory_format=torch.contiguous_format) if self.needs[1] else None
+        for first, last in self.linear.chunks(self.weight.shape[0], self.plan.columns):
+            part = self.weight[first:last]
+            logits = self.linear.product(x, part.t())
+            dlogits = self._dlogits(logits, x.dtype, kept, incoming, 0, first)
+            del logits
+            if self.needs[0]:
+                dx = self.linear.add_product(dx, dlogits.t(), part, torch.float32)
+            if dweight is not None:
+                torch.mm(dlogits.t(), x, out=dweight[first:last])
+            del dlogits
+        return dx, dweight
+
+    def _dlogits(
+        self, logits: Tensor, dtype: torch.dtype, kept: Tensor, incoming: Incoming, first_row: int, first_column: int
+    ) -> Tensor:
+        """The gradient of logits, rounded to x's dtype; added to the bias's before that. The logits are overwritten."""
+        if self.needs[2] or dtype is torch.float32:
+            self.kernels.gradient(logits, None, self.labels, kept, incoming, first_row, first_column)
+            if self.needs[2]:
+                if self.dbias is None:
+                    size = self.weight.shape[0]
+                    self.dbias = torch.zeros(size, dtype=torch.float32, device=logits.device)
+                self.dbias[first_column : first_column + logits.shape[1]] += logits.sum(0)
+            return logits.to(dtype)
+        dlogits = torch.empty_like(logits, dtype=dtype)
+        self.kernels.gradient(dlogits, logits, self.labels, kept, incoming, first_row, first_column)
+        return dlogits
+
+
+class FusedLinearStatistics:
+    """`fused_linear_logit_statistics` by a language's kernels."""
+
+    def __init__(self, kernels: StatisticsKernels, linear: Linear) -> None:
+        self.kernels, self.linear = kernels, linear
+
+    def forward(
+        self,
+        needs: Needs,
+        x: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        class_weight: Tensor | None = None,
+        first: int = 0,
+        ignore_index: int = -100,
+        softcap: float | None = None,
+        temperature: float = 1.0,
+        return_entropy: bool = False,
+        return_total: bool = False,
+        return_log_sum_squares: bool = False,
+        return_best: bool = False,
+        accum_dtype: torch.dtype = torch.float32,
+        memory_budget: int | None = None,
+    ) -> tuple[LogitStatistics, Saved]:
+        """The contract's, for a kernel file."""
+        options = options_of(first, ignore_index, softcap, temperature)
+        labels = labels_of(target, class_weight if return_total else None, bias, options)
+        plan = plan_of(
+            needs,
+            x,
+            linear_weight,
+            accum_dtype=accum_dtype,
+            memory_budget=memory_budget,
+            picked_alone=_picked_alone(target, return_entropy, return_total),
+        )
+        rows = new_rows(
+            labels.target,
+            return_entropy=return_entropy,
+            return_total=return_total,
+            return_log_sum_squares=return_log_sum_squares,
+            return_best=return_best,
+            differentiable=any(needs),
+        )
+        call = _Call(self.kernels, self.linear, needs, linear_weight, bias, labels, plan, accum_dtype)
+        kept, factors = call.forward(rows, x)
+        result = result_of(rows, target)
+        if not any(needs):
+            return result, ()
+        if plan.frozen:
+            return result, (kept, linear_weight, bias, target, labels.weight, factors)
+        saved = x, linear_weight, bias, target, labels.weight, rows.kept
+        return result, saved if kept is None or modes.compiling() else (*saved, Once(kept))
+
+    def backward(
+        self,
+        needs: Needs,
+        saved: Saved,
+        dlse: Tensor | None,
+        dpicked: Tensor | None,
+        dentropy: Tensor | None,
+        dtotal: Tensor | None,
+        *,
+        first: int,
+        ignore_index: int,
+        softcap: float | None,
+        temperature: float,
+        return_entropy: bool,
+        return_total: bool,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+        **returned: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """The contract's, for a kernel file."""
+        x, linear_weight, bias, target, class_weight, kept, *logits = saved
+        labels = labels_of(target, class_weight, bias, options_of(first, ignore_index, softcap, temperature))
+        plan = plan_of(
+            needs,
+            x,
+            linear_weight,
+            accum_dtype=accum_dtype,
+            memory_budget=memory_budget,
+            picked_alone=_picked_alone(target, return_entropy, return_total),
+        )
+        call = _Call(self.kernels, self.linear, needs, linear_weight, bias, labels, plan, accum_dtype)
+        incoming = incoming_of(dlse, dpicked, dentropy, dtotal)
+        if plan.frozen:
+            return call.of_frozen(x, kept, incoming), None, None
+        (whole,) = logits[0].take() or (None,) if logits else (None,)
+        return call.backward(x, whole, kept, incoming)
+
+
+def _picked_alone(target: Tensor, return_entropy: bool, return_total: bool) -> bool:
+    return target.dim() == 1 and not return_entropy and not return_total

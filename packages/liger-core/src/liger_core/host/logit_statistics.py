@@ -1,0 +1,225 @@
+"""Statistics of rows of logits, for `logit_statistics` and `fused_linear_logit_statistics`: all but their kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.contract import Needs, Saved
+from liger_core.ops.logit_statistics import LogitStatistics
+
+
+class Options(NamedTuple):
+    """What a row's statistics depend on besides tensors. What is off is None: a kernel is then compiled without it.
+
+    `inverse` is that of the temperature. Differences of logits are multiplied by it, rather than logits divided: the
+    rounding is then relative to the difference.
+    """
+
+    first: int
+    ignore_index: int
+    softcap: float | None
+    temperature: float | None
+    inverse: float | None
+
+
+class Labels(NamedTuple):
+    """What the rows' statistics depend on besides their logits.
+
+    Attributes:
+        target: int64 ``[N, K]``, with any strides.
+        weight: ``[V]``, contiguous, for `total`; or None.
+        bias: ``[V]``, contiguous, to add to the logits; or None.
+        options: the options.
+    """
+
+    target: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    options: Options
+
+
+class Rows(NamedTuple):
+    """What `StatisticsKernels.rows` writes per row; None for what isn't wanted.
+
+    Attributes:
+        lse, entropy, total, log_sum_squares, best, best_index: as in `LogitStatistics`, contiguous.
+        picked: float32 ``[N, K]``, contiguous.
+        kept: float32 ``[2, N]``, or ``[3, N]`` with an entropy; what `StatisticsKernels.gradient` needs. They are a row's
+            largest logit, after the softcap and before the temperature; the sum of exponentials relative to it, or -1 in
+            an ignored row; and the entropy.
+    """
+
+    lse: Tensor
+    picked: Tensor
+    entropy: Tensor | None
+    total: Tensor | None
+    log_sum_squares: Tensor | None
+    best: Tensor | None
+    best_index: Tensor | None
+    kept: Tensor | None
+
+
+class Incoming(NamedTuple):
+    """The gradients of the statistics, contiguous; None for one that nothing flows into.
+
+    Attributes:
+        lse, entropy, total: float32 ``[N]``.
+        picked: float32 ``[N, K]``.
+    """
+
+    lse: Tensor | None
+    picked: Tensor | None
+    entropy: Tensor | None
+    total: Tensor | None
+
+
+class StatisticsKernels:
+    """A language's kernels of statistics."""
+
+    def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
+        """Write the results of the rows from `first_row` on, as many as `logits` has."""
+        raise NotImplementedError
+
+    def gradient(
+        self,
+        dlogits: Tensor,
+        logits: Tensor | None,
+        labels: Labels,
+        kept: Tensor,
+        incoming: Incoming,
+        first_row: int,
+        first_column: int,
+    ) -> None:
+        """Write the gradient of the logits of the rows from `first_row` on, and of the columns from `first_column` on.
+
+        Args:
+            dlogits: contiguous; of any dtype that is no wider than that of the logits.
+            logits: None where `dlogits` holds them.
+            labels: as `rows` got them.
+            kept: of `rows`.
+            incoming: gradients of the statistics, at least one of them.
+            first_row: the first row.
+            first_column: the first column.
+        """
+        raise NotImplementedError
+
+
+def options_of(first: int, ignore_index: int, softcap: float | None, temperature: float) -> Options:
+    """The options, normalised."""
+    temperatures = (None, None) if temperature == 1 else (float(temperature), 1.0 / temperature)
+    return Options(first, ignore_index, None if softcap is None else float(softcap), *temperatures)
+
+
+def labels_of(target: Tensor, weight: Tensor | None, bias: Tensor | None, options: Options) -> Labels:
+    """The labels, of tensors with any strides."""
+    return Labels(
+        target if target.dim() == 2 else target[:, None],
+        None if weight is None else weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        options,
+    )
+
+
+def incoming_of(
+    dlse: Tensor | None, dpicked: Tensor | None, dentropy: Tensor | None, dtotal: Tensor | None
+) -> Incoming:
+    """The gradients of the statistics, of tensors with any strides."""
+    lse, picked, entropy, total = (None if d is None else d.contiguous() for d in (dlse, dpicked, dentropy, dtotal))
+    return Incoming(lse, picked if picked is None or picked.dim() == 2 else picked[:, None], entropy, total)
+
+
+def new_rows(
+    target: Tensor,
+    *,
+    return_entropy: bool,
+    return_total: bool,
+    return_log_sum_squares: bool,
+    return_best: bool,
+    differentiable: bool,
+) -> Rows:
+    """Memory for the results of all rows of a ``[N, K]`` target."""
+    n = target.shape[0]
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=target.device)
+
+    return Rows(
+        empty(n),
+        empty(*target.shape),
+        empty(n) if return_entropy else None,
+        empty(n) if return_total else None,
+        empty(n) if return_log_sum_squares else None,
+        empty(n) if return_best else None,
+        torch.empty(n, dtype=torch.int64, device=target.device) if return_best else None,
+        empty(3 if return_entropy else 2, n) if differentiable else None,
+    )
+
+
+def result_of(rows: Rows, target: Tensor) -> LogitStatistics:
+    """The op's result, of a target as it was given."""
+    lse, picked, *others, _ = rows
+    return LogitStatistics(lse, picked.view(target.shape), *others)
+
+
+class Statistics:
+    """`logit_statistics` by a language's kernels: the logits are read once forward and once backward, and copied nowhere."""
+
+    def __init__(self, kernels: StatisticsKernels) -> None:
+        self.kernels = kernels
+
+    def forward(
+        self,
+        needs: Needs,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        *,
+        first: int = 0,
+        ignore_index: int = -100,
+        softcap: float | None = None,
+        temperature: float = 1.0,
+        return_entropy: bool = False,
+        return_total: bool = False,
+        return_log_sum_squares: bool = False,
+        return_best: bool = False,
+    ) -> tuple[LogitStatistics, Saved]:
+        """The contract's, for a kernel file."""
+        (differentiable,) = needs
+        options = options_of(first, ignore_index, softcap, temperature)
+        labels = labels_of(target, weight if return_total else None, None, options)
+        rows = new_rows(
+            labels.target,
+            return_entropy=return_entropy,
+            return_total=return_total,
+            return_log_sum_squares=return_log_sum_squares,
+            return_best=return_best,
+            differentiable=differentiable,
+        )
+        self.kernels.rows(rows, logits, labels, 0)
+        saved = (logits, target, labels.weight, rows.kept) if differentiable else ()
+        return result_of(rows, target), saved
+
+    def backward(
+        self,
+        needs: Needs,
+        saved: Saved,
+        dlse: Tensor | None,
+        dpicked: Tensor | None,
+        dentropy: Tensor | None,
+        dtotal: Tensor | None,
+        *,
+        first: int,
+        ignore_index: int,
+        softcap: float | None,
+        temperature: float,
+        **returned: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """The contract's, for a kernel file."""
+        logits, target, weight, kept = saved
+        labels = labels_of(target, weight, None, options_of(first, ignore_index, softcap, temperature))
+        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        self.kernels.gradient(dlogits, logits, labels, kept, incoming_of(dlse, dpicked, dentropy, dtotal), 0, 0)
+        return (dlogits,)

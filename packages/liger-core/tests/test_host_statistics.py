@@ -1,0 +1,256 @@
+"""Host code of the statistics, with kernels that are PyTorch: by rows, columns or at once, and with a frozen weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_core.contract import Needs, Once
+from liger_core.host.fused_linear_logit_statistics import LEAST_TILE, FusedLinearStatistics, plan_of
+from liger_core.host.linear import Linear
+from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
+from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics, least_statistics_memory
+
+ROWS, HIDDEN, VOCABULARY = 48, 16, 96
+ALL = (True, True, True)
+FROZEN = (True, False, False)
+
+
+class TorchLinear(Linear):
+    """Counts the products that make logits."""
+
+    products = 0
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        self.products += 1
+        return super().product(a, b)
+
+
+class TorchKernels(StatisticsKernels):
+    """Of statistics without softcap and temperature. They note the bytes of each tile of logits, with its gradient's."""
+
+    def __init__(self) -> None:
+        self.alone: list[int] = []
+        self.tiles: list[int] = []
+
+    def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
+        self.alone.append(logits.nbytes)
+        some = slice(first_row, first_row + logits.shape[0])
+        z = logits if labels.bias is None else logits + labels.bias.float()
+        target = labels.target[some]
+        counts = target != labels.options.ignore_index
+        results.lse[some] = z.logsumexp(1).masked_fill(~counts.any(1), 0.0)
+        results.picked[some] = z.gather(1, target.clamp(min=0)).masked_fill(~counts, 0.0)
+        log_p = z - z.logsumexp(1, keepdim=True)
+        if results.entropy is not None:
+            results.entropy[some] = -(log_p.exp() * log_p).sum(1).masked_fill(~counts.any(1), 0.0)
+        if results.kept is not None:
+            top = z.amax(1)
+            results.kept[0, some] = top
+            results.kept[1, some] = torch.exp(z - top[:, None]).sum(1).masked_fill(~counts.any(1), -1.0)
+            if results.entropy is not None:
+                results.kept[2, some] = results.entropy[some]
+
+    def gradient(
+        self,
+        dlogits: Tensor,
+        logits: Tensor | None,
+        labels: Labels,
+        kept: Tensor,
+        incoming: Incoming,
+        first_row: int,
+        first_column: int,
+    ) -> None:
+        self.tiles.append(dlogits.nbytes + (0 if logits is None else logits.nbytes))
+        z = dlogits if logits is None else logits
+        some, columns = slice(first_row, first_row + z.shape[0]), slice(first_column, first_column + z.shape[1])
+        z = z if labels.bias is None else z + labels.bias.float()[columns]
+        log_p = z - kept[0, some, None] - kept[1, some, None].log()
+        dz = torch.zeros_like(z)
+        if incoming.lse is not None:
+            dz += incoming.lse[some, None] * log_p.exp()
+        if incoming.entropy is not None:
+            dz -= incoming.entropy[some, None] * log_p.exp() * (log_p + kept[2, some, None])
+        if incoming.picked is not None:
+            column = torch.arange(columns.start, columns.stop)
+            for k in range(labels.target.shape[1]):
+                dz += incoming.picked[some, k, None] * (column == labels.target[some, k, None])
+        dlogits.copy_(torch.where(kept[1, some, None] == -1.0, 0.0, dz))
+
+
+def arguments(dtype: torch.dtype, *, rows: int = ROWS, each: int | None = None) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(-1, VOCABULARY, (rows,) if each is None else (rows, each), generator=generator)
+    return {
+        "x": torch.randn(rows, HIDDEN, generator=generator).to(dtype),
+        "linear_weight": torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype),
+        "target": target,
+        "bias": torch.randn(VOCABULARY, generator=generator).to(dtype),
+    }
+
+
+OPTIONS: dict[str, Any] = {
+    "ignore_index": -1,
+    "first": 0,
+    "softcap": None,
+    "temperature": 1.0,
+    "accum_dtype": torch.float32,
+}
+
+
+class Found:
+    """A forward and two backwards of the host code, beside the reference's in float64."""
+
+    def __init__(
+        self,
+        given: dict[str, Any],
+        needs: Needs,
+        memory_budget: int | None,
+        wanted: tuple[str, ...] = ("lse", "picked", "entropy"),
+    ) -> None:
+        self.kernels, self.linear = TorchKernels(), TorchLinear()
+        host = FusedLinearStatistics(self.kernels, self.linear)
+        flags = {"return_entropy": "entropy" in wanted, "return_total": False}
+        options = {**OPTIONS, **flags, "memory_budget": memory_budget}
+        self.result, self.saved = host.forward(needs, **given, **options)
+        self.forward_products = self.linear.products
+        leaves = {name: t.double().requires_grad_() if t.is_floating_point() else t for name, t in given.items()}
+        truth = fused_linear_logit_statistics.reference(**leaves, **options)
+        generator = torch.Generator().manual_seed(1)
+        incoming, outputs = [], []
+        for name in ("lse", "picked", "entropy", "total"):
+            output = getattr(truth, name)
+            gradient = None
+            if name in wanted:
+                gradient = torch.randn(output.shape, generator=generator)
+                outputs.append((output, gradient.double()))
+                torch.testing.assert_close(getattr(self.result, name).double(), output, rtol=1e-5, atol=1e-5)
+            incoming.append(gradient)
+        self.gradients = [host.backward(needs, self.saved, *incoming, **options) for _ in range(2)]
+        names = [name for name, need in zip(("x", "linear_weight", "bias"), needs, strict=True) if need]
+        exact = torch.autograd.grad([o for o, _ in outputs], [leaves[n] for n in names], [g for _, g in outputs])
+        self.exact = dict(zip(names, exact, strict=True))
+
+    def check(self) -> None:
+        for first, again, name in zip(*self.gradients, ("x", "linear_weight", "bias"), strict=True):
+            assert (first is not None) == (name in self.exact)
+            if first is not None:
+                assert again is not None
+                assert torch.equal(first, again)
+                right = self.exact[name]
+                tolerance = 2 * torch.finfo(first.dtype).eps * right.abs().max()
+                assert (first.double() - right).abs().max() <= tolerance + 1e-5
+
+
+def plan(given: dict[str, Any], needs: Needs, memory_budget: int | None, picked_alone: bool = False) -> Any:
+    x, weight = given["x"], given["linear_weight"]
+    return plan_of(needs, x, weight, accum_dtype=torch.float32, memory_budget=memory_budget, picked_alone=picked_alone)
+
+
+# Rows, and a budget. Of x's gradient and of the weight's, the smaller is summed.
+KINDS = {"whole": (ROWS, None), "rows": (200, 30_000), "columns": (ROWS, 8_000)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("each", [None, 3])
+@pytest.mark.parametrize("needs", [ALL, (False, True, False), (True, False, True), FROZEN], ids=str)
+def test_gradients_of_statistics(kind: str, each: int | None, needs: Needs) -> None:
+    rows, budget = KINDS[kind]
+    given = arguments(torch.bfloat16, rows=rows, each=each)
+    if all(needs):
+        found = plan(given, needs, budget)
+        assert (found.whole, found.by_columns) == (kind == "whole", kind == "columns")
+    Found(given, needs, budget).check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_in_float32(kind: str) -> None:
+    """The gradient of logits takes their memory."""
+    rows, budget = KINDS[kind]
+    found = Found(arguments(torch.float32, rows=rows), ALL, budget)
+    found.check()
+    assert all(size <= 4 * rows * VOCABULARY for size in found.kernels.tiles)
+
+
+def test_logits_that_are_kept_are_given_away_once() -> None:
+    found = Found(arguments(torch.bfloat16), ALL, None)
+    assert isinstance(found.saved[-1], Once)
+    assert found.forward_products == 1
+    assert found.linear.products == 2  # the second backward makes them again
+
+
+@pytest.mark.parametrize("wanted", [("lse",), ("picked",), ("lse", "picked")], ids=str)
+@pytest.mark.parametrize("budget", [None, 6_500])
+def test_a_frozen_weight_takes_no_product_in_backward(wanted: tuple[str, ...], budget: int | None) -> None:
+    given = arguments(torch.bfloat16)
+    assert plan(given, FROZEN, budget, picked_alone=True).frozen
+    found = Found(given, FROZEN, budget, wanted)
+    found.check()
+    assert found.linear.products == found.forward_products
+    assert not any(saved is given["x"] for saved in found.saved)
+
+
+def test_a_frozen_weight_has_the_digits_of_confident_rows() -> None:
+    """Where p of the target is near 1, or near 0, of each gradient by itself and of their difference."""
+    given = arguments(torch.bfloat16)
+    given["x"] = (given["linear_weight"][given["target"].clamp(min=0)] * 0.9).to(torch.bfloat16)
+    given["bias"] = None
+    x, weight, target = given["x"], given["linear_weight"], given["target"]
+    host = FusedLinearStatistics(TorchKernels(), TorchLinear())
+    options = {**OPTIONS, "return_entropy": False, "return_total": False, "memory_budget": None}
+    _, saved = host.forward(FROZEN, **given, **options)
+    p = torch.softmax(x.double() @ weight.double().T, 1)
+    counts = (target != -1)[:, None]
+    one = torch.nn.functional.one_hot(target.clamp(min=0), VOCABULARY).double()
+    for lse, picked in ((1.0, 0.0), (1.0, -1.0), (0.25, 1.0)):
+        incoming = [torch.full((ROWS,), value) for value in (lse, picked)]
+        dx, *_ = host.backward(FROZEN, saved, *incoming, None, None, **options)
+        assert dx is not None
+        exact = ((lse * p + picked * one) @ weight.double()).masked_fill(~counts, 0.0)
+        error = (dx.double() - exact).norm(dim=1)
+        assert (error <= 0.02 * exact.norm(dim=1) + 1e-6).all()
+
+
+def test_entropies_are_not_of_a_frozen_weight() -> None:
+    given = arguments(torch.bfloat16)
+    found = Found(given, FROZEN, None)
+    found.check()
+    assert found.saved[0] is given["x"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("needs", [ALL, FROZEN, (False, True, False)], ids=str)
+def test_tiles_fit_a_budget(dtype: torch.dtype, needs: Needs) -> None:
+    given = arguments(dtype)
+    least = least_statistics_memory(given["x"], given["linear_weight"], accum_dtype=torch.float32, weight_grad=needs[1])
+    wanted = ("lse", "picked") if needs == FROZEN else ("lse", "entropy")
+    for budget in (least, 8_000, 30_000):
+        found = Found(given, needs, budget, wanted)
+        found.check()
+        used = plan(given, needs, budget, needs == FROZEN)
+        beside = 4 * VOCABULARY + 32 * ROWS
+        if used.frozen:
+            beside += found.saved[0].nbytes
+        elif used.by_columns:
+            beside += 4 * ROWS * HIDDEN if needs[0] and dtype is not torch.float32 else 0
+        elif needs[1] and not used.whole and dtype is not torch.float32:
+            beside += 4 * VOCABULARY * HIDDEN
+        assert max(found.kernels.tiles) + beside <= budget
+        if not used.frozen:
+            assert max(found.kernels.alone) + 32 * ROWS <= budget
+
+
+def test_without_a_budget_memory_does_not_grow_with_rows() -> None:
+    """As many rows as weigh more than the weight's gradient go by rows."""
+    weight = torch.empty(151936, 4096, dtype=torch.bfloat16, device="meta")
+    for rows in (1, 1000, 8192, 1 << 17, 1 << 22):
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
+        found = plan({"x": x, "linear_weight": weight}, ALL, None)
+        tile = (rows * found.columns if found.by_columns else min(rows, found.rows) * weight.shape[0]) * 6
+        assert tile <= weight.nbytes
+        assert min(rows, found.alone) * weight.shape[0] * 4 <= weight.nbytes
+        assert not found.by_columns or found.columns >= LEAST_TILE
+        assert found.by_columns == (1365 < rows < 1 << 18)

@@ -1,0 +1,11 @@
+"""Statistics of a linear layer's logits: kernels work on tiles of logits, which PyTorch's matmul computes in float32."""
+
+from liger_core.contract import implements
+from liger_core.host.fused_linear_logit_statistics import FusedLinearStatistics
+from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
+from liger_triton_ascend.ops._linear import LINEAR
+from liger_triton_ascend.ops._logit_statistics import KERNELS
+
+_host = FusedLinearStatistics(KERNELS, LINEAR)
+forward = implements(fused_linear_logit_statistics)(_host.forward)
+backward = _host.backward

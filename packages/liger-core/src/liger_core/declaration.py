@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from liger_core import tensors
 from liger_core.dimensions import parse
 
 P = ParamSpec("P")
@@ -144,7 +145,8 @@ class Declaration(Generic[P, R]):
                 if not isinstance(tensor, Tensor):
                     raise TypeError(f"{self.name}: {name} is a {kind.__name__}; it takes a torch.Tensor")
                 if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
-                    refusal = f"{name} is a {kind.__name__}; kernels take plain tensors"
+                    plain = None if first is None or type(arguments[first]) is kind else first
+                    refusal = tensors.refusal(self.name, name, kind, plain)
             if device is None:
                 device, first = tensor.device, name
             elif tensor.device != device:

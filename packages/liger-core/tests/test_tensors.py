@@ -110,10 +110,10 @@ def dtensor(monkeypatch: pytest.MonkeyPatch, entries: dict[str, list[Any]]) -> t
     return type(name, (Known,), {"__module__": module})
 
 
-def test_a_dtensor_is_told_from_other_types(dtensor: type[Known]) -> None:
+def test_a_dtensor_without_its_package_names_the_command(dtensor: type[Known]) -> None:
     with liger_core.use("toy-traced"), pytest.raises(liger_core.Unsupported) as caught:
         liger_core.rms_norm(dtensor(X), None)
-    assert "x is a DTensor; kernels take plain tensors, such as to_local() gives" in str(caught.value)
+    assert 'x is a DTensor; kernels take plain tensors: uv pip install "liger-core[distributed]"' in str(caught.value)
 
 
 def test_a_weight_that_fsdp_has_divided_is_an_error_that_teaches(dtensor: type[Known]) -> None:

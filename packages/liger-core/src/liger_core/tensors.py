@@ -78,7 +78,7 @@ def refusal(op: str, name: str, kind: type, first: str | None) -> str:
         return f"{name} is a {kind.__name__}; kernels take plain tensors"
     if first is not None:
         raise TypeError(mixed(op, first, name))
-    return f"{name} is a DTensor; kernels take plain tensors, such as to_local() gives"
+    return f'{name} is a DTensor; kernels take plain tensors: uv pip install "liger-core[distributed]" runs them on its parts'
 
 
 def mixed(op: str, first: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""liger_core's losses where the vocabulary is divided among processes: plain tensors, and a process group."""
+"""liger_core on many devices: losses of plain tensors and a process group. That the ops take DTensors needs no import."""
 
 from liger_distributed.losses import (
     cross_entropy,

@@ -57,7 +57,7 @@ def cross_entropy(
     """
     name = "cross_entropy"
     part = part_of(name, group, logits.shape[-1], vocabulary)
-    statistics = _statistics_of_logits(
+    statistics = statistics_of_logits(
         logits,
         target,
         part,
@@ -69,7 +69,7 @@ def cross_entropy(
             "return_best": return_token_accuracy or return_predicted_tokens,
         },
     )
-    return _loss(
+    return loss_of(
         name,
         statistics,
         target,
@@ -133,8 +133,8 @@ def fused_linear_cross_entropy(
     name = "fused_linear_cross_entropy"
     checks.flag(name, token_scaling=token_scaling)
     part = part_of(name, group, linear_weight.shape[0], vocabulary)
-    statistics = _statistics_of_linear(
-        x,
+    statistics = statistics_of_linear(
+        shared(x, group),
         linear_weight,
         target,
         bias,
@@ -149,7 +149,7 @@ def fused_linear_cross_entropy(
             "memory_budget": memory_budget,
         },
     )
-    return _loss(
+    return loss_of(
         name,
         statistics,
         target,
@@ -204,7 +204,7 @@ def token_logprobs(
         "return_entropy": return_entropy,
         "return_best": return_predicted_tokens,
     }
-    statistics = _statistics_of_logits(logits, target, part, ignore_index, options)
+    statistics = statistics_of_logits(logits, target, part, ignore_index, options)
     return _logprobs(name, statistics, target, part, ignore_index, return_lse)
 
 
@@ -254,13 +254,14 @@ def fused_linear_token_logprobs(
         "accum_dtype": accum_dtype,
         "memory_budget": memory_budget,
     }
-    statistics = _statistics_of_linear(x, linear_weight, target, bias, part, ignore_index, options)
+    statistics = statistics_of_linear(shared(x, group), linear_weight, target, bias, part, ignore_index, options)
     return _logprobs(name, statistics, target, part, ignore_index, return_lse)
 
 
-def _statistics_of_logits(
+def statistics_of_logits(
     logits: Tensor, target: Tensor, part: Part, ignore_index: int, options: dict[str, Any]
 ) -> LogitStatistics:
+    """`logit_statistics` of the whole vocabulary, from this process's columns."""
     if part.columns == 0:
         mine = of_nothing(logits, target, part, options)
     else:
@@ -268,7 +269,7 @@ def _statistics_of_logits(
     return joined(mine, target, part, ignore_index)
 
 
-def _statistics_of_linear(
+def statistics_of_linear(
     x: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -277,8 +278,7 @@ def _statistics_of_linear(
     ignore_index: int,
     options: dict[str, Any],
 ) -> LogitStatistics:
-    if torch.is_grad_enabled() and x.requires_grad:
-        x = shared(x, part.group)
+    """`fused_linear_logit_statistics` of the whole vocabulary. The gradient of x is that of this process's columns."""
     if part.columns == 0:
         logits = x @ linear_weight.T
         mine = of_nothing(logits if bias is None else logits + bias, target, part, options)
@@ -295,7 +295,7 @@ def _mine(op: str, weight: Tensor | None, part: Part) -> Tensor | None:
     return None if weight is None else weight[part.first : part.first + part.columns]
 
 
-def _loss(
+def loss_of(
     op: str,
     statistics: LogitStatistics,
     target: Tensor,
@@ -306,6 +306,7 @@ def _loss(
     token_scaling: bool,
     **options: Any,
 ) -> Tensor | CrossEntropyOutput:
+    """The loss of a row's statistics, with the checks of what it takes."""
     check_options(op, softcap=softcap, **options)
     checks.ndim(op, 1, 1, target=target)
     _check_tokens(op, target, part, options["ignore_index"])

@@ -100,7 +100,7 @@ def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """
     rank, size = group.rank(), group.size()
     sent = tensor.detach()[None].contiguous()
-    parts = _landed(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group.group_name))
+    parts = landed(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group.group_name))
     return torch.cat((parts[:rank], tensor[None], parts[rank + 1 :]))
 
 
@@ -115,13 +115,14 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         summed = torch.ops._c10d_functional.all_reduce(gradient.contiguous(), "sum", ctx.group.group_name)
-        return _landed(summed), None
+        return landed(summed), None
 
 
 def shared(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """A tensor that all processes have alike, as one that each uses alone: its gradient is the sum of theirs."""
-    return _SumGradient.apply(tensor, group)
+    return _SumGradient.apply(tensor, group) if torch.is_grad_enabled() and tensor.requires_grad else tensor
 
 
-def _landed(tensor: Tensor) -> Tensor:
+def landed(tensor: Tensor) -> Tensor:
+    """What a collective in flight arrives as, with its gradient."""
     return torch.ops._c10d_functional.wait_tensor(tensor)

@@ -19,7 +19,7 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function._schema.name.partition("::")
-        if name[0] in ("_c10d_functional", "c10d") and name[2] != "wait_tensor":
+        if name[0] in ("_c10d_functional", "c10d") and name[2] not in ("wait_tensor", "_wrap_tensor_autograd"):
             size = sum(a.numel() * a.element_size() for a in tree_leaves(args) if isinstance(a, Tensor))
             self.collectives.append((name[2], size))
         return function(*args, **(kwargs or {}))

@@ -67,6 +67,13 @@ def test_a_known_type_is_handed_over(entries: dict[str, list[Any]]) -> None:
     assert entries["looked"] == [name]
 
 
+def test_explain_tells_of_the_kernel_that_runs_on_its_parts(entries: dict[str, list[Any]]) -> None:
+    assert "toy-traced: no: x is a Known" in str(liger_core.explain("rms_norm", Known(X), W))
+    tensors._handlers.clear()
+    entries[tensors.full_name(Known)] = [lambda op, demand, arguments: X]
+    assert "toy-traced: chosen" in str(liger_core.explain("rms_norm", Known(X), W))
+
+
 def test_any_argument_may_be_of_the_type(entries: dict[str, list[Any]]) -> None:
     entries[tensors.full_name(Known)] = [lambda op, demand, arguments: X]
     assert liger_core.rms_norm(torch.ones(1, 2), Known(W)) is X

@@ -285,6 +285,29 @@ def test_the_readme_has_the_table_of_ops() -> None:
     assert table() in README.read_text(encoding="utf-8"), f"the README takes this table:\n{table()}"
 
 
+def remembered() -> tuple[int, str]:
+    """How many plans calls of one kind make, and what a wrong call after them raises."""
+    from liger_distributed import dtensor
+
+    dtensor._plans.clear()
+    x, weight = spread(torch.ones(3, 4), 0), spread(torch.ones(4), None)
+    for _ in range(3):
+        liger_core.rms_norm(x, weight)
+    count = len(dtensor._plans)
+    with pytest.raises(ValueError, match="weight has shape") as caught:
+        liger_core.rms_norm(x, spread(torch.ones(3), None))
+    other = liger_core.rms_norm(spread(torch.ones(3, 4), 1), weight)
+    assert other.placements[0].is_replicate()
+    return count, str(caught.value)
+
+
+def test_what_metadata_decides_is_remembered(pool: Pool) -> None:
+    """By all of it: another shape is checked, and other placements are chosen for, anew."""
+    count, text = pool.run(remembered)[0]
+    assert count == 1
+    assert "weight has shape (3,); it takes (4,), x's last dimension" in text
+
+
 def mixed() -> str:
     weight = spread(torch.ones(4), 0)
     try:

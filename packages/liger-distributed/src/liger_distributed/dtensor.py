@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from liger_core import tensors
+from liger_core.calling import MOST_REMEMBERED
 from liger_core.contract import Op
 from liger_core.dimensions import independent
 from liger_distributed.rules import RULES, Call, Spread
@@ -26,8 +27,70 @@ log = logging.getLogger("liger_distributed")
 _said: set[tuple[Any, ...]] = set()
 
 
+class Plan(NamedTuple):
+    """What metadata decides about a call: how each tensor is taken, and how results are wrapped.
+
+    Attributes:
+        mesh: of all its DTensors.
+        taken: for each tensor its placements and those of its gradient, None for a tensor without one.
+        spread: what is divided, and among whom.
+        sizes: of the dimensions, by name, as one process would see them.
+        results: the names that results are divided over, for each dimension of the mesh.
+        wrapped: placements, shape and stride of results, by what makes them.
+    """
+
+    mesh: DeviceMesh
+    taken: dict[str, tuple[tuple[Placement, ...], tuple[Placement, ...] | None]]
+    spread: Spread
+    sizes: dict[str, int]
+    results: list[str | None]
+    wrapped: dict[Any, tuple[tuple[Placement, ...], torch.Size, tuple[int, ...]]]
+
+
+_plans: dict[Any, Plan] = {}
+
+
 def call(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any:
     """Run an op, some of whose arguments are DTensors. They and the results are as one process would see them."""
+    key = None if torch.compiler.is_compiling() else _key(op, arguments)
+    plan = None if key is None else _plans.get(key)
+    if plan is None:
+        plan = _plan(op, arguments)
+        if key is not None:
+            if len(_plans) >= MOST_REMEMBERED:
+                _plans.clear()
+            _plans[key] = plan
+    local = dict(arguments)
+    for name, (wanted, gradient) in plan.taken.items():
+        local[name] = _local(arguments[name], plan.mesh, wanted, gradient)
+    done = Call(op, demand, local, plan.spread, plan.sizes)
+    rule = RULES.get(op.name)
+    result = rule.run(done) if rule else done.run()
+    if not isinstance(result, tuple):
+        return _wrap(op, plan, done, 0, result, arguments)
+    wrapped = tuple(None if v is None else _wrap(op, plan, done, n, v, arguments) for n, v in enumerate(result))
+    return wrapped if op.result is None else cast("Any", op.result)(*wrapped)
+
+
+def _key(op: Op[..., Any], arguments: dict[str, Any]) -> Any:
+    """The metadata of a call; None where an option can't be looked up."""
+    options = [arguments[name] for name in op.options]
+    found = []
+    for name in op.tensors:
+        tensor = arguments[name]
+        # A mesh by what it is: one of other process groups may equal it.
+        placed = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None
+        found.append(None if tensor is None else (placed, tensor.shape, tensor.dtype, tensor.device))
+    key = op.name, tuple(found), tuple(options), tuple(map(type, options))  # 1, 1.0 and True are equal
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return None if any(isinstance(option, Tensor | tuple) for option in options) else key
+
+
+def _plan(op: Op[..., Any], arguments: dict[str, Any]) -> Plan:
+    """Check a call, and decide what it divides."""
     layout, rule = op.dimensions, RULES.get(op.name)
     if layout is None:
         raise TypeError(f"{op.name} doesn't say which of its dimensions are independent, so it takes no DTensors")
@@ -47,39 +110,34 @@ def call(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any
     chosen = _choose(mesh, given, names, more)
     if not _may_be_divided(op, arguments, rule is not None):
         chosen = [dim if dim in more else None for dim in chosen]
-
-    local = dict(arguments)
+    taken = {}
     for name, tensor in given.items():
         wanted = _placements(chosen, names[name], tensor.shape, Replicate())
         gradient = _placements(chosen, names[name], tensor.shape, Partial())
         _say(op.name, name, tensor, wanted)
-        local[name] = _local(tensor, mesh, wanted, gradient if name in op.differentiable else None)
+        taken[name] = wanted, gradient if name in op.differentiable else None
     spread = Spread([(dim, mesh.get_group(number)) for number, dim in enumerate(chosen) if dim is not None])
-    done = Call(op, demand, local, spread, sizes)
-    result = rule.run(done) if rule else done.run()
+    results = [None if rule and dim in rule.combines else dim for dim in chosen]
+    return Plan(mesh, taken, spread, sizes, results, {})
 
-    several = isinstance(result, tuple)
-    whole = [None if rule and dim in rule.combines else dim for dim in chosen]
-    wrapped = []
-    for number, value in enumerate(result if several else (result,)):
-        if value is not None:
-            dims = layout.of_result(number, value.dim(), arguments) if value.dim() else ()
-            counted = layout.results[number].counted
-            if counted is not None:
-                value = value * done.share(counted, layout.tensors[counted][0], value.dtype)
-            shape = [sizes[d] if d.rstrip("'") in whole else size for d, size in zip(dims, value.shape, strict=True)]
-            value = DTensor.from_local(
-                value,
-                mesh,
-                _placements(whole, dims, shape, Partial()),
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=_stride(value, shape),
-            )
-        wrapped.append(value)
-    if not several:
-        return wrapped[0]
-    return type(result)(*wrapped) if hasattr(result, "_fields") else tuple(wrapped)
+
+def _wrap(op: Op[..., Any], plan: Plan, done: Call, number: int, value: Tensor, arguments: dict[str, Any]) -> DTensor:
+    """A result of this part, as one process would see the whole."""
+    layout = op.dimensions
+    assert layout is not None
+    counted = layout.results[number].counted
+    if counted is not None:
+        value = value * done.share(counted, layout.tensors[counted][0], value.dtype)
+    key = number, value.shape, value.stride()
+    known = None if torch.compiler.is_compiling() else plan.wrapped.get(key)
+    if known is None:
+        dims = layout.of_result(number, value.dim(), arguments) if value.dim() else ()
+        shape = [plan.sizes[d] if d.rstrip("'") in plan.results else s for d, s in zip(dims, value.shape, strict=True)]
+        known = _placements(plan.results, dims, shape, Partial()), torch.Size(shape), _stride(value, shape)
+        if not torch.compiler.is_compiling():
+            plan.wrapped[key] = known
+    placements, whole, stride = known
+    return DTensor.from_local(value, plan.mesh, placements, run_check=False, shape=whole, stride=stride)
 
 
 def _mesh_of(op: Op[..., Any], given: dict[str, Tensor]) -> DeviceMesh:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_core import dispatch
+from liger_core import dispatch, tensors
 from liger_core.backend import BackendInfo, backends, broken_backends
 from liger_core.calling import Op, by_name, ops
 from liger_core.devices import type_of
@@ -103,7 +103,9 @@ def explain(
     empty = False
     if args or kwargs:
         arguments = op.bind(args, kwargs)
+        handed_over = tensors.handler_of([arguments[n] for n in op.tensors]) is not None
         device, refusal, _ = op.examine(arguments)
+        refusal = None if handed_over else refusal  # kernels get plain tensors then
         empty = arguments[op.names[0]].numel() == 0
     device = type_of(device)
     language = dispatch.demanded_language(op.name, dispatch.state.demand)

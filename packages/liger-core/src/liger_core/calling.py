@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 
-from liger_core import dispatch, modes
+from liger_core import dispatch, modes, tensors
 from liger_core.backend import Unsupported, backends
 from liger_core.declaration import Arguments, Declaration, Needs, declared
 from liger_core.devices import type_of
@@ -99,6 +99,8 @@ class Op(Declaration[P, R]):
     def _call_anew(self, demand: str | None, arguments: Arguments, key: Any) -> R:
         if not modes.compiling() and (tracer := modes.symbolic_tracer(arguments.values())) is not None:
             return cast("Any", tracer.create_proxy("call_function", self, (), arguments))
+        if (handler := tensors.handler_of([arguments[name] for name in self.tensors])) is not None:
+            return handler(self, demand, arguments)
         remembered, given = self._ready, arguments.copy()
         device, refusal, autocast = self.examine(arguments)
         if modes.compiling():

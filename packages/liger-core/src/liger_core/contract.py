@@ -28,6 +28,7 @@ def op(
     result: type[tuple[Any, ...]] | None = None,
     grad_results: tuple[str, ...] | None = None,
     autocast: tuple[str, ...] = (),
+    dimensions: str | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]: ...
 @overload
 def op(
@@ -36,6 +37,7 @@ def op(
     result: type[tuple[Any, ...]] | None = None,
     grad_results: tuple[str, ...] | None = None,
     autocast: tuple[str, ...] = (),
+    dimensions: str | None = None,
     overloads: type[C],
 ) -> Callable[[Callable[P, R]], OverloadedOp[P, R, C]]: ...
 def op(
@@ -44,6 +46,7 @@ def op(
     result: type[tuple[Any, ...]] | None = None,
     grad_results: tuple[str, ...] | None = None,
     autocast: tuple[str, ...] = (),
+    dimensions: str | None = None,
     overloads: type[Any] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make a reference function a contract.
@@ -56,12 +59,14 @@ def op(
         grad_results: the fields of `result` that have a gradient; all, when it is left out.
         autocast: the tensors that are cast to the autocast dtype in an autocast region. The op then runs with
             autocast off; every other tensor keeps its dtype.
+        dimensions: which dimensions are independent, such as ``"x: ... H, weight: H -> ... H"``; `Dimensions` says how
+            it is read. What divides a call among processes reads it.
         overloads: for type checkers, a class whose ``__call__`` has an overload for each type of result.
     """
     kind: Any = Op if overloads is None else OverloadedOp
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
-        return kind(reference, differentiable, result, grad_results, autocast)
+        return kind(reference, differentiable, result, grad_results, autocast, dimensions)
 
     return decorate
 

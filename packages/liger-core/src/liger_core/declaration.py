@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, Generic, ParamSpec, TypeVar, get_origin, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from liger_core import tensors
+from liger_core.dimensions import parse
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +40,7 @@ class Declaration(Generic[P, R]):
         result: the NamedTuple that the op returns when it returns several named values, else None.
         keeps_gradient: for each field of `result`, whether it has a gradient; None when every returned value has.
         autocast: the tensors that are cast to the autocast dtype in an autocast region.
+        dimensions: which dimensions of its tensors are independent, or None where it doesn't say.
         tensors: the parameters that are tensors; those of them that may be None are `optional`.
         options: the other parameters.
     """
@@ -48,6 +52,7 @@ class Declaration(Generic[P, R]):
         result: type[tuple[Any, ...]] | None,
         grad_results: tuple[str, ...] | None,
         autocast: tuple[str, ...],
+        dimensions: str | None = None,
     ) -> None:
         self.name = reference.__name__
         self.reference: Callable[..., R] = reference
@@ -73,6 +78,12 @@ class Declaration(Generic[P, R]):
             raise ValueError(
                 f"{self.name}: differentiable is {differentiable}; it takes tensors, in the signature's order"
             )
+
+        several = len(get_args(hints["return"])) if get_origin(hints.get("return")) is tuple else None
+        returned = len(fields) or (1 if hints.get("return") is Tensor else several)
+        self.dimensions = (
+            None if dimensions is None else parse(dimensions, self.name, self.tensors, self.options, returned)
+        )
 
         self._checks: Callable[..., None] = _no_check
         self._check_values: Callable[..., None] | None = None
@@ -134,7 +145,8 @@ class Declaration(Generic[P, R]):
                 if not isinstance(tensor, Tensor):
                     raise TypeError(f"{self.name}: {name} is a {kind.__name__}; it takes a torch.Tensor")
                 if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
-                    refusal = f"{name} is a {kind.__name__}; kernels take plain tensors"
+                    plain = None if first is None or type(arguments[first]) is kind else first
+                    refusal = tensors.refusal(self.name, name, kind, plain)
             if device is None:
                 device, first = tensor.device, name
             elif tensor.device != device:

@@ -108,7 +108,13 @@ class CrossEntropyCall:
         raise NotImplementedError
 
 
-@op(differentiable=("logits",), result=CrossEntropyOutput, grad_results=("loss",), overloads=CrossEntropyCall)
+@op(
+    differentiable=("logits",),
+    result=CrossEntropyOutput,
+    grad_results=("loss",),
+    overloads=CrossEntropyCall,
+    dimensions="logits: n V, target: n, weight: V -> n, n, n, n",
+)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

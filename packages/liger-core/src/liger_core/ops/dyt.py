@@ -7,7 +7,7 @@ from liger_core import checks
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("x", "alpha", "gamma", "beta"))
+@op(differentiable=("x", "alpha", "gamma", "beta"), dimensions="x: ... h, alpha: A, gamma: h, beta: h -> ... h")
 def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     """Squash each element, then scale and shift it: y = gamma · tanh(alpha · x) + beta.
 

@@ -7,7 +7,7 @@ from liger_core import checks
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("weight",))
+@op(differentiable=("weight",), dimensions="indices: ..., weight: V h -> ... h")
 def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
     """Take one row of the weight for each index: y[...] = weight[indices[...]].
 

@@ -7,7 +7,7 @@ from liger_core.contract import op
 from liger_core.ops.rms_norm import CASTING_MODES, rms_norm
 
 
-@op(differentiable=("x", "residual", "weight"))
+@op(differentiable=("x", "residual", "weight"), dimensions="x: ... H, residual: ... H, weight: H -> ... H, ... H")
 def fused_add_rms_norm(
     x: Tensor,
     residual: Tensor,

@@ -107,6 +107,7 @@ class FusedLinearCrossEntropyCall:
     grad_results=("loss",),
     autocast=("x", "linear_weight", "bias"),
     overloads=FusedLinearCrossEntropyCall,
+    dimensions="x: n H, linear_weight: V H, target: n, bias: V, class_weight: V -> n, n, n, n",
 )
 def fused_linear_cross_entropy(
     x: Tensor,

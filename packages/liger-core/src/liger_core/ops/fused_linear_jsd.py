@@ -13,6 +13,7 @@ from liger_core.ops.jsd import check_beta, jsd
 @op(
     differentiable=("student_x", "student_weight"),
     autocast=("student_x", "student_weight", "teacher_x", "teacher_weight"),
+    dimensions="student_x: n H, student_weight: V H, teacher_x: n K, teacher_weight: V K, labels: n -> /labels",
 )
 def fused_linear_jsd(
     student_x: Tensor,

@@ -22,6 +22,7 @@ from liger_core.ops.logit_statistics import (
     result=LogitStatistics,
     grad_results=DIFFERENTIABLE,
     autocast=("x", "linear_weight", "bias"),
+    dimensions="x: n H, linear_weight: V H, target: n *, bias: V, class_weight: V -> n, n *, n, n, n, n, n",
 )
 def fused_linear_logit_statistics(
     x: Tensor,

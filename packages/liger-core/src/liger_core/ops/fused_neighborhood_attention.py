@@ -7,7 +7,7 @@ from liger_core import checks
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("q", "k", "v"))
+@op(differentiable=("q", "k", "v"), dimensions="q: b h S D, k: b h S D, v: b h S D -> b h S D")
 def fused_neighborhood_attention(
     q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
 ) -> Tensor:

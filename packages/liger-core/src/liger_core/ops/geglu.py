@@ -7,7 +7,7 @@ from liger_core import checks
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("gate", "up"))
+@op(differentiable=("gate", "up"), dimensions="gate: ..., up: ... -> ...")
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """Scale one branch by the GELU of the other: y = gelu(gate) · up, with the tanh approximation of GELU.
 

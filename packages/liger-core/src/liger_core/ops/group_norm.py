@@ -7,7 +7,7 @@ from liger_core import checks
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("x", "weight", "bias"))
+@op(differentiable=("x", "weight", "bias"), dimensions="x: n C *, weight: C, bias: C -> n C *")
 def group_norm(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
     """Normalise each sample's groups of channels, then scale and shift each channel: y = (x − μ)·rstd·weight + bias.
 

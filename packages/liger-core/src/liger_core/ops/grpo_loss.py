@@ -19,7 +19,13 @@ IGNORED = -1
 """Stands for the id of a masked token: no id that counts may be negative."""
 
 
-@op(differentiable=("logits",), result=GRPOOutput, grad_results=("loss",))
+@op(
+    differentiable=("logits",),
+    result=GRPOOutput,
+    grad_results=("loss",),
+    dimensions="logits: b S V, old_logps: b T, ref_logps: b T, completion_ids: b T, advantages: b, completion_mask: b T, "
+    "importance_sampling_ratio: b * -> b T, b T, b T",
+)
 def grpo_loss(
     logits: Tensor,
     old_logps: Tensor | None,

@@ -10,7 +10,10 @@ from liger_core.contract import op, upcast
 from liger_core.ops.cross_entropy import check_labels
 
 
-@op(differentiable=("student_logprobs",))
+@op(
+    differentiable=("student_logprobs",),
+    dimensions="student_logprobs: n v, teacher_logprobs: n v, labels: n -> /labels",
+)
 def jsd(
     student_logprobs: Tensor,
     teacher_logprobs: Tensor,

@@ -8,7 +8,7 @@ from liger_core.contract import op, upcast
 REDUCTIONS = ("batchmean", "mean", "sum", "none")
 
 
-@op(differentiable=("log_pred",))
+@op(differentiable=("log_pred",), dimensions="log_pred: n v, target: n v -> n v")
 def kl_div(
     log_pred: Tensor, target: Tensor, *, reduction: str = "batchmean", log_target: bool = False, eps: float = 1e-10
 ) -> Tensor:

@@ -7,7 +7,7 @@ from liger_core import checks
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("x", "weight", "bias"))
+@op(differentiable=("x", "weight", "bias"), dimensions="x: ... H, weight: H, bias: H -> ... H")
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
     """Centre each row, divide it by its standard deviation, then scale and shift it: y = (x − μ)·rstd·weight + bias.
 

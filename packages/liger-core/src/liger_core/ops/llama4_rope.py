@@ -8,7 +8,7 @@ from liger_core.checks import FLOATS
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("q", "k"))
+@op(differentiable=("q", "k"), dimensions="q: b s h D, k: b s h' D, freqs_cis: s * -> b s h D, b s h' D")
 def llama4_rope(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply each pair of neighbouring columns, as a complex number, by its frequency's.
 

@@ -38,7 +38,12 @@ DIFFERENTIABLE = ("lse", "picked", "entropy", "total")
 """The fields of `LogitStatistics` that have a gradient."""
 
 
-@op(differentiable=("logits",), result=LogitStatistics, grad_results=DIFFERENTIABLE)
+@op(
+    differentiable=("logits",),
+    result=LogitStatistics,
+    grad_results=DIFFERENTIABLE,
+    dimensions="logits: n V, target: n *, weight: V -> n, n *, n, n, n, n, n",
+)
 def logit_statistics(
     logits: Tensor,
     target: Tensor,

@@ -7,7 +7,7 @@ from liger_core import checks
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("x", "weight", "bias"))
+@op(differentiable=("x", "weight", "bias"), dimensions="x: ... H, weight: K, bias: B -> ... H")
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
     """Combine a row's normalised powers: y = w₀·n(x³) + w₁·n(x²) + w₂·n(x) + bias, n(u) = u · rsqrt(mean(u²) + eps).
 

@@ -7,7 +7,7 @@ from liger_core import checks
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("x", "up"))
+@op(differentiable=("x", "up"), dimensions="x: ..., up: ... -> ...")
 def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
     """Square what is positive: y = max(x, 0)², times up where it is given.
 

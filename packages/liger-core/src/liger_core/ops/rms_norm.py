@@ -9,7 +9,7 @@ from liger_core.contract import op, upcast
 CASTING_MODES = ("llama", "gemma", "none")
 
 
-@op(differentiable=("x", "weight"))
+@op(differentiable=("x", "weight"), dimensions="x: ... H, weight: H -> ... H")
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:

@@ -7,7 +7,7 @@ from liger_core import checks
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("x",))
+@op(differentiable=("x",), dimensions="x: ... V -> ... V")
 def softmax(x: Tensor) -> Tensor:
     """Exponentiate each row and divide it by its sum: y = exp(x − max(x)) / Σ exp(x − max(x)).
 

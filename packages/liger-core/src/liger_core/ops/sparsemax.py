@@ -7,7 +7,7 @@ from liger_core import checks
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("x",))
+@op(differentiable=("x",), dimensions="x: ... V@dim -> ... V@dim")
 def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
     """Project each row on the probability simplex: y = max(x − tau, 0), with the one tau for which y adds up to 1.
 

@@ -7,7 +7,7 @@ from liger_core import checks
 from liger_core.contract import op, upcast
 
 
-@op(differentiable=("gate", "up"))
+@op(differentiable=("gate", "up"), dimensions="gate: ..., up: ... -> ...")
 def swiglu(gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
     """Scale one branch by the SiLU of the other: y = silu(gate · gate_multiplier) · up · down_multiplier.
 

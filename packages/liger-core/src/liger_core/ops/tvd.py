@@ -9,7 +9,7 @@ from liger_core.ops.cross_entropy import check_labels
 from liger_core.ops.kl_div import REDUCTIONS
 
 
-@op(differentiable=("p",))
+@op(differentiable=("p",), dimensions="p: n v, q: n v, labels: n -> n v")
 def tvd(
     p: Tensor,
     q: Tensor,

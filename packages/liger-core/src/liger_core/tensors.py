@@ -1,0 +1,90 @@
+"""Types of tensors that are not plain: a package that knows one runs the ops on it.
+
+It has an entry point of the group ``liger.tensors``. The entry point's name is the type's full name, such as
+``torch.distributed.tensor.DTensor``, and its object a `Handler`. Nothing is imported before such a tensor arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+Handler = Callable[[Any, "str | None", "dict[str, Any]"], Any]
+"""Runs a call: of the op, the demand, and every argument by name. It returns the op's result."""
+
+DTENSOR = "torch.distributed.tensor.DTensor"
+IN_FLIGHT = "torch.distributed._functional_collectives.AsyncCollectiveTensor"
+
+_handlers: dict[str, Handler | None] = {}
+"""By a type's full name; None where nobody knows it."""
+
+
+def handler_of(tensors: Iterable[Any]) -> Handler | None:
+    """Who runs an op on these, or None where core does."""
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind is not Tensor and kind is not Parameter and isinstance(tensor, Tensor):
+            name = full_name(kind)
+            find_once(name)  # before the table is looked at: Dynamo takes it as it then is
+            if (handler := _handlers[name]) is not None:
+                return handler
+    return None
+
+
+def full_name(kind: type) -> str:
+    """A type's module and name."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def find_once(name: str) -> bool:
+    """Look for a type's handler, and import it. Dynamo can't trace that; it can run it, here."""
+    if name == IN_FLIGHT:
+        _handlers[name] = land
+    elif name not in _handlers:
+        from importlib.metadata import entry_points
+
+        found = next(iter(entry_points(group="liger.tensors", name=name)), None)
+        _handlers[name] = None if found is None else found.load()
+    return True
+
+
+# What torch.compiler.assume_constant_result does, without importing Dynamo for it.
+find_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def land(op: Any, demand: str | None, arguments: dict[str, Any]) -> Any:
+    """Call an op with what collectives in flight arrive as: plain tensors."""
+    # Not their method `wait`, which drops the gradient.
+    wait = torch.ops._c10d_functional.wait_tensor
+    landed = {
+        name: wait(value) if isinstance(value, Tensor) and full_name(type(value)) == IN_FLIGHT else value
+        for name, value in arguments.items()
+    }
+    return op.call(demand, (), landed)
+
+
+def refusal(op: str, name: str, kind: type, first: str | None) -> str:
+    """Why no kernel takes an argument of a type that is not plain.
+
+    Raises:
+        TypeError: it is a DTensor, and the `first` argument isn't. Then it is nearly always a parameter that FSDP has
+            divided, read where each process sees other rows: to take it as whole would give wrong gradients.
+    """
+    if full_name(kind) != DTENSOR:
+        return f"{name} is a {kind.__name__}; kernels take plain tensors"
+    if first is not None:
+        raise TypeError(mixed(op, first, name))
+    return f'{name} is a DTensor; kernels take plain tensors: uv pip install "liger-core[distributed]" runs them on its parts'
+
+
+def mixed(op: str, first: str, name: str) -> str:
+    """What to tell somebody who gives an op a plain tensor first, and a DTensor beside it."""
+    return (
+        f"{op}: {first} is a plain tensor and {name} a DTensor; it takes both of one kind. If fully_shard divided {name}, "
+        f"read it inside its module's forward, or in a method named to register_fsdp_forward_method. If {first} is the same "
+        f"on every process, DTensor.from_local({first}, {name}.device_mesh) says so"
+    )

@@ -1,0 +1,10 @@
+"""liger_core on many devices: losses of plain tensors and a process group. That the ops take DTensors needs no import."""
+
+from liger_distributed.losses import (
+    cross_entropy,
+    fused_linear_cross_entropy,
+    fused_linear_token_logprobs,
+    token_logprobs,
+)
+
+__all__ = ["cross_entropy", "fused_linear_cross_entropy", "fused_linear_token_logprobs", "token_logprobs"]

@@ -1,0 +1,333 @@
+"""Losses of logits whose columns, the vocabulary, are divided among the processes of a group.
+
+The rows are the same on all of them, and so is what is returned, to the bit. Forward sends one all-gather of 8 bytes a row
+and process, and 4 more for each of label smoothing and entropy, 8 for predicted tokens or accuracy. Backward sends
+nothing, but for the sum of x's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from liger_core import checks, modes
+from liger_core.losses.logprobs import TokenLogprobsOutput, logprobs_of_statistics
+from liger_core.ops.cross_entropy import CrossEntropyOutput, check_options, loss_of_statistics
+from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
+from liger_core.ops.logit_statistics import LogitStatistics, logit_statistics
+from liger_distributed.vocabulary import Part, joined, of_nothing, part_of, shared
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    group: ProcessGroup,
+    vocabulary: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    """`liger_core.cross_entropy` of logits of which this process has some columns.
+
+    Args:
+        logits: ``[N, columns]``, this process's, without a copy in another dtype.
+        target: int64 ``[N]``, global ids.
+        weight: ``[V]``, a weight per class of the whole vocabulary, or None.
+        group: the processes that have the vocabulary, in the order of their columns.
+        vocabulary: V, divided as torch.chunk does: a last process may have fewer columns, or none. None: every process
+            has as many as this one.
+        ignore_index, label_smoothing, lse_square_scale, softcap, reduction: as in `liger_core.cross_entropy`.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: as there.
+
+    Returns:
+        As `liger_core.cross_entropy`, on every process.
+
+    Raises:
+        TypeError, ValueError, IndexError: as there; ValueError for a number of columns that doesn't fit.
+    """
+    name = "cross_entropy"
+    part = part_of(name, group, logits.shape[-1], vocabulary)
+    statistics = statistics_of_logits(
+        logits,
+        target,
+        part,
+        ignore_index,
+        {
+            "weight": _mine(name, weight, part),
+            "softcap": softcap,
+            "return_total": bool(label_smoothing),
+            "return_best": return_token_accuracy or return_predicted_tokens,
+        },
+    )
+    return loss_of(
+        name,
+        statistics,
+        target,
+        weight,
+        part,
+        softcap=softcap,
+        token_scaling=False,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        reduction=reduction,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+    )
+
+
+def fused_linear_cross_entropy(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: ProcessGroup,
+    vocabulary: int | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    token_scaling: bool = False,
+    accum_dtype: torch.dtype = torch.float32,
+    memory_budget: int | None = None,
+) -> Tensor | CrossEntropyOutput:
+    """`liger_core.fused_linear_cross_entropy` of a weight of which this process has some rows.
+
+    Logits are float32, as in `liger_core.fused_linear_logit_statistics`, whose kernels never hold those of all rows.
+
+    Args:
+        x: ``[N, H]``, the same on every process; its gradient is that of the whole vocabulary.
+        linear_weight: ``[columns, H]``, this process's rows.
+        target: int64 ``[N]``, global ids.
+        bias: ``[columns]``, this process's, or None.
+        group, vocabulary: as in `cross_entropy`.
+        class_weight: ``[V]``, a weight per class of the whole vocabulary, or None.
+        ignore_index, label_smoothing, lse_square_scale, softcap, reduction: as in `liger_core.cross_entropy`.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: as there.
+        token_scaling: as in `liger_core.fused_linear_cross_entropy`.
+        accum_dtype, memory_budget: as in `liger_core.fused_linear_logit_statistics`, of this process.
+
+    Returns:
+        As `liger_core.fused_linear_cross_entropy`, on every process.
+
+    Raises:
+        TypeError, ValueError, IndexError: as there; ValueError for a number of rows that doesn't fit.
+    """
+    name = "fused_linear_cross_entropy"
+    checks.flag(name, token_scaling=token_scaling)
+    part = part_of(name, group, linear_weight.shape[0], vocabulary)
+    statistics = statistics_of_linear(
+        shared(x, group),
+        linear_weight,
+        target,
+        bias,
+        part,
+        ignore_index,
+        {
+            "class_weight": _mine(name, class_weight, part),
+            "softcap": softcap,
+            "return_total": bool(label_smoothing),
+            "return_best": return_token_accuracy or return_predicted_tokens,
+            "accum_dtype": accum_dtype,
+            "memory_budget": memory_budget,
+        },
+    )
+    return loss_of(
+        name,
+        statistics,
+        target,
+        class_weight,
+        part,
+        softcap=softcap,
+        token_scaling=token_scaling,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        reduction=reduction,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+    )
+
+
+def token_logprobs(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    group: ProcessGroup,
+    vocabulary: int | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | TokenLogprobsOutput:
+    """`liger_core.losses.token_logprobs` of logits of which this process has some columns.
+
+    Args:
+        logits: ``[N, columns]``, this process's.
+        target: int64 ``[N]`` or ``[N, K]``, global ids.
+        group, vocabulary: as in `cross_entropy`.
+        temperature, softcap, ignore_index: as in `liger_core.losses.token_logprobs`.
+        return_entropy, return_lse, return_predicted_tokens: as there.
+
+    Returns:
+        As `liger_core.losses.token_logprobs`, on every process.
+
+    Raises:
+        TypeError, ValueError, IndexError: as there; ValueError for a number of columns that doesn't fit.
+    """
+    name = "token_logprobs"
+    checks.flag(name, return_lse=return_lse)
+    part = part_of(name, group, logits.shape[-1], vocabulary)
+    options = {
+        "temperature": temperature,
+        "softcap": softcap,
+        "return_entropy": return_entropy,
+        "return_best": return_predicted_tokens,
+    }
+    statistics = statistics_of_logits(logits, target, part, ignore_index, options)
+    return _logprobs(name, statistics, target, part, ignore_index, return_lse)
+
+
+def fused_linear_token_logprobs(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: ProcessGroup,
+    vocabulary: int | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    return_predicted_tokens: bool = False,
+    accum_dtype: torch.dtype = torch.float32,
+    memory_budget: int | None = None,
+) -> Tensor | TokenLogprobsOutput:
+    """`liger_core.losses.fused_linear_token_logprobs` of a weight of which this process has some rows.
+
+    Args:
+        x: ``[N, H]``, the same on every process; its gradient is that of the whole vocabulary.
+        linear_weight: ``[columns, H]``, this process's rows.
+        target: int64 ``[N]`` or ``[N, K]``, global ids.
+        bias: ``[columns]``, this process's, or None.
+        group, vocabulary: as in `cross_entropy`.
+        temperature, softcap, ignore_index: as in `liger_core.losses.token_logprobs`.
+        return_entropy, return_lse, return_predicted_tokens: as there.
+        accum_dtype, memory_budget: as in `liger_core.fused_linear_logit_statistics`, of this process.
+
+    Returns:
+        As `liger_core.losses.token_logprobs`, on every process.
+
+    Raises:
+        TypeError, ValueError, IndexError: as there; ValueError for a number of rows that doesn't fit.
+    """
+    name = "fused_linear_token_logprobs"
+    checks.flag(name, return_lse=return_lse)
+    part = part_of(name, group, linear_weight.shape[0], vocabulary)
+    options = {
+        "temperature": temperature,
+        "softcap": softcap,
+        "return_entropy": return_entropy,
+        "return_best": return_predicted_tokens,
+        "accum_dtype": accum_dtype,
+        "memory_budget": memory_budget,
+    }
+    statistics = statistics_of_linear(shared(x, group), linear_weight, target, bias, part, ignore_index, options)
+    return _logprobs(name, statistics, target, part, ignore_index, return_lse)
+
+
+def statistics_of_logits(
+    logits: Tensor, target: Tensor, part: Part, ignore_index: int, options: dict[str, Any]
+) -> LogitStatistics:
+    """`logit_statistics` of the whole vocabulary, from this process's columns."""
+    if part.columns == 0:
+        mine = of_nothing(logits, target, part, options)
+    else:
+        mine = logit_statistics(logits, target, first=part.first, ignore_index=ignore_index, **options)
+    return joined(mine, target, part, ignore_index)
+
+
+def statistics_of_linear(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    part: Part,
+    ignore_index: int,
+    options: dict[str, Any],
+) -> LogitStatistics:
+    """`fused_linear_logit_statistics` of the whole vocabulary. The gradient of x is that of this process's columns."""
+    if part.columns == 0:
+        logits = x @ linear_weight.T
+        mine = of_nothing(logits if bias is None else logits + bias, target, part, options)
+    else:
+        mine = fused_linear_logit_statistics(
+            x, linear_weight, target, bias, first=part.first, ignore_index=ignore_index, **options
+        )
+    return joined(mine, target, part, ignore_index)
+
+
+def _mine(op: str, weight: Tensor | None, part: Part) -> Tensor | None:
+    """This process's part of the class weights, which are those of the whole vocabulary."""
+    checks.shape(op, "weight", weight, (part.vocabulary,), "a weight per class of the whole vocabulary")
+    return None if weight is None else weight[part.first : part.first + part.columns]
+
+
+def loss_of(
+    op: str,
+    statistics: LogitStatistics,
+    target: Tensor,
+    weight: Tensor | None,
+    part: Part,
+    *,
+    softcap: float | None,
+    token_scaling: bool,
+    **options: Any,
+) -> Tensor | CrossEntropyOutput:
+    """The loss of a row's statistics, with the checks of what it takes."""
+    check_options(op, softcap=softcap, **options)
+    checks.ndim(op, 1, 1, target=target)
+    _check_tokens(op, target, part, options["ignore_index"])
+    return loss_of_statistics(
+        statistics, target, weight, vocabulary=part.vocabulary, token_scaling=token_scaling, **options
+    )
+
+
+def _logprobs(
+    op: str, statistics: LogitStatistics, target: Tensor, part: Part, ignore_index: int, return_lse: bool
+) -> Tensor | TokenLogprobsOutput:
+    _check_tokens(op, target, part, ignore_index)
+    logprobs = logprobs_of_statistics(statistics, target, part.vocabulary, ignore_index)
+    if not (return_lse or statistics.entropy is not None or statistics.best_index is not None):
+        return logprobs
+    return TokenLogprobsOutput(
+        logprobs, statistics.entropy, statistics.lse if return_lse else None, statistics.best_index
+    )
+
+
+def _check_tokens(op: str, target: Tensor, part: Part, ignore_index: int) -> None:
+    """An accelerator would have to wait for the values: there such a token's loss is NaN."""
+    if target.device.type == "cpu" and not modes.compiling() and not modes.without_values([target]):
+        checks.indices_below(op, "target", target, part.vocabulary, ignore_index)

@@ -1,0 +1,163 @@
+"""The ops that can do more on a part than run on it: rows of an embedding, and the columns and means of cross-entropies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from liger_core import checks, modes
+from liger_core.contract import Op, upcast
+from liger_core.ops.cross_entropy import CrossEntropyOutput
+from liger_distributed.losses import loss_of, statistics_of_linear, statistics_of_logits
+from liger_distributed.vocabulary import Part, landed, part_of
+
+
+class Spread:
+    """What is divided: for each dimension of the mesh that divides one, the name and the processes it is divided among."""
+
+    def __init__(self, divided: list[tuple[str, ProcessGroup]]) -> None:
+        self.divided = divided
+
+    def groups(self, name: str) -> list[ProcessGroup]:
+        """The groups that a name is divided among, the outermost first."""
+        return [group for dim, group in self.divided if dim == name]
+
+    def sum(self, tensor: Tensor, name: str) -> Tensor:
+        """Over all parts of a name. Without a gradient."""
+        tensor = tensor.detach()
+        for group in self.groups(name):
+            tensor = landed(torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name))
+        return tensor
+
+
+class Call(NamedTuple):
+    """An op's call on this process's part: local arguments, and the sizes of all dimensions by name."""
+
+    op: Op[..., Any]
+    demand: str | None
+    arguments: dict[str, Any]
+    spread: Spread
+    sizes: dict[str, int]
+
+    def run(self, **changed: Any) -> Any:
+        """The op on the local arguments."""
+        return self.op.call(self.demand, (), self.arguments | changed)
+
+    def share(self, labels: str, dim: str, dtype: torch.dtype) -> Tensor | float:
+        """What this part's mean over the labels counts for in the mean over all."""
+        if not self.spread.groups(dim):
+            return 1.0
+        target = self.arguments[labels]
+        if target is None:
+            first = self.op.names[0]
+            count = torch.tensor(self.arguments[first].shape[0], dtype=dtype, device=self.arguments[first].device)
+        else:
+            count = (target != self.arguments["ignore_index"]).sum().to(dtype)
+        return count / self.spread.sum(count, dim).clamp(min=1)
+
+
+class Rule(NamedTuple):
+    """How an op runs on parts.
+
+    Attributes:
+        run: makes the results of this part.
+        divides: the names that it divides beside the independent ones.
+        combines: those of them whose parts it has combined: results are the same on all of them, and not addends.
+        keeps: the tensors that it takes whole.
+    """
+
+    run: Callable[[Call], Any]
+    divides: tuple[str, ...]
+    combines: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+
+
+def _embedding(call: Call) -> Tensor:
+    """Rows that are elsewhere give 0; the sum over the parts is the result."""
+    (group,) = call.spread.groups("V") or (None,)
+    if group is None:
+        return call.run()
+    indices, weight, padding = (call.arguments[name] for name in ("indices", "weight", "padding_idx"))
+    part = part_of("embedding", group, weight.shape[0], call.sizes["V"])
+    if indices.device.type == "cpu" and not modes.compiling() and not modes.without_values([indices]):
+        checks.indices_below("embedding", "indices", indices, part.vocabulary)
+    here = (indices >= part.first) & (indices < part.first + part.columns)
+    if part.columns == 0:  # it hangs on the weight, so that backward's collectives meet
+        found = weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
+    else:
+        if padding is not None:
+            padding = padding % part.vocabulary - part.first
+            padding = padding if 0 <= padding < part.columns else None
+        found = call.run(indices=torch.where(here, indices - part.first, 0), padding_idx=padding)
+        found = torch.where(here[..., None], found, 0.0)
+    return found
+
+
+def _cross_entropy(call: Call) -> Any:
+    """A vocabulary that is divided takes one all-gather; a mean over rows that are, the count of all labels."""
+    given, name = call.arguments, call.op.name
+    fused = "linear_weight" in given
+    weight = given["class_weight" if fused else "weight"]
+    target, ignore_index, vocabulary = given["target"], given["ignore_index"], call.sizes["V"]
+    reduction, rows_apart = given["reduction"], bool(call.spread.groups("n"))
+    inner = "none" if rows_apart else reduction
+    if groups := call.spread.groups("V"):
+        columns = given["linear_weight"].shape[0] if fused else given["logits"].shape[1]
+        found = _of_columns(call, part_of(name, groups[0], columns, vocabulary), weight, inner)
+    else:
+        found = call.run(reduction=inner)
+    if inner == reduction:
+        return found
+    several = isinstance(found, tuple)
+    loss, z_loss, accuracy, predicted = found if several else (found, None, None, None)
+    counted = (target != ignore_index) & (target >= 0) & (target < vocabulary)
+    labels = call.spread.sum((target != ignore_index).sum(), "n")
+    rows = divisor = labels.clamp(min=1)
+    if reduction == "mean" and weight is not None:
+        if given["lse_square_scale"]:
+            raise ValueError(
+                f"{name}: a mean over divided rows has one divisor, and class weights beside lse_square_scale make two; "
+                "it takes reduction='sum'"
+            )
+        of_labels = upcast(weight)[target.clamp(0, vocabulary - 1)].masked_fill(~counted, 0.0).sum()
+        divisor = torch.where(labels > 0, call.spread.sum(of_labels, "n"), 1.0)
+    mean = reduction == "mean"
+    loss = loss.sum() / divisor if mean else loss.sum()
+    if not several:
+        return loss
+    z_loss = None if z_loss is None else z_loss.sum() / rows if mean else z_loss.sum()
+    return CrossEntropyOutput(loss, z_loss, None if accuracy is None else accuracy.sum() / rows, predicted)
+
+
+def _of_columns(call: Call, part: Part, weight: Tensor | None, reduction: str) -> Any:
+    given = call.arguments
+    fused = "linear_weight" in given
+    mine = None if weight is None else weight[part.first : part.first + part.columns]
+    options = {
+        "softcap": given["softcap"],
+        "return_total": bool(given["label_smoothing"]),
+        "return_best": given["return_token_accuracy"] or given["return_predicted_tokens"],
+    }
+    target, ignore_index = given["target"], given["ignore_index"]
+    if fused:
+        options |= {name: given[name] for name in ("accum_dtype", "memory_budget")} | {"class_weight": mine}
+        x, linear_weight, bias = given["x"], given["linear_weight"], given["bias"]
+        statistics = statistics_of_linear(x, linear_weight, target, bias, part, ignore_index, options)
+    else:
+        statistics = statistics_of_logits(given["logits"], target, part, ignore_index, options | {"weight": mine})
+    names = ("softcap", "ignore_index", "label_smoothing", "lse_square_scale")
+    names += ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
+    passed = {name: given[name] for name in names}
+    scaling = fused and given["token_scaling"]
+    return loss_of(call.op.name, statistics, target, weight, part, token_scaling=scaling, reduction=reduction, **passed)
+
+
+RULES: dict[str, Rule] = {
+    "embedding": Rule(_embedding, ("V",)),
+    "cross_entropy": Rule(_cross_entropy, ("V",), ("V",), ("weight",)),
+    "fused_linear_cross_entropy": Rule(_cross_entropy, ("V",), ("V",), ("class_weight",)),
+}

@@ -1,0 +1,128 @@
+"""A vocabulary that is divided among processes: who has which columns, and how statistics of columns become a row's.
+
+Each process has the statistics of its own columns. One all-gather makes those of the row: lse is the log-sum-exp of all
+lse, picked and total are sums, and with share = e^(lse_r − lse) the entropy is Σ share_r · (entropy_r + lse − lse_r).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from liger_core.contract import upcast
+from liger_core.ops.logit_statistics import LogitStatistics
+
+LARGEST = 1 << 24
+"""Tokens of a vocabulary whose ids are sent in float32, where predicted ones are asked for."""
+
+
+class Part(NamedTuple):
+    """This process's columns of a vocabulary: `columns` of them, from the global id `first` on."""
+
+    group: ProcessGroup
+    vocabulary: int
+    first: int
+    columns: int
+
+
+def part_of(op: str, group: ProcessGroup, columns: int, vocabulary: int | None) -> Part:
+    """The columns that this process has, as torch.chunk divides a vocabulary; None: all processes have as many.
+
+    Raises:
+        ValueError: it has another number of columns than that.
+    """
+    size, rank = group.size(), group.rank()
+    whole = columns * size if vocabulary is None else vocabulary
+    each = -(-whole // size)
+    first = min(each * rank, whole)
+    if columns != min(each, whole - first):
+        raise ValueError(
+            f"{op}: process {rank} of {size} has {columns} columns of a vocabulary of {whole}; it takes "
+            f"{min(each, whole - first)}, as torch.chunk divides them"
+        )
+    return Part(group, whole, first, columns)
+
+
+def joined(mine: LogitStatistics, target: Tensor, part: Part, ignore_index: int) -> LogitStatistics:
+    """The statistics of the whole vocabulary, from those of this process's columns. The same bits on every process."""
+    wide, dtype = target if target.dim() == 2 else target[:, None], mine.lse.dtype
+    row = (wide != ignore_index).any(-1)
+    sent = [mine.lse[:, None], mine.picked.view(wide.shape)]
+    sent += [value[:, None] for value in (mine.total, mine.entropy) if value is not None]
+    if mine.best is not None and mine.best_index is not None:
+        if part.vocabulary > LARGEST:
+            raise ValueError(f"predicted tokens take a vocabulary of at most {LARGEST}; it has {part.vocabulary}")
+        sent += [mine.best[:, None].to(dtype), mine.best_index[:, None].to(dtype)]
+    received = gather(torch.cat(sent, -1), part.group)
+    at = 1 + wide.shape[1]
+
+    lse_of = received[..., 0]
+    lse = lse_of.logsumexp(0)
+    total = entropy = best = best_index = None
+    if mine.total is not None:
+        total, at = received[..., at].sum(0), at + 1
+    if mine.entropy is not None:
+        share = torch.exp(lse_of - lse)
+        ahead = (lse - lse_of).masked_fill(share == 0, 0.0)
+        entropy, at = (share * (received[..., at] + ahead)).sum(0).masked_fill(~row, 0.0), at + 1
+    if mine.best is not None:
+        values, indices = received[..., at].detach(), received[..., at + 1].detach()
+        best = values.amax(0)
+        best_index = indices.masked_fill(values != best, part.vocabulary).amin(0).to(torch.int64)
+    picked = received[..., 1 : 1 + wide.shape[1]].sum(0).view(target.shape)
+    return LogitStatistics(lse.masked_fill(~row, 0.0), picked, entropy, total, None, best, best_index)
+
+
+def of_nothing(hanging: Tensor, target: Tensor, part: Part, options: dict[str, Any]) -> LogitStatistics:
+    """The statistics of no columns. They hang on `hanging`, float ``[N, 0]``, so that backward's collectives meet."""
+    zero = upcast(hanging).sum(-1)
+    picked = zero if target.dim() == 1 else zero[:, None].expand(target.shape)
+    best = options["return_best"]
+    return LogitStatistics(
+        zero - torch.inf,
+        picked,
+        zero if options.get("return_entropy") else None,
+        zero if options.get("return_total") else None,
+        None,
+        zero.detach() - torch.inf if best else None,
+        torch.full_like(target if target.dim() == 1 else target[:, 0], part.vocabulary) if best else None,
+    )
+
+
+def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """``[processes, *shape]``. Only this process's own part has a gradient.
+
+    Every process makes the same loss of what it gathers, so its own part's gradient is whole: nothing is added up in
+    backward. PyTorch's differentiable all-gather would count it once per process.
+    """
+    rank, size = group.rank(), group.size()
+    sent = tensor.detach()[None].contiguous()
+    parts = landed(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group.group_name))
+    return torch.cat((parts[:rank], tensor[None], parts[rank + 1 :]))
+
+
+class _SumGradient(torch.autograd.Function):
+    """What all processes have, and each uses for its own columns: the gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        summed = torch.ops._c10d_functional.all_reduce(gradient.contiguous(), "sum", ctx.group.group_name)
+        return landed(summed), None
+
+
+def shared(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """A tensor that all processes have alike, as one that each uses alone: its gradient is the sum of theirs."""
+    return _SumGradient.apply(tensor, group) if torch.is_grad_enabled() and tensor.requires_grad else tensor
+
+
+def landed(tensor: Tensor) -> Tensor:
+    """What a collective in flight arrives as, with its gradient."""
+    return torch.ops._c10d_functional.wait_tensor(tensor)

@@ -1,0 +1,101 @@
+"""Two processes of one group, started once: they run functions of test files, and return what these return."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SIZE = 2
+PATIENCE = 90.0
+"""Seconds that a function may take. A process that waits for another one for longer is stuck."""
+
+
+class Pool:
+    """The processes. They are started when the first function is run, and again after one that raised."""
+
+    def __init__(self) -> None:
+        self._processes: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._starts = 0
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function of a test file's top level in every process; a list of what they return, by rank.
+
+        Raises:
+            AssertionError: with the traceback of the first process that raised, or for one that is stuck.
+        """
+        if not self._processes:
+            self._start()
+        where = Path(sys.modules[function.__module__].__file__ or "")
+        for _, connection in self._processes:
+            connection.send((str(where), function.__name__, args))
+        answers: list[Any] = []
+        for rank, (_, connection) in enumerate(self._processes):
+            try:
+                done, answer = connection.recv() if connection.poll(PATIENCE) else (False, "it didn't return")
+            except EOFError:
+                done, answer = False, "it ended; its own output says why"
+            if not done:
+                self.stop()
+                raise AssertionError(f"process {rank}: {answer}")
+            answers.append(answer)
+        return answers
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._starts += 1
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            store = f"{self._folder.name}/store{self._starts}"
+            process = context.Process(target=work, args=(rank, store, theirs), daemon=True)
+            process.start()
+            self._processes.append((process, ours))
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process, connection in self._processes:
+            connection.close()
+            process.terminate()
+        for process, _ in self._processes:
+            process.join()
+        self._processes = []
+
+
+def work(rank: int, store: str, connection: Connection) -> None:
+    """What a process does: call what it is sent, until the pipe is closed."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sys.path.insert(0, str(Path(__file__).parent))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", timeout=timedelta(seconds=60), rank=rank, world_size=SIZE)
+    while True:
+        try:
+            path, name, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, getattr(_module(path), name)(*args)
+        except BaseException:  # whatever it is: `run` raises it, with this traceback
+            answer = False, traceback.format_exc()
+        connection.send(answer)
+
+
+def _module(path: str) -> Any:
+    if path not in sys.modules:
+        spec = importlib.util.spec_from_file_location(path, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[path] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[path])
+    return sys.modules[path]

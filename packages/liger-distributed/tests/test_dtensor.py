@@ -1,0 +1,321 @@
+"""Every op on DTensors, on two processes, against the reference on the whole."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from seen import Sent
+from torch import Tensor
+
+import liger_core
+from liger_conformance.case import Make, cases_of
+from liger_conformance.dividing import divisible, names_of
+from liger_conformance.running import complete, incoming_of, name_results
+from liger_core.contract import Op, ops
+from liger_core.dimensions import independent
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@functools.cache
+def mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def arguments_of(op: Op[..., Any], options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The first case of an op in float64, with other options; of a `reduction`, that which divides.
+
+    ``vocabulary=1`` leaves one column of it.
+    """
+    known, options = cases_of(op.name), dict(options or {})
+    arguments = complete(op, known.make(known.cases[0], Make(torch.float64, "cpu")))
+    if "reduction" in op.options:
+        arguments["reduction"] = "none"
+    if "vocabulary" in options:
+        for tensor, names in names_of(op, arguments).items():
+            if "V" in names:
+                arguments[tensor] = arguments[tensor].narrow(names.index("V"), 0, options["vocabulary"]).contiguous()
+            elif not arguments[tensor].is_floating_point():
+                arguments[tensor] = arguments[tensor].clamp(max=options["vocabulary"] - 1)
+        del options["vocabulary"]
+    return arguments | options
+
+
+def spread(tensor: Tensor, at: int | None) -> Any:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    return distribute_tensor(tensor, mesh(), [Replicate() if at is None else Shard(at)])
+
+
+def placed(op: Op[..., Any], arguments: dict[str, Any], over: str) -> dict[str, Any]:
+    """The arguments, whose tensors that have the name are divided; what an op takes whole is a plain tensor."""
+    from liger_distributed.rules import RULES
+
+    parts = dict(arguments)
+    for tensor, names in names_of(op, arguments).items():
+        value, bare = arguments[tensor], [dim.rstrip("'") for dim in names]
+        at = bare.index(over) if over in bare else None
+        if at is not None and value.shape[at] == 1 and independent(over):
+            at = None
+        if op.name not in RULES or tensor not in RULES[op.name].keeps:
+            parts[tensor] = spread(value, at)
+    return parts
+
+
+def divided(name: str, over: str, options: dict[str, Any], compiled: bool = False) -> tuple[Any, Any]:
+    """Hold an op whose tensors are divided over a name against its reference; the collectives, forward and backward."""
+    arguments = arguments_of(ops[name], options)
+    return hold(ops[name], arguments, placed(ops[name], arguments, over), compiled)
+
+
+def hold(op: Op[..., Any], arguments: dict[str, Any], parts: dict[str, Any], compiled: bool = False) -> tuple[Any, Any]:
+    """Call an op on parts, and its reference on the whole, in float64: the same results and gradients."""
+    from torch.distributed.tensor import DTensor
+
+    whole = dict(arguments)
+    for tensor in op.differentiable:
+        if arguments[tensor] is not None:
+            whole[tensor], parts[tensor] = arguments[tensor].clone().requires_grad_(), parts[tensor].requires_grad_()
+
+    def call(**given: Any) -> Any:
+        return op(**given)
+
+    if compiled:
+        found = name_results(op, torch.compile(call, backend="aot_eager", fullgraph=True)(**parts))
+        forward = Sent()
+    else:
+        with Sent() as forward:
+            found = name_results(op, call(**parts))
+    truth = name_results(op, op.reference(**whole))
+    for result, value in truth.items():
+        if value is not None:
+            assert isinstance(found[result], DTensor), f"{result} is a {type(found[result]).__name__}"
+            torch.testing.assert_close(found[result].full_tensor().detach(), value.detach(), rtol=1e-12, atol=1e-12)
+    outputs = [result for result, value in truth.items() if value is not None and value.requires_grad]
+    incoming = incoming_of(op, arguments)
+    torch.autograd.backward([truth[result] for result in outputs], [incoming[result] for result in outputs])
+    flowing = [distribute(incoming[result], found[result].device_mesh) for result in outputs]
+    with Sent() as backward:
+        torch.autograd.backward([found[result] for result in outputs], flowing)
+    for tensor in op.differentiable:
+        if arguments[tensor] is not None:
+            torch.testing.assert_close(parts[tensor].grad.full_tensor(), whole[tensor].grad, rtol=1e-12, atol=1e-12)
+    return [kind for kind, _ in forward.collectives], [kind for kind, _ in backward.collectives]
+
+
+def distribute(tensor: Tensor, on: Any) -> Any:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    return distribute_tensor(tensor, on, [Replicate()] * on.ndim)
+
+
+def independent_names() -> list[tuple[str, str]]:
+    return [(name, over) for name in sorted(ops) for over in divisible(ops[name], arguments_of(ops[name]))]
+
+
+@pytest.mark.parametrize(("name", "over"), independent_names())
+def test_a_divided_dimension(pool: Pool, name: str, over: str) -> None:
+    """Nothing is sent forward, except for the count of the labels that a mean divides by."""
+    forward, _ = pool.run(divided, name, over, {})[0]
+    assert forward == (["all_reduce"] if name in ("jsd", "fused_linear_jsd") and over == "n" else [])
+
+
+GATHER = ["all_gather_into_tensor"]
+SMOOTH = {"label_smoothing": 0.1, "lse_square_scale": 0.1, "softcap": 3.0, "return_predicted_tokens": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sent"),
+    [
+        ("embedding", {}, []),
+        ("embedding", {"padding_idx": -4}, []),
+        ("embedding", {"vocabulary": 1}, []),
+        ("cross_entropy", {}, GATHER),
+        ("cross_entropy", {"reduction": "mean", **SMOOTH}, GATHER),
+        ("cross_entropy", {"vocabulary": 1, "weight": None, "reduction": "sum"}, GATHER),
+        ("fused_linear_cross_entropy", {"reduction": "sum"}, GATHER),
+        ("fused_linear_cross_entropy", {"vocabulary": 1, "class_weight": None}, GATHER),
+    ],
+)
+def test_a_divided_vocabulary(pool: Pool, name: str, options: dict[str, Any], sent: list[str]) -> None:
+    """Where one process may have no column. Backward, the parts of dx stay addends until they are read."""
+    forward, backward = pool.run(divided, name, "V", options)[0]
+    assert forward == sent
+    assert backward == []
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"), [("cross_entropy", "weight"), ("fused_linear_cross_entropy", "class_weight")]
+)
+def test_a_mean_over_divided_rows_counts_all_labels(pool: Pool, name: str, weight: str) -> None:
+    """One number is sent for the labels that count, and one for the weights of theirs."""
+    with_z_loss = {"reduction": "mean", "return_z_loss": True, "return_token_accuracy": True, "lse_square_scale": 0.1}
+    forward, _ = pool.run(divided, name, "n", with_z_loss | {weight: None})[0]
+    assert forward == ["all_reduce"]
+    forward, _ = pool.run(divided, name, "n", {"reduction": "mean"})[0]
+    assert set(forward) == {"all_reduce"}
+
+
+def of_two_dimensions(name: str, sizes: tuple[int, int], rows: str) -> None:
+    """Rows divided over the first dimension of a mesh, the vocabulary over the second."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    op, on = ops[name], init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    arguments = arguments_of(op, {"reduction": "mean"})
+    parts = dict(arguments)
+    for tensor, names in names_of(op, arguments).items():
+        at = [Shard(names.index(dim)) if dim in names else Replicate() for dim in (rows, "V")]
+        parts[tensor] = distribute_tensor(arguments[tensor], on, at)
+    hold(op, arguments, parts)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+def test_a_mesh_of_two_dimensions(pool: Pool, name: str, sizes: tuple[int, int]) -> None:
+    pool.run(of_two_dimensions, name, sizes, "n")
+
+
+def partial() -> tuple[Any, Any]:
+    """x is addends, as a matrix product along a divided dimension leaves it; the residual is divided by rows."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    op = ops["fused_add_rms_norm"]
+    arguments = arguments_of(op)
+    parts = placed(op, arguments, "...0")
+    share = 0.25 if dist.get_rank() == 0 else 0.75
+    parts["x"] = DTensor.from_local(arguments["x"] * share, mesh(), [Partial()])
+    return hold(op, arguments, parts)
+
+
+def test_addends_become_parts_in_one_step(pool: Pool) -> None:
+    forward, _ = pool.run(partial)[0]
+    assert forward == ["reduce_scatter_tensor"]
+
+
+@pytest.mark.parametrize(("name", "over"), [("rms_norm", "H"), ("softmax", "V")])
+def test_what_is_needed_whole_is_gathered(pool: Pool, name: str, over: str) -> None:
+    forward, _ = pool.run(divided, name, over, {})[0]
+    assert set(forward) == {"all_gather_into_tensor"}
+
+
+@pytest.mark.parametrize(("name", "over"), [("rms_norm", "...0"), ("fused_linear_cross_entropy", "V")])
+def test_compiled(pool: Pool, name: str, over: str) -> None:
+    pool.run(divided, name, over, {}, True)
+
+
+def of_plain_tensors() -> None:
+    """A plain weight beside a divided x is the same everywhere, and so is its gradient."""
+    op = ops["rms_norm"]
+    arguments = arguments_of(op)
+    whole = {name: arguments[name].clone().requires_grad_() for name in ("x", "weight")}
+    x, weight = spread(arguments["x"], 0).requires_grad_(), arguments["weight"].clone().requires_grad_()
+    op(x, weight).full_tensor().sum().backward()
+    op.reference(**whole).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), whole["x"].grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weight.grad, whole["weight"].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_plain_weight_is_the_same_everywhere(pool: Pool) -> None:
+    pool.run(of_plain_tensors)
+
+
+def in_flight() -> list[str]:
+    """A tensor whose gather isn't waited for, as a plain one and within a DTensor: its type, and its gradient."""
+    op, kinds = ops["rms_norm"], []
+    arguments = arguments_of(op)
+    whole = arguments["x"].clone().requires_grad_()
+    op.reference(whole, arguments["weight"]).sum().backward()
+    for plain in (True, False):
+        x = spread(arguments["x"], 0).requires_grad_()
+        flying = x.redistribute(mesh(), distribute(arguments["x"], mesh()).placements, async_op=True)
+        kinds.append(type(flying.to_local()).__name__)
+        found = op(flying.to_local() if plain else flying, arguments["weight"])
+        (found if plain else found.to_local()).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad, rtol=1e-12, atol=1e-12)
+    return kinds
+
+
+def test_a_gather_in_flight_keeps_its_gradient(pool: Pool) -> None:
+    assert pool.run(in_flight)[0] == ["AsyncCollectiveTensor"] * 2
+
+
+def logged() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("liger_distributed")
+    log.addHandler(handler)
+    for _ in range(2):
+        liger_core.softmax(spread(torch.ones(3, 6, 2), 2))
+        liger_core.softmax(spread(torch.ones(3, 6, 2), 0))
+    log.removeHandler(handler)
+    return said
+
+
+def test_what_is_gathered_is_said_once(pool: Pool) -> None:
+    (said,) = pool.run(logged)[0]
+    assert said == "softmax gathers x: it is placed (Shard(dim=2),), and taken (Replicate(),)"
+
+
+def table() -> str:
+    """What each op divides: from its declaration and its rule, which the tests above hold it to."""
+    from liger_distributed.rules import RULES
+
+    rows = ["| op | sends nothing forward | by a rule |", "|---|---|---|"]
+    for name, op in sorted(ops.items()):
+        assert op.dimensions is not None
+        written = [dim for names in op.dimensions.tensors.values() for dim in names]
+        free = [f"`{dim}`" for dim in dict.fromkeys(written) if independent(dim) and not dim.endswith("'")]
+        more = [f"`{dim}`" for dim in (RULES[name].divides if name in RULES else ())]
+        rows.append(f"| `{name}` | {' '.join(free)} | {' '.join(more)} |")
+    return "\n".join(rows)
+
+
+def test_the_readme_has_the_table_of_ops() -> None:
+    assert table() in README.read_text(encoding="utf-8"), f"the README takes this table:\n{table()}"
+
+
+def remembered() -> tuple[int, str]:
+    """How many plans calls of one kind make, and what a wrong call after them raises."""
+    from liger_distributed import dtensor
+
+    dtensor._plans.clear()
+    x, weight = spread(torch.ones(3, 4), 0), spread(torch.ones(4), None)
+    for _ in range(3):
+        liger_core.rms_norm(x, weight)
+    count = len(dtensor._plans)
+    with pytest.raises(ValueError, match="weight has shape") as caught:
+        liger_core.rms_norm(x, spread(torch.ones(3), None))
+    other = liger_core.rms_norm(spread(torch.ones(3, 4), 1), weight)
+    assert other.placements[0].is_replicate()
+    return count, str(caught.value)
+
+
+def test_what_metadata_decides_is_remembered(pool: Pool) -> None:
+    """By all of it: another shape is checked, and other placements are chosen for, anew."""
+    count, text = pool.run(remembered)[0]
+    assert count == 1
+    assert "weight has shape (3,); it takes (4,), x's last dimension" in text
+
+
+def mixed() -> str:
+    weight = spread(torch.ones(4), 0)
+    try:
+        liger_core.rms_norm(torch.ones(2, 4), weight)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plain_tensor_beside_a_divided_weight(pool: Pool) -> None:
+    assert "register_fsdp_forward_method" in pool.run(mixed)[0]

@@ -185,6 +185,17 @@ def test_a_mesh_of_two_dimensions(pool: Pool, name: str, sizes: tuple[int, int])
     pool.run(of_two_dimensions, name, sizes, "n")
 
 
+@pytest.mark.slow
+def test_four_processes() -> None:
+    """Two by two, and parts that are uneven or empty among four."""
+    four = Pool(4)
+    for name in ("cross_entropy", "fused_linear_cross_entropy"):
+        four.run(of_two_dimensions, name, (2, 2), "n")
+    for name, over in independent_names():
+        four.run(divided, name, over, {})
+    four.stop()
+
+
 def partial() -> tuple[Any, Any]:
     """x is addends, as a matrix product along a divided dimension leaves it; the residual is divided by rows."""
     from torch.distributed.tensor import DTensor, Partial

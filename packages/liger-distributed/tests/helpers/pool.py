@@ -1,4 +1,4 @@
-"""Two processes of one group, started once: they run functions of test files, and return what these return."""
+"""Processes of one group, started once: they run functions of test files, and return what these return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-SIZE = 2
 PATIENCE = 90.0
 """Seconds that a function may take. A process that waits for another one for longer is stuck."""
 
@@ -22,7 +21,8 @@ PATIENCE = 90.0
 class Pool:
     """The processes. They are started when the first function is run, and again after one that raised."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 2) -> None:
+        self._size = size
         self._processes: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory()
         self._starts = 0
@@ -53,10 +53,10 @@ class Pool:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._starts += 1
-        for rank in range(SIZE):
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
             store = f"{self._folder.name}/store{self._starts}"
-            process = context.Process(target=work, args=(rank, store, theirs), daemon=True)
+            process = context.Process(target=work, args=(rank, self._size, store, theirs), daemon=True)
             process.start()
             self._processes.append((process, ours))
 
@@ -70,7 +70,7 @@ class Pool:
         self._processes = []
 
 
-def work(rank: int, store: str, connection: Connection) -> None:
+def work(rank: int, size: int, store: str, connection: Connection) -> None:
     """What a process does: call what it is sent, until the pipe is closed."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.path.insert(0, str(Path(__file__).parent))
@@ -78,7 +78,7 @@ def work(rank: int, store: str, connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", timeout=timedelta(seconds=60), rank=rank, world_size=SIZE)
+    dist.init_process_group("gloo", f"file://{store}", timeout=timedelta(seconds=60), rank=rank, world_size=size)
     while True:
         try:
             path, name, args = connection.recv()

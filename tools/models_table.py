@@ -76,13 +76,13 @@ class TooLarge(Exception):
     """The configuration doesn't make the type small."""
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, text: dict[str, Any] = TEXT) -> nn.Module:
     """A tiny model of the type in training mode, whose norms and logits are far from trivial."""
     torch.manual_seed(0)
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        auto, config = AutoModelForCausalLM, AutoConfig.for_model(name, **TEXT)
+        auto, config = AutoModelForCausalLM, AutoConfig.for_model(name, **text)
     else:
-        config = AutoConfig.for_model(name, text_config=dict(TEXT), vision_config=dict(VISION))
+        config = AutoConfig.for_model(name, text_config=dict(text), vision_config=dict(VISION))
         auto = AutoModelForImageTextToText
     with torch.device("meta"):
         size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config)).parameters())

@@ -42,3 +42,13 @@ def test_models_page() -> None:
         pytest.skip(f"docs/models.md is of another transformers than {transformers.__version__}")
     done = subprocess.run([sys.executable, ROOT / "tools/models_table.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_trl_page() -> None:
+    """TRL's own head is right and wrong where the page says, and ours is right for all types."""
+    text = (ROOT / "docs/trl.md").read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}: " not in text:
+        pytest.skip(f"docs/trl.md is of another transformers than {transformers.__version__}")
+    done = subprocess.run([sys.executable, ROOT / "tools/trl_table.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_transformers import leaves
-from liger_transformers.head import head_of, swap_head
-from liger_transformers.swap import original_class, swapped_for
+from liger_transformers.head import Lazy, head_of, swap_head
+from liger_transformers.swap import original_class, replaced_by, swapped_for
 
 log = logging.getLogger("liger_transformers")
 
@@ -63,6 +63,8 @@ def apply(
     rope: bool = True,
     glu: bool = True,
     loss: bool = True,
+    trl: bool = False,
+    lazy: Lazy = False,
     strict: bool = True,
 ) -> Report:
     """Let a transformers model train on liger_core's ops. Only this instance changes, and `restore` undoes it.
@@ -81,14 +83,25 @@ def apply(
         rope: swap rotary functions for `rope` and `qwen2vl_mrope`.
         glu: swap activations for `swiglu` and `geglu`.
         loss: swap the head and the loss for `fused_linear_cross_entropy`.
+        trl: serve the fused head of TRL 1.16's trainers with `fused_linear_logit_statistics`, from the model's own forward.
+            Call `apply` before or after the trainer is made.
+        lazy: let logits leave the model before they are computed, in training without labels; ``"always"`` in evaluation
+            too, for reference models. Log-probabilities, entropies and cross-entropies of such logits are an op each, and
+            whatever else is done to them makes them first.
         strict: raise when nothing is swapped; False logs a warning.
 
     Returns:
         What was swapped and what was left, with its reason. It prints as a table.
 
     Raises:
-        ValueError: nothing of the model could be swapped; the message says why.
+        ValueError: nothing of the model could be swapped; the message says why. Or `lazy` is something else, or `trl` or
+            `lazy` is asked for with ``loss=False``.
+        RuntimeError: `trl`, and the model has the fused head of another TRL than 1.16.
     """
+    if lazy not in (False, True, "always"):
+        raise ValueError(f"liger_transformers.apply: lazy is {lazy!r}; it takes False, True or 'always'")
+    if (trl or lazy) and not loss:
+        raise ValueError("liger_transformers.apply: trl and lazy take loss=True, since the head is what they are about")
     report = Report(type(_pretrained(model) or model).__name__)
     wanted = {
         "rms_norm": rms_norm,
@@ -109,12 +122,12 @@ def apply(
                 module._modules[name] = child
             _become(child, found, wanted, report, f"{type(module).__name__}.{name}")
     if loss and (pretrained := _pretrained(model)) is not None:
-        linears, why = head_of(pretrained)
-        if why is None:
-            swap_head(pretrained, linears)
+        linears, why = head_of(pretrained, trl)
         for name in linears or ("head",):
             counts = report.swapped if why is None else report.left
             counts[f"{report.model}.{name}", why or "fused_linear_cross_entropy"] = 1
+        if why is None and (op := swap_head(pretrained, linears, lazy, trl)):
+            report.swapped[report.model, op] = 1
     if not report.swapped:
         off = "" if rms_norm and layer_norm and rope and glu and loss else "; some kinds are switched off"
         reasons = (
@@ -151,3 +164,5 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         if swapped_for(module) is not None:
             module.__class__ = original_class(type(module))
+        if (replaced := replaced_by(vars(module).get("forward"), module)) is not None:
+            module.forward = replaced

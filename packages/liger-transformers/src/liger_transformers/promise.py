@@ -10,6 +10,8 @@ from torch import Tensor
 
 MUL = frozenset({torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__})
 DIV = frozenset({torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__})
+SUB = frozenset({torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__})
+NEG = frozenset({torch.neg, torch.negative, Tensor.neg, Tensor.__neg__})
 
 
 class Promise:
@@ -80,6 +82,8 @@ class Promise:
     ) -> Any:
         kwargs = kwargs or {}
         for argument in args:
+            if type(argument) is list and argument:
+                argument = argument[0]  # of torch.stack
             if isinstance(argument, Promise):
                 if argument._tensor is None and (argument._base is None or not argument._base.settled):
                     result = argument.wait(function, args, kwargs)

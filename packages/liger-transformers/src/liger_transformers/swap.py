@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,12 @@ def original_class(cls: type[Any]) -> type[Any]:
         return cls
     space = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return type(cls.__name__, bases, space)
+
+
+def replaced_by(method: Any, module: nn.Module) -> Callable[..., Any] | None:
+    """The forward bound to the instance before ours was, or None: `method` is none of ours."""
+    replaced = getattr(method, "liger_replaces", None)
+    return types.MethodType(replaced, module) if replaced is not None and hasattr(method, "__self__") else replaced
 
 
 def has_own_forward(module: nn.Module) -> str | None:

@@ -1,0 +1,161 @@
+"""TRL's fused head, answered from what the model's own forward owes.
+
+TRL's trainers bind a forward to the model that runs the backbone, reads the head's weight and returns log-probabilities of the
+labels (`add_fused_lm_head`). It takes scales and softcaps from names in the configuration and ignores what else the model's own
+forward does to its logits. A model whose class is swapped for TRL sees that forward when it is bound, and binds this one.
+
+TRL is not imported: its forward is known by its keyword `fused_lm_head`, and its options are the variables it closes over.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import liger_core as liger
+from liger_core.modes import compiling
+from liger_transformers import logprobs
+from liger_transformers.logits import Logits
+from liger_transformers.promise import Promise
+
+CLOSED_OVER = ("original_forward", "text_config", "temperature", "cast_lm_head_to_fp32", "outputs")
+"""Variables of TRL's forward that are its options."""
+
+FIELDS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+"""What TRL may ask for beside log_probs."""
+
+
+class FusedHead(NamedTuple):
+    """TRL's forward and its options."""
+
+    forward: types.FunctionType
+    original_forward: Callable[..., Any]
+    text_config: Any
+    temperature: float
+    cast_lm_head_to_fp32: bool
+    outputs: tuple[str, ...]
+    result: Callable[..., Any]
+
+    def served(
+        self, model: nn.Module, original: Callable[..., Any], owing: Callable[[], AbstractContextManager[None]]
+    ) -> types.MethodType:
+        """The method for the model that does what TRL's does.
+
+        Args:
+            model: the model.
+            original: its class's own forward.
+            owing: a context in which heads owe their logits.
+        """
+
+        @functools.wraps(self.forward)
+        def forward(
+            module: nn.Module,
+            *args: Any,
+            fused_lm_head: bool = False,
+            labels: Tensor | None = None,
+            shift_labels: Tensor | None = None,
+            num_items_in_batch: Any = None,
+            **kwargs: Any,
+        ) -> Any:
+            if not fused_lm_head:
+                more = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+                given = {name: value for name, value in more.items() if value is not None}
+                return self._otherwise(module, original)(*args, **kwargs, **given)
+            with owing():
+                output = original(module, *args, **{**kwargs, "use_cache": False, "return_dict": True})
+            return self._answer(output, labels, shift_labels, num_items_in_batch)
+
+        forward.liger_replaces = self.forward  # type: ignore[attr-defined]
+        return types.MethodType(forward, model)
+
+    def _otherwise(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward that TRL found, of this module: a copy of the model has TRL's variables of the first."""
+        found = getattr(self.original_forward, "__func__", None)
+        if found is None:
+            return self.original_forward
+        return types.MethodType(type(module).forward if found is original else found, module)
+
+    def _answer(self, output: Any, labels: Tensor | None, shift_labels: Tensor | None, items: Any) -> Any:
+        z = output.logits
+        if shift_labels is None:
+            if labels is None:
+                raise ValueError("fused_lm_head=True takes labels or shift_labels")
+            z, shift_labels = z[:, :-1, :], labels[:, 1:]
+        shift_labels = shift_labels.to(z.device)
+        mask = shift_labels != IGNORED
+        if not compiling():  # compiled, the number of rows stays, and an op skips those that are ignored
+            z, target = z[mask], shift_labels[mask]
+        else:
+            z, target = z.reshape(-1, z.shape[-1]), shift_labels.reshape(-1)
+        if self.temperature != 1.0:
+            z = torch.div(z, self.temperature)
+        found = [self._spread(values, mask) for values in _fields(z, target, self.outputs)]
+        log_probs = found[0]
+        assert log_probs is not None
+        loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
+        aux_loss = output.get("aux_loss")
+        if aux_loss is not None:
+            loss = loss + getattr(self.text_config, "router_aux_loss_coef", 0.0) * aux_loss
+        fields = dict(zip(("log_probs", *FIELDS), found, strict=True))
+        return self.result(loss=loss, **fields, label_mask=mask, aux_loss=aux_loss)
+
+    def _spread(self, values: Tensor | None, mask: Tensor) -> Tensor | None:
+        """Values of counted rows at their places, 0 elsewhere."""
+        if values is None or compiling():
+            return None if values is None else values.view(mask.shape)
+        # Connected to the values even if there are none, so that backward has something to run through.
+        return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+IGNORED = -100
+
+
+def _fields(z: Any, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor | None, ...]:
+    """log_probs and FIELDS of rows of logits, owed or made."""
+    wanted: dict[str, Any] = {
+        "return_entropy": "entropy" in outputs,
+        "return_total": "mean_logits" in outputs,
+        "return_log_sum_squares": "log_sum_sq_probs" in outputs,
+        "return_best": "is_top1" in outputs,
+    }
+    if isinstance(z, Logits) and not z.settled:
+        found = logprobs.statistics(z, target, ignore_index=IGNORED, **wanted)
+    else:
+        made = z.tensor() if isinstance(z, Promise) else z
+        found = liger.logit_statistics(made, target, ignore_index=IGNORED, **wanted)
+    return (
+        found.picked - found.lse,
+        found.entropy,
+        found.log_sum_squares,
+        None if found.total is None else found.total.detach() / z.shape[-1],
+        None if found.best_index is None else found.best_index == target,
+    )
+
+
+def fused_head(method: Any) -> FusedHead | None:
+    """TRL's fused head if `method` is one, which this module has not replaced yet.
+
+    RuntimeError: it is one, and of a TRL whose forward is another than that of TRL 1.16.
+    """
+    forward = getattr(method, "__func__", None)
+    if not isinstance(forward, types.FunctionType) or hasattr(forward, "liger_replaces"):
+        return None
+    code = forward.__code__
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if "fused_lm_head" not in parameters:
+        return None
+    variables = inspect.getclosurevars(forward).nonlocals
+    result = forward.__globals__.get("FusedCausalLMOutput")
+    if result is None or not {*CLOSED_OVER} <= {*variables} or not {*variables["outputs"]} <= {"log_probs", *FIELDS}:
+        raise RuntimeError(
+            f"liger_transformers.apply(model, trl=True) serves the fused head of TRL 1.16, and {forward.__module__} binds "
+            "another one; install trl>=1.16,<1.17, or leave trl=True out: TRL's own head then runs on the swapped model"
+        )
+    return FusedHead(forward, **{name: variables[name] for name in CLOSED_OVER}, result=result)

@@ -127,13 +127,13 @@ class Declaration(Generic[P, R]):
         refusal = first = None
         for name in self.tensors:
             tensor = arguments[name]
-            kind = type(tensor)
+            kind = type(tensor)  # pyright: ignore[reportUnknownVariableType]
             if kind is not Tensor and kind is not Parameter:
                 if tensor is None and name in self.optional:
                     continue
                 if not isinstance(tensor, Tensor):
                     raise TypeError(f"{self.name}: {name} is a {kind.__name__}; it takes a torch.Tensor")
-                if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
+                if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
                     refusal = f"{name} is a {kind.__name__}; kernels take plain tensors"
             if device is None:
                 device, first = tensor.device, name
@@ -153,7 +153,7 @@ class Declaration(Generic[P, R]):
 
 
 def _deep_type(option: Any) -> Any:
-    return (tuple, *map(type, option)) if type(option) is tuple else type(option)
+    return (tuple, *map(type, option)) if type(option) is tuple else type(option)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def _picker(names: tuple[str, ...]) -> Callable[[Arguments], tuple[Any, ...]]:

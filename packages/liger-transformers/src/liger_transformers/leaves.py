@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import liger_core as liger
+from liger_core.contract import compiling
 from liger_transformers.promise import MUL, Promise, follow, settle
 from liger_transformers.swap import has_own_forward, subclass, swapped_for
 
@@ -227,7 +228,7 @@ PRODUCTS = MUL | MUL_IN_PLACE
 def version(tensor: Tensor) -> int:
     """How often the tensor was written to; 0 where nobody counts."""
     # Dynamo traces no is_inference, and knows every write in what it compiles.
-    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+    return 0 if compiling() or tensor.is_inference() else tensor._version
 
 
 def unchanged(tensor: Tensor, expected: int) -> None:

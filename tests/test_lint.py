@@ -72,7 +72,9 @@ def test_kernel_is_one_thing() -> None:
     assert found == ["packages/liger-triton/src/liger_triton/ops/_launch.py"], "give the others a name of their own"
 
 
-NAMES = r"get_current_backend|LIGER_KERNEL_BACKEND|liger\.backends|liger_core\.backend|`backends`|backends\(\)|[\w/-]+\.md"
+NAMES = (
+    r"get_current_backend|LIGER_KERNEL_BACKEND|liger\.backends|liger_core\.backend|`backends`|backends\(\)|[\w/-]+\.md"
+)
 """What has the word in its name: the package's entry points and file, and what liger-kernel's users write."""
 
 

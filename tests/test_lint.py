@@ -1,15 +1,31 @@
-"""The linter's answer doesn't change with what lies beside the sources."""
+"""What no linter knows of these sources; and the linter's answer doesn't change with what lies beside them."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomllib
+
+import liger_core
+from liger_core.contract import ops
+from liger_core.opaque import opaque
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = sorted(ROOT.glob("packages/*/src/**/*.py"))
+SOURCES = PACKAGES + [
+    path for folder in ("conformance/src", "benchmarks", "tools") for path in ROOT.glob(f"{folder}/**/*.py")
+]
+
+OF_THE_PROCESS = {"is_compiling", "is_exporting", "_is_compiling_flag", "_current_level"}
+"""What PyTorch says of all threads at once: true in one while another one exports, or differentiates forward."""
 
 
 def test_reports_change_no_import_order(tmp_path: Path) -> None:
@@ -24,3 +40,75 @@ def test_reports_change_no_import_order(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=I", "benchmarks"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def asked_of(path: Path) -> set[str]:
+    """Which of `OF_THE_PROCESS` a file has the names of."""
+    nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    return OF_THE_PROCESS & (names | {alias.name for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names})
+
+
+def test_a_mode_is_asked_of_this_thread() -> None:
+    modes = ROOT / "packages/liger-core/src/liger_core/modes.py"
+    assert asked_of(modes), "the names are out of date: this test would find nothing"
+    found = [f"{name_of(path)}: {', '.join(asked_of(path))}" for path in PACKAGES if path != modes and asked_of(path)]
+    assert not found, f"ask liger_core.contract.compiling(), or what liger_core/modes.py has: {'; '.join(found)}"
+
+
+def test_kernel_is_one_thing() -> None:
+    """A class of that name is a launcher's; what the conformance suite records of launches and files has other names."""
+    found = [
+        name_of(path)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef) and node.name == "Kernel"
+    ]
+    assert found == ["packages/liger-triton/src/liger_triton/ops/_launch.py"], "give the others a name of their own"
+
+
+NAMES = (
+    r"get_current_backend|LIGER_KERNEL_BACKEND|liger\.backends|liger_core\.backend|`backends`|backends\(\)|[\w/-]+\.md"
+)
+"""What has the word in its name: the package's entry points and file, and what liger-kernel's users write."""
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """The strings of a file, docstrings among them, and their lines; `__all__`'s are names."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.isidentifier():
+            yield node.lineno, re.sub(NAMES, "", node.value)
+
+
+def test_a_language_is_called_a_language() -> None:
+    """A backend is a package. liger-kernel's users say it for a language too, which one docstring tells them."""
+    found = [
+        f"{name_of(path)}:{line}"
+        for path in ROOT.glob("packages/liger-core/src/**/*.py")
+        for line, text in texts(path)
+        if re.search(r"\b[Bb]ackends?\b", text) and "A backend is a package; what it brings is a *language*" not in text
+    ]
+    assert not found, f"say language, or kernel package, at {', '.join(found)}"
+
+
+def test_every_variable_is_documented() -> None:
+    pages = (ROOT / "README.md").read_text("utf-8")
+    names = {name for path in PACKAGES for name in re.findall(r"\bLIGER_[A-Z_]+\b", path.read_text("utf-8"))}
+    assert {"LIGER_LANGUAGE", "LIGER_STRICT", "LIGER_KERNEL_BACKEND", "LIGER_KERNEL_STRICT"} <= names
+    missing = sorted(name for name in names if f"`{name}" not in pages)
+    assert not missing, f"README.md says nothing of {', '.join(missing)}"
+
+
+def test_the_public_interface_is_checked_strictly() -> None:
+    """What `liger_core` exports, and what authors of ops and kernels import, is in a file that pyright reads strictly."""
+    strict = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pyright"]["strict"]
+    exported = [getattr(liger_core, name) for name in liger_core.__all__]
+    functions = [op.reference if op in ops.values() else op for op in exported] + [opaque, *map(type, ops.values())]
+    files = {name_of(Path(inspect.getsourcefile(function) or "")) for function in functions}
+    missing = sorted(file for file in files if not any(file == name or file.startswith(f"{name}/") for name in strict))
+    assert not missing, f"add {', '.join(missing)} to tool.pyright.strict"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import types
 from collections.abc import Callable
 from importlib import metadata
@@ -212,3 +214,17 @@ def test_doctor_for_programs(install: Callable[..., None], capsys: pytest.Captur
 def test_the_command_is_installed() -> None:
     (entry,) = metadata.entry_points(group="console_scripts", name="liger")
     assert entry.load() is cli.main
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at-the-end", "in-between"])
+def test_a_reader_that_goes_away_is_no_error(unbuffered: str) -> None:
+    """As `head` does, which reads some lines of `liger matrix | head` and closes the pipe."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "liger_core.cli", "matrix"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    finally:
+        os.close(writing)
+    assert (done.stderr, done.returncode) == ("", cli.CLOSED_PIPE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,8 +17,24 @@ from liger_core.doctor import examine
 HINTS = {"liger-transformers": ": `liger-transformers MODEL_TYPE` prints what it swaps"}
 
 
+CLOSED_PIPE = 141
+"""What a shell makes of a command that SIGPIPE ended."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (1: doctor found something to mend)."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # of `liger matrix | head`: nobody reads on
+        # Python would flush what is left once more at exit, and say that it can't.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="liger", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, and how to get it")

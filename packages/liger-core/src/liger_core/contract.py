@@ -15,6 +15,7 @@ from liger_core.calling import OverloadedOp as OverloadedOp
 from liger_core.calling import by_name as by_name
 from liger_core.calling import ops as ops
 from liger_core.declaration import Needs as Needs
+from liger_core.modes import compiling as compiling
 
 P = ParamSpec("P")
 R = TypeVar("R")

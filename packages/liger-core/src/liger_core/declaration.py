@@ -138,13 +138,13 @@ class Declaration(Generic[P, R]):
         refusal = first = None
         for name in self.tensors:
             tensor = arguments[name]
-            kind = type(tensor)
+            kind = type(tensor)  # pyright: ignore[reportUnknownVariableType]
             if kind is not Tensor and kind is not Parameter:
                 if tensor is None and name in self.optional:
                     continue
                 if not isinstance(tensor, Tensor):
                     raise TypeError(f"{self.name}: {name} is a {kind.__name__}; it takes a torch.Tensor")
-                if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
+                if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
                     plain = None if first is None or type(arguments[first]) is kind else first
                     refusal = tensors.refusal(self.name, name, kind, plain)
             if device is None:
@@ -165,7 +165,7 @@ class Declaration(Generic[P, R]):
 
 
 def _deep_type(option: Any) -> Any:
-    return (tuple, *map(type, option)) if type(option) is tuple else type(option)
+    return (tuple, *map(type, option)) if type(option) is tuple else type(option)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def _picker(names: tuple[str, ...]) -> Callable[[Arguments], tuple[Any, ...]]:

@@ -38,7 +38,7 @@ def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable
             name += "_"
         _taken.add(name)
         custom = torch.library.custom_op(name, launch, mutates_args=writes)
-        custom.register_fake(_writes_nothing)
+        custom.register_fake(_writes_nothing)  # pyright: ignore[reportUnknownMemberType]
 
         @functools.wraps(launch)
         def call(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import liger_core as liger
-from liger_core.modes import compiling
+from liger_core.contract import compiling
 from liger_transformers.promise import MUL, Promise, follow, settle
 from liger_transformers.swap import has_own_forward, subclass, swapped_for
 

@@ -307,7 +307,7 @@ def _(
     check_memory_budget(name, memory_budget, x, linear_weight, accum_dtype)
 
 
-def check_accum_dtype(op: str, accum_dtype: torch.dtype) -> None:
+def check_accum_dtype(op: str, accum_dtype: object) -> None:
     """`accum_dtype` is a dtype, TypeError, and one of ACCUM_DTYPES, ValueError."""
     if not isinstance(accum_dtype, torch.dtype):
         raise TypeError(f"{op}: accum_dtype is {accum_dtype!r}; it takes a torch.dtype")

@@ -37,7 +37,7 @@ def group_norm(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor |
     tensor([[-1.0000,  1.0000, -1.0000,  1.0000]])
     """
     channels = x.shape[1]
-    grouped = upcast(x).unflatten(1, (num_groups, channels // num_groups))
+    grouped = torch.unflatten(upcast(x), 1, (num_groups, channels // num_groups))
     each = tuple(range(2, grouped.dim()))
     centred = grouped - grouped.mean(each, keepdim=True)
     y = (centred * torch.rsqrt(centred.square().mean(each, keepdim=True) + eps)).flatten(1, 2)

@@ -43,7 +43,7 @@ def llama4_rope(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor
 
 
 def _rotate(x: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
-    even, odd = upcast(x).unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = torch.unflatten(upcast(x), -1, (-1, 2)).unbind(-1)
     y = torch.stack((even * real - odd * imaginary, even * imaginary + odd * real), -1)
     return y.flatten(-2).to(x.dtype)
 

@@ -49,7 +49,7 @@ def qwen2vl_mrope(
 
 
 def _merge_planes(table: Tensor, mrope_section: Sequence[int]) -> Tensor:
-    sections = table.split((*mrope_section, *mrope_section), dim=-1)
+    sections = torch.split(table, [*mrope_section, *mrope_section], dim=-1)
     return torch.cat([section[i % 3] for i, section in enumerate(sections)], -1)
 
 

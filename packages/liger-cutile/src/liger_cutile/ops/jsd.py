@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_core import jsd
-from liger_core.contract import Needs, Once, Saved, implements
+from liger_core.contract import Needs, Once, Saved, compiling, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import (
     OCCUPANCY,
@@ -198,7 +198,7 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     loss = torch.empty((), dtype=torch.float32, device=student_logprobs.device)
     count = None if labels is None else torch.empty(1, dtype=torch.float32, device=student_logprobs.device)
-    now = needs[0] and student_logprobs.dtype is not torch.float16 and not torch.compiler.is_compiling()
+    now = needs[0] and student_logprobs.dtype is not torch.float16 and not compiling()
     dstudent = torch.empty_like(student_logprobs, memory_format=torch.contiguous_format) if now else None
     _launch_forward(loss, dstudent, count, student_logprobs, teacher_logprobs, labels, beta, ignore_index)
     if not needs[0]:

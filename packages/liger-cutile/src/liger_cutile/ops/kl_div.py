@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_core import kl_div
-from liger_core.contract import Needs, Once, Saved, implements
+from liger_core.contract import Needs, Once, Saved, compiling, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import (
     OCCUPANCY,
@@ -149,7 +149,7 @@ def forward(
     else:
         loss = torch.empty((), dtype=torch.float32, device=log_pred.device)
     scales = reduction != "none" and log_pred.dtype is not torch.float16
-    now = needs[0] and scales and not torch.compiler.is_compiling()
+    now = needs[0] and scales and not compiling()
     dlog_pred = torch.empty_like(log_pred, memory_format=torch.contiguous_format) if now else None
     _launch_forward(loss, dlog_pred, log_pred, target, reduction, log_target, eps)
     if not needs[0]:

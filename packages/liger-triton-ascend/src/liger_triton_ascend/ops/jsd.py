@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.contract import Needs, Once, Saved, implements
+from liger_core.contract import Needs, Once, Saved, compiling, implements
 from liger_core.ops.jsd import jsd
 from liger_triton_ascend.ops._divergences import above_mixture, count_of, counted_rows, finite, place
 from liger_triton_ascend.ops._linear import LINEAR
@@ -122,7 +122,7 @@ def forward(
     labels = None if labels is None else labels.contiguous()
     count = count_of(student_logprobs, labels, ignore_index)
     given = student_logprobs, teacher_logprobs, labels
-    now = needs[0] and student_logprobs.dtype is not torch.float16 and not torch.compiler.is_compiling()
+    now = needs[0] and student_logprobs.dtype is not torch.float16 and not compiling()
     total, dstudent = _launch(*given, 1.0 / count if now else None, beta, ignore_index)
     if not needs[0]:
         return total / count, ()

@@ -15,6 +15,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from liger_core.contract import compiling
+
 MOST_REMEMBERED = 4096
 """Launches that a kernel remembers; past that it forgets all of them."""
 
@@ -43,7 +45,7 @@ class Kernel:
         self._compiled: dict[Any, tuple[Any, ...]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        if torch.compiler.is_compiling():
+        if compiling():
             return self.jit[grid]
         return functools.partial(self._launch, grid)
 

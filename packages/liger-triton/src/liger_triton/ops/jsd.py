@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.contract import Needs, Once, Saved, implements
+from liger_core.contract import Needs, Once, Saved, compiling, implements
 from liger_core.ops.jsd import jsd
 from liger_triton.ops._divergences import (
     above_mixture,
@@ -153,7 +153,7 @@ def forward(
     labels = None if labels is None else labels.contiguous()
     count = None if labels is None else count_of(labels, ignore_index)
     given = student_logprobs, teacher_logprobs, labels, count
-    now = needs[0] and student_logprobs.dtype is not torch.float16 and not torch.compiler.is_compiling()
+    now = needs[0] and student_logprobs.dtype is not torch.float16 and not compiling()
     sums, dstudent = _launch(*given, None, beta, ignore_index, now)
     loss = total(sums, count, student_logprobs.shape[0] if count is None else 1)
     if not needs[0]:

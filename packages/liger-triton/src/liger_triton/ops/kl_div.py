@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import kl_div
-from liger_core.contract import Needs, Once, Saved, implements
+from liger_core.contract import Needs, Once, Saved, compiling, implements
 from liger_triton.ops._divergences import (
     WRITTEN_TILE,
     exp,
@@ -103,7 +103,7 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     rows, columns = log_pred.shape
     divisor = _divisor(rows, columns, reduction)
-    now = needs[0] and reduction != "none" and log_pred.dtype is not torch.float16 and not torch.compiler.is_compiling()
+    now = needs[0] and reduction != "none" and log_pred.dtype is not torch.float16 and not compiling()
     losses = torch.empty_like(log_pred, memory_format=torch.contiguous_format) if reduction == "none" else None
     dlog_pred = torch.empty_like(log_pred, memory_format=torch.contiguous_format) if now else None
     tiles = tiles_of(log_pred, log_pred.is_contiguous() and target.is_contiguous())

@@ -82,7 +82,7 @@ class Promise:
     ) -> Any:
         kwargs = kwargs or {}
         for argument in args:
-            if type(argument) is list and argument:
+            if not isinstance(argument, Promise) and type(argument) is list and argument:
                 argument = argument[0]  # of torch.stack
             if isinstance(argument, Promise):
                 if argument._tensor is None and (argument._base is None or not argument._base.settled):

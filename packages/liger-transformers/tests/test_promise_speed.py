@@ -1,0 +1,30 @@
+"""What a promise costs beside the op that it becomes: pytest packages/liger-transformers -k speed -n 0 --benchmark-enable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_transformers.head import _head_class
+from liger_transformers.leaves import Gate
+from liger_transformers.logits import Logits
+
+
+def test_speed_of_a_gate(benchmark: Any) -> None:
+    """One promise: made, and multiplied by an op that does nothing."""
+    gate, up = torch.randn(2, 3), torch.randn(2, 3)
+
+    def op(gate: Tensor, up: Tensor) -> Tensor:
+        return up
+
+    assert benchmark(lambda: Gate(gate, F.silu, op) * up) is up
+
+
+def test_speed_of_logits(benchmark: Any) -> None:
+    """Two promises: logits, and these scaled."""
+    head, x = nn.Linear(4, 5), torch.randn(2, 3, 4)
+    head.__class__ = _head_class(nn.Linear)
+    assert isinstance(benchmark(lambda: Logits.of(x, head) * 2.0), Logits)

@@ -58,7 +58,9 @@ class Gate(NamedTuple):
     dtypes: tuple[str, ...]
 
 
-INTERPRETED = Gate("1", "interpreted", "interpreted", (), ("float32", "bfloat16", "float16", "any"))
+# With the long cases, and without what needs a device.
+EVERY_CASE = ("-m", "slow or not slow", "-k", "not model_sizes and not test_huge and not test_compile_options")
+INTERPRETED = Gate("1", "interpreted", "interpreted", EVERY_CASE, ("float32", "bfloat16", "float16", "any"))
 LOWERED = Gate("2", "compiled", "lowered", ("--compile=all",), ("float32", "bfloat16"))
 EXECUTED = Gate("4", "executed", "executed", ("--compile=all", "--execute"), ("float32", "bfloat16"))
 GATES = (INTERPRETED, LOWERED, EXECUTED)

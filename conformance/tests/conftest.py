@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,9 +63,10 @@ def install_mutant() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def run_suite() -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """A function that runs the installed suite where languages are installed in a folder."""
-    return _run_suite
+    with Divided(tmp_path_factory.mktemp("output")) as divided:
+        yield functools.partial(_run_suite, divided)
 
 
 def _install_package(site: Path, language: str, source: Path, package: str | None = None) -> Path:
@@ -101,21 +104,61 @@ def _install_mutant(
         path.write_text(text, "utf-8")
 
 
-def _run_suite(site: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+DECIDED = ("PYTEST_", "LIGER_", "TRITON_INTERPRET", "CUTILE_INTERPRET", "PYTHONPATH")
+"""Variables of this process that a run doesn't get, because it decides for itself."""
+
+READ_AT_START = ("PYTHON", "LD_", "OMP_", "TORCH_")
+"""Variables that Python or torch reads before the process divides, so that a run can't have others."""
+
+
+class Divided:
+    """Runs of pytest, each in a process of its own that has torch already: to import it takes longer than most runs.
+
+    Args:
+        folder: for what they print.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.files = {name: str(folder / name) for name in ("output", "errors")}
+        self._process: subprocess.Popen[str] | None = None
+        self._environment: dict[str, str] = {}
+
+    def __enter__(self) -> Divided:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process is not None:
+            self._process.communicate()
+
+    def run(self, folder: Path, arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        """Run ``python -m pytest`` in a folder."""
+        if self._process is None:
+            self._environment = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+            command = [sys.executable, str(Path(__file__).with_name("divide.py"))]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._process = subprocess.Popen(command, env=self._environment, text=True, **pipes)
+        differs = {name for name, value in environment.items() if self._environment.get(name) != value}
+        late = [name for name in differs - {"PYTHONPATH"} if name.startswith(READ_AT_START)]
+        assert not late, f"{', '.join(late)}: read before the process divides"
+        for name in self.files.values():
+            Path(name).write_text("")
+        run = {"folder": str(folder), "arguments": arguments, "environment": environment, **self.files}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(run), file=self._process.stdin, flush=True)
+        status = int(self._process.stdout.readline())
+        output, errors = (Path(name).read_text("utf-8") for name in self.files.values())
+        return subprocess.CompletedProcess(arguments, status, output, errors)
+
+
+def _run_suite(divided: Divided, site: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the suite in a process that decides for itself what it interprets; `variables` are of its environment."""
-    decided = ("PYTEST_", "LIGER_", "TRITON_INTERPRET", "CUTILE_INTERPRET")
     # Where CI or BUILD_NUMBER is set, pytest prints whole messages in its summary too: each failure twice.
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(decided) and name not in ("CI", "BUILD_NUMBER")
+        if not name.startswith(DECIDED) and name not in ("CI", "BUILD_NUMBER")
     }
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "liger_conformance", "-q", "-p", "no:cacheprovider", *options],
-        env=environment | {"PYTHONPATH": path, "COLUMNS": "160"} | variables,
-        cwd=site,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = ["--pyargs", "liger_conformance", "-q", "-p", "no:cacheprovider", *options]
+    return divided.run(site, arguments, environment | {"PYTHONPATH": path, "COLUMNS": "160"} | variables)

@@ -101,7 +101,8 @@ def test_mutants_are_caught(
 
     implementations = [f"--impl={language}" for language in installed]
     chosen = " or ".join(expected)
-    done = run_suite(tmp_path, f"--device={DEVICE}", *implementations, "-k", chosen, "--tb=no", "-rpf", COLUMNS="1000")
+    options = ("-k", chosen, "-m", "slow or not slow", "--tb=no", "-rpf")
+    done = run_suite(tmp_path, f"--device={DEVICE}", *implementations, *options, COLUMNS="1000")
     passed = dict.fromkeys(re.findall(r"^PASSED \S+::(\S+)$", done.stdout, re.M), "passed")
     failed = re.findall(r"^FAILED \S+::(\S+) - (?:[\w.]*\b)?(KernelBug: \w+|\w+)", done.stdout, re.M)
     assert passed | dict(failed) == expected, done.stdout + done.stderr

@@ -11,13 +11,17 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import torch
 
 import liger_conformance.suite
 from liger_conformance import plugin
+from liger_conformance.case import cases_of
 from liger_conformance.report import Report
+from liger_conformance.running import Target
+from liger_core.contract import ops
 
 pytest.importorskip("triton")
 
@@ -164,6 +168,64 @@ def test_a_declaration_needs_a_link(site: Path, run_suite: Suite) -> None:
     done = run_suite(site, "--impl=acme", *QUICK)
     assert done.returncode != 0
     assert "it takes a reason and a link" in done.stdout + done.stderr
+
+
+VALUES: dict[str, Any] = {}
+PURITY: dict[str, Any] = {"dtypes": (torch.bfloat16,), "short": True}
+
+
+def slow(lane: str, case: str, dtype: torch.dtype, options: dict[str, Any] = VALUES) -> bool:
+    """Whether a test of a case of rms_norm is left to `-m slow`."""
+    target = Target(ops["rms_norm"], "acme", "cpu", None, lane)
+    (found,) = (found for found in cases_of("rms_norm").cases if found.id == case)
+    return plugin.is_slow(target, found, dtype, options)
+
+
+def test_an_interpreter_leaves_long_cases_to_the_slow_lane() -> None:
+    """All but their values; a device, and a compiler, leave none."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert not slow("interpreted", "long-row", dtype)
+    assert slow("interpreted", "long-row", torch.bfloat16, PURITY)
+    assert not slow("interpreted", "long-row", torch.bfloat16, {**PURITY, "short": False})
+    assert not slow("interpreted", "odd", torch.bfloat16, PURITY)
+    for lane in ("passed", "compiled", "executed"):
+        assert not slow(lane, "long-row", torch.bfloat16, PURITY)
+
+
+def test_an_interpreter_leaves_most_of_float16_to_the_slow_lane() -> None:
+    """The first case and the extreme ones stay, and so do tests of the first case."""
+    extreme = [case.id for case in cases_of("rms_norm").cases if case.group == "extreme"]
+    assert extreme
+    for case in ("odd", *extreme):
+        assert not slow("interpreted", case, torch.float16)
+    for case in ("long-row", "no-weight"):
+        assert slow("interpreted", case, torch.float16)
+        assert not slow("interpreted", case, torch.float16, {"first": 1})
+        assert not slow("interpreted", case, torch.float32)
+        assert not slow("passed", case, torch.float16)
+
+
+def test_float16_with_kernels_of_its_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of short cases, if the op's case file says so."""
+    monkeypatch.setattr(cases_of("rms_norm").module, "FLOAT16_APART", True, raising=False)
+    assert not slow("interpreted", "no-weight", torch.float16)
+    assert slow("interpreted", "long-row", torch.float16)
+
+
+def test_what_a_quick_run_leaves_a_slow_one_takes(site: Path, run_suite: Suite) -> None:
+    """Of test_values and the tests of purity, on the CPU: none is in both, and none in neither."""
+
+    def collected(*options: str) -> set[str]:
+        chosen = ("-k", "(test_values or test_purity) and not model_sizes", "--collect-only")
+        done = run_suite(site, "--impl=acme", "--op=rms_norm", "--device=cpu", *chosen, *options)
+        return set(re.findall(r"::(\w+\[\S+\])", done.stdout))
+
+    quick, slow, every = collected(), collected("-m", "slow"), collected("-m", "slow or not slow")
+    assert quick | slow == every
+    assert not quick & slow
+    assert "test_values[rms_norm-acme-cpu-long-row-bfloat16]" in quick
+    assert "test_same_bits_again[rms_norm-acme-cpu-long-row-bfloat16]" in slow
+    assert "test_values[rms_norm-acme-cpu-long-row-float16]" in slow
 
 
 SLOW = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,6 +24,9 @@ QUICK = ("odd", "edge", "option", "extreme")
 TIMED = ("small", "medium", "large")
 """The groups at a model's sizes: benchmarked, and checked on an accelerator under ``-m slow``."""
 
+
+SHORT = 1 << 9
+"""Elements of a tensor beyond which a case is long for an interpreter, where a program takes milliseconds."""
 
 BIG = 1 << 24
 """Elements from which on values are drawn on the device. Fewer are drawn on the CPU, so that every device has the same."""
@@ -186,9 +190,21 @@ class OpCases:
         return getattr(self.module, "HUGE", None)
 
     @property
+    def float16_apart(self) -> bool:
+        """Whether kernels compute float16 by other means than bfloat16."""
+        return getattr(self.module, "FLOAT16_APART", False)
+
+    @property
     def vary(self) -> Vary:
         """How the values of the cases may vary in random calls."""
         return self.module.VARY
+
+    @functools.cache  # noqa: B019  there are few, for good
+    def is_long(self, case: Case) -> bool:
+        """Whether a tensor of the case has more than `SHORT` elements."""
+        # With values: of operations without, PyTorch imports Dynamo.
+        made = self.build(case, torch.bfloat16, "cpu").values()
+        return any(isinstance(value, Tensor) and value.numel() > SHORT for value in made)
 
     def build(self, case: Case, dtype: torch.dtype, device: str, draw: int = 0) -> dict[str, Any]:
         """The case's arguments, by name. Another `draw` gives other values of the same sizes."""

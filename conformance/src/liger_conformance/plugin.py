@@ -52,6 +52,7 @@ CASES = (
     "groups",
     "dtypes",
     "first",
+    "short",
     "refused",
     "one_op",
     "kernels",
@@ -295,9 +296,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for case, dtype in _calls(target, options, wants):
             values = {"target": target, "case": case, "bad": case, "dtype": dtype}
             text = [str(target), *([str(case)] if case is not None else []), *([_short(dtype)] if dtype else [])]
-            slow = isinstance(case, Case) and case.group not in QUICK and target.lane != "compiled"
-            rows.append(pytest.param(*(values[n] for n in names), id="-".join(text), marks=[pytest.mark.slow] * slow))
+            marks = [pytest.mark.slow] if is_slow(target, case, dtype, options) else []
+            rows.append(pytest.param(*(values[n] for n in names), id="-".join(text), marks=marks))
     metafunc.parametrize(names, rows)
+
+
+def is_slow(target: Target, case: object, dtype: torch.dtype | None, options: dict[str, Any]) -> bool:
+    """Whether a test of a case is left to `-m slow`.
+
+    At the sizes of models, wherever it runs. In an interpreter also, but of the op's first case, all of a long one except
+    its values in float32 and bfloat16; and values in float16, except of extreme cases and where float16 has kernels of its own.
+    """
+    if not isinstance(case, Case) or target.lane in ("compiled", "executed"):
+        return False
+    if case.group not in QUICK:
+        return True
+    if target.lane != "interpreted" or "first" in options:
+        return False
+    found = cases_of(target.op.name)
+    if case == found.cases[0]:
+        return False
+    if dtype is torch.float16:
+        return case.group != "extreme" and (not found.float16_apart or found.is_long(case))
+    return options.get("short", False) and found.is_long(case)
 
 
 def _random_calls(targets: list[Target], config: pytest.Config) -> list[tuple[Target, RandomCall]]:

@@ -100,6 +100,7 @@ def _watched(target: Target) -> Iterator[None]:
     if target.backend is None or reach.current is None:
         yield
         return
+    target.backend.kernel(target.op.name)  # imported before: else what runs once is seen by whichever test comes first
     with interpreters.launches() as launches, reach.current.tracing():
         yield
     reach.current.launched |= {(target.backend.package, str(launch)) for launch in launches}
@@ -369,7 +370,14 @@ def errors_nearby(
     return errors
 
 
-class Deciding(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: PyTorch imports Dynamo for that at the first operation, which takes 3 s. Nothing is compiled in here."""
+        return False
+
+
+class Deciding(_Mode):
     """Notes what operations decide: the results that are no floating-point numbers, such as those of comparisons."""
 
     def __init__(self, decisions: list[Tensor]) -> None:
@@ -431,7 +439,7 @@ def moved(values: dict[str, Any], draw: int, dtype: torch.dtype | None = None) -
     return found
 
 
-class Poison(TorchDispatchMode):
+class Poison(_Mode):
     """Fills what is allocated but not written with NaN (integers: their least value), so that an unwritten element shows."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

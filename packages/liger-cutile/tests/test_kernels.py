@@ -26,7 +26,8 @@ from liger_cutile.ops import _grid, embedding
 DEVICE = liger_core.infer_device()
 if why := backend.missing(DEVICE):
     pytest.skip(why, allow_module_level=True)
-if interpreters.interprets(backend, DEVICE):
+INTERPRETED = interpreters.interprets(backend, DEVICE)
+if INTERPRETED:
     interpreters.repair(backend)
 
 Build = Callable[[Make], dict[str, Any]]
@@ -289,7 +290,11 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# In an interpreter, which takes seconds for some of these works, float32 is tested under -m slow.
+FLOAT32 = pytest.param(torch.float32, marks=[pytest.mark.slow] * INTERPRETED)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "work", "build"), CASES, ids=[f"{name}-{work}" for name, work, _ in CASES])
 def test_values(name: str, work: str, build: Build, dtype: torch.dtype) -> None:
     """Each way of dividing the work gives the right values and gradients."""

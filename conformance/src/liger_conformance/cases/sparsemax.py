@@ -72,6 +72,8 @@ CASES = (
     Case("large", "large", shape=(4096, 32768)),
 )
 
+FLOAT16_APART = True  # in float16 the smallest results would round to 0, of which backward knows the support
+
 HUGE = Case("huge", "large", shape=((1 << 15) + 3, 65536))
 
 BAD = (

@@ -38,10 +38,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     Python's collector, left to itself, counts objects and not their gigabytes.
     """
-    if item.get_closest_marker("slow"):
+    if item.get_closest_marker("slow") and not _is_interpreted(item):
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # pytest's, of a failure, for debuggers
             vars(sys).pop(name, None)
         gc.collect()
+
+
+def _is_interpreted(item: pytest.Item) -> bool:
+    """Whether a test takes a kernel to an interpreter: its slow calls have no gigabytes."""
+    target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
+    return isinstance(target, Target) and target.lane == "interpreted"
 
 
 @pytest.hookimpl(wrapper=True)

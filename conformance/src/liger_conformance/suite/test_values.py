@@ -15,6 +15,7 @@ from liger_conformance.layouts import LAYOUTS
 from liger_conformance.running import (
     Arguments,
     Outcome,
+    Poison,
     Target,
     baseline_and_truth,
     complete,
@@ -159,7 +160,10 @@ def floating_dtypes(arguments: Arguments) -> set[torch.dtype]:
 
 def test_values(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The kernel is at most twice as far from the float64 answer as PyTorch is in the same dtype."""
-    actual = check_case(target, case, dtype)
+    # Of a long case an interpreter's quick lane has no other test that finds what its kernels don't write.
+    long = target.lane == "interpreted" and cases_of(target.op.name).is_long(case)
+    with Poison() if long else contextlib.nullcontext():
+        actual = check_case(target, case, dtype)
     if target.backend is None and case.group != "extreme":  # there, cancellation leaves any formula few digits
         arguments = arguments_of(target, case, dtype)
         truth = baseline_and_truth(target.op, arguments)[1]

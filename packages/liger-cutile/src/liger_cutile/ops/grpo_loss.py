@@ -446,7 +446,8 @@ def _launch_forward(
     logits, ids = _with_adjacent_columns(logits), as_rows(ids)
     mask, old_logps, ref_logps = (None if x is None else as_rows(x) for x in (mask, old_logps, ref_logps))
     size = logits.element_size()
-    block = min(power_of_2(logits.shape[2]), TILE_BYTES // size)
+    # Differences that are multiplied by 1 / temperature take registers: half a tile leaves enough of them.
+    block = min(power_of_2(logits.shape[2]), TILE_BYTES // size // (1 if temperature == 1.0 else 2))
     launch(
         _log_probabilities, (min(rows * length, MOST_BLOCKS),), state, logits, ids, None if with_masked else mask,
         *_temperatures(temperature), differentiable, block, GROUP_BYTES // size,

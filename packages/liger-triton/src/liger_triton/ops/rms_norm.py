@@ -299,7 +299,7 @@ def launch_forward(
         weight = weight.contiguous()
     rounds, native = casting_mode != "gemma", casting_mode == "none"
     if columns <= (LONGEST_FORWARD if in_vectors(columns, x_stride, residual_stride) else LONGEST_FORWARD // 2):
-        tile_rows, block, warps = _tile_of_forward(columns, residual is not None, x.device)
+        tile_rows, block, warps = _tile_of_forward(columns, residual is not None, x.element_size(), x.device)
         _forward[((rows + tile_rows - 1) // tile_rows,)](
             y, h, inverse_rms, x, residual, weight, rows, columns, x_stride, residual_stride, eps, offset,
             ROUND=rounds, NATIVE=native, ROWS=tile_rows, BLOCK=block, num_warps=warps,
@@ -312,8 +312,8 @@ def launch_forward(
     return y, h, inverse_rms
 
 
-def _tile_of_forward(columns: int, fused: bool, device: torch.device) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program. Times are of an H200 (triton 3.6) in bfloat16, in ms."""
+def _tile_of_forward(columns: int, fused: bool, size: int, device: torch.device) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program, for elements of `size` bytes. Times are of an H200 (triton 3.6) in bfloat16, in ms."""
     if fused:
         tile_rows, block, warps = tile_of(columns)
         if block <= 4096:  # 2048 x 2048: 0.0133, by four warps 0.0144; 8192 x 4096: 0.0712, by eight 0.0718
@@ -322,7 +322,8 @@ def _tile_of_forward(columns: int, fused: bool, device: torch.device) -> tuple[i
         return tile_rows, block, 1024 // warp_size(device) if block == 8192 else warps
     tile_rows, block, warps = tile_read_twice(columns)
     # 16384 x 8192: 0.130, by eight warps 0.133, held 0.134. 16384 x 16384: 0.263, by 16 warps 0.275.
-    return tile_rows, block, 16 if block == 8192 else warps
+    # 128 columns a thread in float32 spill registers.
+    return tile_rows, block, 16 if block == 8192 or (block == 32768 and size == 4) else warps
 
 
 def launch_backward(

@@ -146,7 +146,7 @@ class Declaration(Generic[P, R]):
                     raise TypeError(f"{self.name}: {name} is a {kind.__name__}; it takes a torch.Tensor")
                 if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
                     plain = None if first is None or type(arguments[first]) is kind else first
-                    refusal = tensors.refusal(self.name, name, kind, plain)
+                    refusal = tensors.refusal(self.name, name, type(tensor), plain)
             if device is None:
                 device, first = tensor.device, name
             elif tensor.device != device:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import liger_core as liger
-from liger_core.modes import compiling
+from liger_core.contract import compiling
 from liger_transformers import logprobs
 from liger_transformers.logits import Logits
 from liger_transformers.promise import Promise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,16 @@ def test_export_strict_records_the_kernel(toys: None, language: str) -> None:
         exported = torch.export.export(Norm(), (X,), strict=True).module()
     with liger_core.use("torch"):
         torch.testing.assert_close(exported(Y), liger_core.rms_norm(Y, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", ["torch", "toy-opaque", "toy-traced"])
+def test_aot_inductor_packages_what_export_strict_records(toys: None, language: str, tmp_path: Path) -> None:
+    with liger_core.use(language):
+        exported = torch.export.export(Norm(), (X,), strict=True)
+    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "norm.pt2"))
+    with liger_core.use("torch"):
+        torch.testing.assert_close(torch._inductor.aoti_load_package(package)(Y), liger_core.rms_norm(Y, None))
 
 
 def test_values_that_stand_for_others_are_not_read() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from liger_core import tensors
 from liger_core.calling import MOST_REMEMBERED
-from liger_core.contract import Op
+from liger_core.contract import Op, compiling
 from liger_core.dimensions import independent
 from liger_distributed.rules import RULES, Call, Spread
 from liger_distributed.vocabulary import landed
@@ -52,7 +52,7 @@ _plans: dict[Any, Plan] = {}
 
 def call(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any:
     """Run an op, some of whose arguments are DTensors. They and the results are as one process would see them."""
-    key = None if torch.compiler.is_compiling() else _key(op, arguments)
+    key = None if compiling() else _key(op, arguments)
     plan = None if key is None else _plans.get(key)
     if plan is None:
         plan = _plan(op, arguments)
@@ -129,12 +129,12 @@ def _wrap(op: Op[..., Any], plan: Plan, done: Call, number: int, value: Tensor, 
     if counted is not None:
         value = value * done.share(counted, layout.tensors[counted][0], value.dtype)
     key = number, value.shape, value.stride()
-    known = None if torch.compiler.is_compiling() else plan.wrapped.get(key)
+    known = None if compiling() else plan.wrapped.get(key)
     if known is None:
         dims = layout.of_result(number, value.dim(), arguments) if value.dim() else ()
         shape = [plan.sizes[d] if d.rstrip("'") in plan.results else s for d, s in zip(dims, value.shape, strict=True)]
         known = _placements(plan.results, dims, shape, Partial()), torch.Size(shape), _stride(value, shape)
-        if not torch.compiler.is_compiling():
+        if not compiling():
             plan.wrapped[key] = known
     placements, whole, stride = known
     return DTensor.from_local(value, plan.mesh, placements, run_check=False, shape=whole, stride=stride)
@@ -216,7 +216,7 @@ def _stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 def _say(op: str, name: str, tensor: Tensor, wanted: tuple[Placement, ...]) -> None:
     """Once: what is gathered because the op needs it whole."""
-    if not isinstance(tensor, DTensor) or torch.compiler.is_compiling():
+    if not isinstance(tensor, DTensor) or compiling():
         return
     gathered = any(type(a) is Shard and b.is_replicate() for a, b in zip(tensor.placements, wanted, strict=True))
     if gathered and (key := (op, name, tensor.placements, wanted)) not in _said:

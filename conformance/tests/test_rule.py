@@ -98,9 +98,9 @@ def test_a_small_row_beside_large_ones_is_judged(op: str, case: Case) -> None:
     for name, value in truth.items():
         if not has_rows(value, arguments[ops[op].names[0]].shape[0]):
             continue
-        scales = value.flatten(1).abs().amax(1)
+        scales = value.reshape(value.shape[0], -1).abs().amax(1)
         row = int(scales.argmin())
-        if scales[row] * 1e3 > scales.max():
+        if not 0 < scales[row] * 1e3 <= scales.max():
             continue
         actual = baseline[name].clone()
         actual[row] = 0
@@ -109,6 +109,21 @@ def test_a_small_row_beside_large_ones_is_judged(op: str, case: Case) -> None:
             compare(name, actual, baseline[name], value, by_row=True)
         lost += 1
     assert lost, "no result nor gradient has rows of different scales"
+
+
+WITHOUT_ROWS = {
+    "jsd": "its only result is one number, so that rows of its gradient have no scales of their own",
+    "fused_linear_jsd": "as jsd",
+}
+
+
+@pytest.mark.parametrize("op", ops)
+def test_each_op_has_uneven_rows(op: str) -> None:
+    has = [case.id for case in cases_of(op).cases if case.by_row]
+    if op in WITHOUT_ROWS:
+        assert not has, f"{op} has {has}: take it out of WITHOUT_ROWS"
+    else:
+        assert has, f"give {op} a case `uneven-rows`, whose rows differ by 1e4, with by_row=(...)"
 
 
 def test_rounding_decides_nothing() -> None:

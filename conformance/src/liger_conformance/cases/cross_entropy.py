@@ -127,6 +127,7 @@ CASES = (
         lse_square_scale=0.1,
         softcap=7.0,
     ),
+    Case("uneven-rows", "extreme", rows=6, vocabulary=77, reduction="none", by_row=("incoming",)),
     Case("softcap-one", "extreme", rows=5, vocabulary=77, scale=3.0, softcap=1.0),
     Case("big-values", "extreme", rows=4, vocabulary=64, scale=1e4),
     Case(

@@ -51,6 +51,7 @@ CASES = (
     Case("padding-first", "option", rows=20, hidden=24, vocabulary=4, padding_idx=0),
     Case("padding-from-the-end", "option", rows=20, hidden=24, vocabulary=4, padding_idx=-1),
     Case("padding-only", "option", rows=20, hidden=24, vocabulary=4, used=1, padding_idx=-4),
+    Case("uneven-rows", "extreme", rows=6, hidden=33, vocabulary=9, by_row=("weight", "incoming")),
     Case("small", "small", rows=2048, hidden=2048, vocabulary=32000),
     Case("medium", "medium", rows=16384, hidden=4096, vocabulary=128256),
     Case("large", "large", rows=65536, hidden=4096, vocabulary=128256),

@@ -210,6 +210,7 @@ CASES = (
         reduction="none",
         token_scaling=True,
     ),
+    Case("uneven-rows", "extreme", rows=6, hidden=32, vocabulary=65, reduction="none", by_row=("incoming",)),
     Case("big-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=300.0, bias=True),
     Case("big-values-softcap", "extreme", rows=4, hidden=32, vocabulary=65, scale=300.0, softcap=1.0),
     Case("tiny-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=1e-4),

@@ -207,6 +207,7 @@ CASES = (
         reduction="none",
     ),
     Case("none-cispo", "option", **TINY, masked=0.3, loss_type="cispo", beta=0.0, eps_high=0.9, reduction="none"),
+    Case("uneven-rows", "extreme", batch=4, length=5, vocabulary=33, reduction="none", by_row=("incoming",)),
     Case("big-values", "extreme", **TINY, scale=1e3, masked=0.3),
     Case("infinite-advantage", "extreme", **TINY, loss_type="bnpo", holds={"advantages": torch.inf}),
     Case("infinite-ratio-cispo", "extreme", **TINY, loss_type="cispo", holds={"old_logps": -torch.inf}),

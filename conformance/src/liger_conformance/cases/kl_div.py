@@ -70,6 +70,7 @@ CASES = (
     Case("eps-zero", "option", rows=5, vocabulary=96, eps=0.0, absent_target=0.3, reduction="sum"),
     Case("float32-target", "option", rows=5, vocabulary=96, target_dtype=torch.float32),
     Case("bfloat16-target", "option", rows=5, vocabulary=96, target_dtype=torch.bfloat16, log_target=True),
+    Case("uneven-rows", "extreme", rows=6, vocabulary=64, reduction="none", by_row=("incoming",)),
     Case("far", "extreme", rows=4, vocabulary=64, far=0.5),
     Case("far-log-target", "extreme", rows=4, vocabulary=64, far=0.5, log_target=True, reduction="none"),
     Case("big-values", "extreme", rows=4, vocabulary=64, scale=3e3),

@@ -129,6 +129,7 @@ CASES = (
     Case("best-softcap", "option", rows=5, vocabulary=96, softcap=4.0, return_best=True),
     Case("temperature", "option", rows=5, vocabulary=96, temperature=0.5, return_entropy=True),
     Case("softcap-temperature", "option", rows=6, vocabulary=97, softcap=30.0, temperature=0.7, **ALL),
+    Case("uneven-rows", "extreme", rows=6, vocabulary=77, return_entropy=True, by_row=("incoming",)),
     Case("softcap-one", "extreme", rows=5, vocabulary=77, scale=3.0, softcap=1.0, return_entropy=True),
     Case("big-values", "extreme", rows=4, vocabulary=64, scale=1e4, **ALL),
     Case("cold", "extreme", rows=4, vocabulary=64, temperature=1e-3, **ALL),

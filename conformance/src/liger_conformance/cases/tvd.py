@@ -73,6 +73,7 @@ CASES = (
     Case("float32-q", "option", rows=5, vocabulary=96, q_dtype=torch.float32, ties=0.3),
     Case("bfloat16-q", "option", rows=5, vocabulary=96, q_dtype=torch.bfloat16),
     Case("rows-of-1024-float32-q", "option", rows=21, vocabulary=1024, q_dtype=torch.float32, reduction="none"),
+    Case("uneven-rows", "extreme", rows=6, vocabulary=64, reduction="none", by_row=("incoming",)),
     Case("big-values", "extreme", rows=4, vocabulary=64, scale=1e4),
     Case("small", "small", rows=1024, vocabulary=32000),
     Case("medium", "medium", rows=2048, vocabulary=128256),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from liger_conformance import reach
+from liger_conformance import reach, running
 from liger_conformance.known import KnownUnreached
 
 pytest.importorskip("triton")
@@ -251,3 +253,22 @@ def test_a_declaration_is_of_the_lanes_that_it_names(short: Path) -> None:
     assert known.of("interpreted") == ["a", "e"]
     assert known.of("compiled") == ["b", "d", "e"]
     assert known.of("compiled-sm_90") == ["c", "d", "e"]
+
+
+def test_what_a_package_remembered_before_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached function that another test called would run in no test that is watched."""
+    calls = []
+
+    @functools.cache
+    def look_up(device: str) -> str:
+        calls.append(device)
+        return device
+
+    module = types.ModuleType("liger_remembers.ops._device")
+    module.look_up = look_up
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    look_up("cpu")
+    for op in ("rope", "rope", "dyt"):  # once an op
+        running._forget_before(op, "liger_remembers")
+        look_up("cpu")
+    assert calls == ["cpu"] * 3

@@ -1,5 +1,9 @@
-"""liger_core on many devices: losses of plain tensors and a process group. That the ops take DTensors needs no import."""
+"""liger_core on many devices: a head whose forward is the loss, and losses of plain tensors and a process group.
 
+That the ops take DTensors needs no import.
+"""
+
+from liger_distributed.head import LossHead
 from liger_distributed.losses import (
     cross_entropy,
     fused_linear_cross_entropy,
@@ -7,4 +11,10 @@ from liger_distributed.losses import (
     token_logprobs,
 )
 
-__all__ = ["cross_entropy", "fused_linear_cross_entropy", "fused_linear_token_logprobs", "token_logprobs"]
+__all__ = [
+    "LossHead",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+    "fused_linear_token_logprobs",
+    "token_logprobs",
+]

@@ -1,0 +1,145 @@
+"""A model's head whose forward is the loss, and the mean over the labels of all processes.
+
+FSDP2 gathers a module's weights for its forward, so a loss that reads the head's weight belongs there. Each process
+divides its sum of losses by the mean number of labels per process: averaged over the processes, as DDP and FSDP2 average
+gradients, that is the sum over all labels divided by their number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from liger_core import fused_linear_cross_entropy, tensors
+from liger_distributed.vocabulary import landed
+
+
+class LossHead(nn.Linear):
+    """A linear head. Called with labels it returns their mean cross-entropy, without logits; without labels, the logits.
+
+    It is an `nn.Linear`: its weight is ``[vocabulary, hidden]``, it may be tied to an embedding, and a plan of
+    `parallelize_module` may divide it along the vocabulary. `fully_shard` takes it as a unit of its own.
+
+    Args:
+        hidden: H, the width of what it is called with.
+        vocabulary: V, the number of tokens.
+        bias: whether there is one.
+        group: the processes that a mean counts labels of: all that data parallelism averages gradients over. Those that
+            have the same labels may be among them. None: all processes; where torch.distributed isn't initialised, this
+            one. Under pipeline parallelism, the processes of the last stage.
+        averaged: data parallelism averages gradients over the group, as DDP and FSDP2 do by themselves. False: it adds
+            them up.
+        ignore_index, label_smoothing, lse_square_scale, softcap: as in `liger_core.cross_entropy`.
+        accum_dtype, memory_budget: as in `liger_core.fused_linear_cross_entropy`.
+        device, dtype: of the weight, as in `nn.Linear`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        vocabulary: int,
+        bias: bool = False,
+        *,
+        group: ProcessGroup | None = None,
+        averaged: bool = True,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+        accum_dtype: torch.dtype = torch.float32,
+        memory_budget: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden, vocabulary, bias, device, dtype)
+        # A name and a number: a module that holds a group can't be copied.
+        self._group = None if group is None else (group.group_name, group.size())
+        self.averaged, self.ignore_index, self.softcap = averaged, ignore_index, softcap
+        self.options: dict[str, Any] = {
+            "label_smoothing": label_smoothing,
+            "lse_square_scale": lse_square_scale,
+            "accum_dtype": accum_dtype,
+            "memory_budget": memory_budget,
+        }
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]: an input is x throughout liger_core
+        self, x: Tensor, target: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        """The loss of this process's labels, as data parallelism takes it, or the logits.
+
+        Args:
+            x: ``[..., H]``.
+            target: int64 ``[...]``, the labels of x's rows; None for logits.
+            labels: int64 ``[]``, from `count`: how many labels the mean is over, for a step of several calls. None: those of
+                this call, counted while the loss is computed.
+
+        Returns:
+            A number, in the dtype of `fused_linear_cross_entropy`: the processes' average (their sum, if not `averaged`) is
+            the mean over all labels, and so are its gradients. 0 where no process has a label. Without a target, ``[..., V]``.
+        """
+        if target is None:
+            logits = super().forward(x)
+            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        own = self._count(target)
+        summed = self._summed(own) if labels is None else None  # in flight while the loss is computed
+        loss = fused_linear_cross_entropy(
+            x.flatten(0, -2),
+            self.weight,
+            target.flatten(),
+            self.bias,
+            ignore_index=self.ignore_index,
+            softcap=self.softcap,
+            **self.options,
+        )
+        everywhere = labels if summed is None else landed(summed)
+        assert everywhere is not None
+        # Not the sum of losses divided once: in float16 the weight's gradient of a sum overflows.
+        share = (own * (self._size() if self.averaged else 1)).to(loss.dtype) / everywhere.clamp(min=1)
+        if tensors.full_name(type(loss)) == tensors.DTENSOR:
+            share = _replicated(share, cast("Any", loss).device_mesh)
+        return loss * share
+
+    def count(self, *targets: Tensor) -> Tensor:
+        """How many labels all processes have in the targets of one optimizer step: `labels` of each of its calls.
+
+        One all-reduce of 8 bytes. The number stays on the device.
+
+        Args:
+            *targets: int64, of any shape, each that of a call.
+
+        Returns:
+            int64 ``[]``, the same on all processes.
+        """
+        return landed(self._summed(torch.stack([self._count(target) for target in targets]).sum()))
+
+    def extra_repr(self) -> str:
+        """The sizes, and what isn't the default."""
+        return f"{super().extra_repr()}, ignore_index={self.ignore_index}, averaged={self.averaged}"
+
+    def _count(self, target: Tensor) -> Tensor:
+        """The labels of a target, of all its parts if it is a DTensor."""
+        count = (target != self.ignore_index).sum()
+        return cast("Any", count).full_tensor() if tensors.full_name(type(count)) == tensors.DTENSOR else count
+
+    def _summed(self, count: Tensor) -> Tensor:
+        """Over the group, in flight."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if self._group is None and world is None:
+            return count
+        name = self._group[0] if self._group else cast("ProcessGroup", world).group_name
+        return torch.ops._c10d_functional.all_reduce(count, "sum", name)
+
+    def _size(self) -> int:
+        if self._group is not None:
+            return self._group[1]
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _replicated(number: Tensor, mesh: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate  # 2 s to import, which has been paid where there is a mesh
+
+    return DTensor.from_local(number, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -111,7 +111,7 @@ def compare(job: Job, providers: Sequence[str]) -> list[Row]:
         except failures() as error:
             rows[provider] = job.row(provider, note=reason(error))
     for provider, found in measured.items():
-        rows.setdefault(provider, found.row(job, provider, min(times[provider])))
+        rows.setdefault(provider, found.row(job, provider, times[provider]))
     return with_ratios([rows[provider] for provider in providers])
 
 

@@ -24,7 +24,10 @@ from liger_core.contract import Op
 TURNS = 3
 """How often each provider is timed."""
 
-COLUMNS = ("op", "case", "dtype", "provider", "mode", "ms", "ratio", "gbps", "tflops", "peak_mib", "error", "note")
+COLUMNS = (
+    *("op", "case", "dtype", "provider", "mode", "ms", "ratio", "gbps", "tflops", "peak_mib", "error"),
+    *("spread", "note"),  # spread: the slowest turn's median over the fastest's, less 1
+)
 
 Row = dict[str, Any]
 
@@ -107,11 +110,13 @@ class Measured(NamedTuple):
     work: Work
     columns: dict[str, str]
 
-    def row(self, job: Job, provider: str, ms: float) -> Row:
-        """The row, with a time in milliseconds."""
+    def row(self, job: Job, provider: str, turns: Sequence[float]) -> Row:
+        """The row, with the least of the turns' times, in milliseconds."""
+        ms = min(turns)
         rates = self.work.rates(ms / 1e3)
         found = {key: f"{rates[unit]:.4g}" for key, unit in (("gbps", "GB/s"), ("tflops", "TFLOP/s")) if unit in rates}
-        return job.row(provider, ms=f"{ms:.5f}", **found, **self.columns)
+        spread = f"{max(turns) / ms - 1:.3f}"
+        return job.row(provider, ms=f"{ms:.5f}", spread=spread, **found, **self.columns)
 
 
 def measure(job: Job, function: Function, truth: Sequence[Tensor | None] | None) -> Measured:

@@ -16,8 +16,7 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
+# torch is imported where a run is described: records are also read where no torch is, to draw them.
 RECORDS = Path(__file__).parent / "records"
 
 PACKAGES = (
@@ -52,6 +51,8 @@ def head_of(device: str) -> Head:
 
 def machine(device: str) -> str:
     """The accelerator, if there is one, the processor and the system. Never the machine's name."""
+    import torch
+
     parts = [] if device == "cpu" else [torch.get_device_module(device).get_device_name()]
     parts += [f"{processor()} ({os.cpu_count()} cores)", platform.system(), f"Python {platform.python_version()}"]
     return ", ".join(parts)
@@ -87,6 +88,8 @@ def _git(*words: str) -> str:
 def _version(package: str) -> str | None:
     # torch's own has its build (+cu130), which the metadata of some builds lacks.
     if package == "torch":
+        import torch
+
         return torch.__version__
     try:
         return version(package)

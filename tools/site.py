@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "packages/liger-core/src/liger_core"
+sys.path.append(str(ROOT / "benchmarks"))
+
+import pictures  # noqa: E402 - benchmarks/ is no package
+import records  # noqa: E402
+
 LANGUAGES = {"Triton": "liger-triton", "cuTile": "liger-cutile", "triton-ascend": "liger-triton-ascend"}
 
 # A file of the repository, and the page that it is. Those under docs/ keep their names.
@@ -54,7 +60,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages |= {"ops/index.md": index_page(), "ops/losses.md": losses_page()}
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
+    files.append(File.generated(config, "measured.html", content=measured_page()))
     return files
+
+
+def measured_page() -> str:
+    """The records as one interactive page, which stands beside the others as it is."""
+    paths = pictures.sources()
+    return pictures.page(pictures.read(paths), [records.read_csv(path)[0] for path in paths])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -109,6 +122,12 @@ def op_page(name: str) -> str:
     has = languages(name)
     rows = [f"| [{LANGUAGES[language]}](../packages/{LANGUAGES[language]}.md) | {language} |" for language in has]
     table = "\n".join(["| package | language |", "|---|---|", *rows]) if rows else "No language has kernels of it yet."
+    picture = f"../pictures/{name}.png"
+    measured = (
+        f"[![Time and memory over size]({picture})](../measured.md)"
+        if (ROOT / "docs/ops" / picture).resolve().exists()
+        else "No record has it yet."
+    )
     return f"""---
 title: {name}
 ---
@@ -123,6 +142,10 @@ title: {name}
 The PyTorch reference runs on every device.
 
 {table}
+
+## Measured
+
+{measured}
 
 `liger_core.explain("{name}", ...)` prints which one a call would run, and why. What a kernel owes is in
 [adding an op](../adding-an-op.md), and how exact it is in [numerics](../numerics.md).

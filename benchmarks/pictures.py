@@ -1,0 +1,295 @@
+"""Pictures of what was measured, drawn from the records of `compare.py` and from nothing else.
+
+    python benchmarks/pictures.py                    docs/pictures/*.png
+    python benchmarks/pictures.py --page FILE.html   the same as one interactive page, which needs plotly and no network
+
+A picture holds a digest of the records and of this file. A test compares it, so that it fails when a picture is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PICTURES = Path(__file__).parent.parent / "docs/pictures"
+HEAT_MAP = "best-peer"
+
+GROUPS = ("small", "medium", "large")
+MODES = ("forward", "forward+backward")
+
+OURS = {"ours-triton": "#0b5fa5", "ours-cutile": "#2a9d5c"}
+PEERS = {
+    "eager": "#9a9a9a",
+    "compile": "#e08214",
+    "liger": "#c0392b",
+    "liger-cutile": "#e98074",
+    "liger-cutedsl": "#8e44ad",
+    "quack": "#b8860b",
+}
+LIMIT = "limit"
+
+LIMITS = {"NVIDIA H200": (4250.0, 790.0)}
+"""What a machine reaches at best: GB/s of a large copy, read and written, and TFLOP/s of a bfloat16 product of 8192 × 8192
+matrices. Both were measured there by PyTorch 2.11."""
+
+
+class Cell(NamedTuple):
+    """What one provider did in one case and mode."""
+
+    ms: float
+    peak_mib: float | None
+    limit_ms: float | None
+
+
+Op = dict[tuple[str, str], dict[str, Cell]]
+"""The cells of an op by case and mode, then by provider."""
+
+
+def sources() -> list[Path]:
+    """The records of `compare.py`, the newest measurement of an op last."""
+    found = records.RECORDS.glob("*-compare-*.csv")
+    # A run of a few ops is a second look at them, so it comes after the run of all ops of that day.
+    return sorted(found, key=lambda path: (path.name[:10], -len(ops_in(records.read_csv(path)[1])), path.name))
+
+
+def ops_in(rows: Sequence[Mapping[str, str]]) -> set[str]:
+    """The ops that a record has."""
+    return {row["op"] for row in rows}
+
+
+def read(paths: Sequence[Path]) -> dict[str, Op]:
+    """The last measurement of every op."""
+    found: dict[str, Op] = {}
+    for path in paths:
+        head, rows = records.read_csv(path)
+        chip = head["machine"].split(",")[0]
+        for op in ops_in(rows):
+            found[op] = {}
+        for row in rows:
+            if row["ms"] and row["case"] in GROUPS:
+                cells = found[row["op"]].setdefault((row["case"], row["mode"]), {})
+                cells[row["provider"]] = _cell(row, chip)
+    return dict(sorted(found.items()))
+
+
+def _cell(row: Mapping[str, str], chip: str) -> Cell:
+    ms = float(row["ms"])
+    copies, products = LIMITS.get(chip, (None, None))
+    limit = None
+    if row["tflops"] and products:
+        limit = ms * float(row["tflops"]) / products
+    elif row["gbps"] and copies:
+        limit = ms * float(row["gbps"]) / copies
+    # The axis is logarithmic: a peer that writes over its inputs takes 0.
+    return Cell(ms, max(float(row["peak_mib"]), 1.0) if row["peak_mib"] else None, limit)
+
+
+def digest(paths: Sequence[Path]) -> str:
+    """What a picture depends on: the records and this file."""
+    summed = hashlib.sha256(Path(__file__).read_bytes())
+    for path in paths:
+        summed.update(path.name.encode())
+        summed.update(path.read_bytes())
+    return summed.hexdigest()
+
+
+def made_of(path: Path) -> str | None:
+    """The digest that a picture holds; None if there is no picture."""
+    from PIL import Image
+
+    if not path.exists():
+        return None
+    with Image.open(path) as picture:
+        return picture.info.get("Digest")
+
+
+def best(cells: Mapping[str, Cell], providers: Sequence[str]) -> tuple[float, str] | None:
+    """The shortest time among some providers, and whose it is."""
+    return min(((cells[name].ms, name) for name in providers if name in cells), default=None)
+
+
+def ratio(op: Op, case: str, mode: str) -> tuple[float, str] | None:
+    """The best peer's time over the best of ours, and the peer's name: above 1, ours is faster."""
+    cells = op.get((case, mode), {})
+    ours, peer = best(cells, list(OURS)), best(cells, list(PEERS))
+    return (peer[0] / ours[0], peer[1]) if ours and peer else None
+
+
+def heat_map(ops: Mapping[str, Op]) -> Figure:
+    """Op by size: the best peer's time over the best of ours."""
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    columns = [(case, mode) for mode in MODES for case in GROUPS]
+    figure = Figure(figsize=(11, 0.36 * len(ops) + 1.6), layout="constrained")
+    axes = figure.subplots()
+    norm, colours = LogNorm(1 / 4, 4), colormaps["RdBu"]
+    for y, op in enumerate(ops.values()):
+        for x, (case, mode) in enumerate(columns):
+            found = ratio(op, case, mode)
+            shade = norm(min(max(found[0], 1 / 4), 4)) if found else 0.5
+            axes.add_patch(_square(x, y, colours(shade)))
+            if found:
+                dark = abs(shade - 0.5) > 0.33
+                text = f"{found[0]:.2f}× {found[1]}" if found[0] < 10 else f"{found[0]:.0f}× {found[1]}"
+                axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color="white" if dark else "black")
+    axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(ops) - 0.5, -0.5))
+    axes.set_xticks(range(len(columns)), [f"{case}\n{mode}" for case, mode in columns], fontsize=8)
+    axes.set_yticks(range(len(ops)), list(ops), fontsize=8)
+    axes.tick_params(length=0, labeltop=True, labelbottom=False, top=False)
+    axes.set_title("The best peer's time over ours: blue, ours is faster", fontsize=11, pad=12)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return figure
+
+
+def _square(x: int, y: int, colour: object) -> object:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=colour)
+
+
+def op_picture(name: str, op: Op) -> Figure:
+    """Time and memory of an op over size, with the least time that the machine allows."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for axes, mode in zip(panels, MODES, strict=False):
+        _lines(axes, op, mode, "ms")
+        axes.set_title(f"{mode}, ms", fontsize=10)
+    _lines(panels[2], op, MODES[1], "peak_mib")
+    panels[2].set_title("peak memory beyond inputs, MiB (1: at most 1)", fontsize=10)
+    handles = {
+        line.get_label(): line
+        for axes in panels
+        for line in axes.get_lines()
+        if not str(line.get_label()).startswith("_")
+    }
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False
+    )
+    figure.suptitle(name, fontsize=12)
+    return figure
+
+
+def _lines(axes: Axes, op: Op, mode: str, key: str) -> None:
+    for provider, colour in (PEERS | OURS).items():
+        values = [_value(op, case, mode, provider, key) for case in GROUPS]
+        if any(values):
+            ours = provider in OURS
+            style = {"linewidth": 2.4 if ours else 1.2, "zorder": 3 if ours else 2, "markersize": 6 if ours else 4}
+            axes.plot(range(3), [v or float("nan") for v in values], marker="o", color=colour, label=provider, **style)
+    if key == "ms":
+        limits = [limit(op, case, mode) for case in GROUPS]
+        if any(limits):
+            axes.plot(range(3), [v or float("nan") for v in limits], color="black", linestyle=":", label=LIMIT)
+    axes.set_yscale("log" if any(line.get_ydata().size for line in axes.get_lines()) else "linear")
+    axes.set_xticks(range(3), GROUPS)
+    axes.set_xlim(-0.2, 2.2)
+    axes.grid(visible=True, which="major", axis="y", color="#dddddd", linewidth=0.6)
+
+
+def _value(op: Op, case: str, mode: str, provider: str, key: str) -> float | None:
+    cell = op.get((case, mode), {}).get(provider)
+    return getattr(cell, key) if cell else None
+
+
+def limit(op: Op, case: str, mode: str) -> float | None:
+    """The least time that the machine allows: what has to move or to be multiplied, at the best rate measured there."""
+    return next((cell.limit_ms for cell in op.get((case, mode), {}).values() if cell.limit_ms), None)
+
+
+def names(ops: Mapping[str, Op]) -> Iterator[str]:
+    """The pictures, without their suffix."""
+    yield HEAT_MAP
+    yield from ops
+
+
+def draw(ops: Mapping[str, Op], paths: Sequence[Path], directory: Path = PICTURES) -> None:
+    """Draw every picture, and remove those of ops that no record has."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for stale in set(directory.glob("*.png")) - {directory / f"{name}.png" for name in names(ops)}:
+        stale.unlink()
+    metadata = {"Digest": digest(paths), "Software": None}
+    for name in names(ops):
+        figure = heat_map(ops) if name == HEAT_MAP else op_picture(name, ops[name])
+        figure.savefig(directory / f"{name}.png", dpi=90, metadata=metadata)
+
+
+def page(ops: Mapping[str, Op], heads: Sequence[Mapping[str, str]]) -> str:
+    """One page of all records, self-contained: an op is chosen from a list, a provider by a click on its name."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    shown = [*((mode, "ms") for mode in MODES), (MODES[1], "peak_mib")]
+    figure = make_subplots(
+        rows=1, cols=3, subplot_titles=[*(f"{m}, ms" for m in MODES), "peak memory beyond inputs, MiB"]
+    )
+    owners: list[str] = []
+    for name, op in ops.items():
+        for provider, colour in (PEERS | OURS | {LIMIT: "black"}).items():
+            for column, (mode, key) in enumerate(shown, 1):
+                if provider == LIMIT:
+                    values = [limit(op, case, mode) if key == "ms" else None for case in GROUPS]
+                else:
+                    values = [_value(op, case, mode, provider, key) for case in GROUPS]
+                line = {"color": colour, "width": 3 if provider in OURS else 1.5}
+                if provider == LIMIT:
+                    line["dash"] = "dot"
+                trace = go.Scatter(
+                    x=GROUPS,
+                    y=values,
+                    name=provider,
+                    legendgroup=provider,
+                    showlegend=column == 1,
+                    line=line,
+                    mode="lines+markers",
+                    visible=name == next(iter(ops)),
+                )
+                figure.add_trace(trace, row=1, col=column)
+                owners.append(name)
+    buttons = [
+        {"label": name, "method": "update", "args": [{"visible": [o == name for o in owners]}, {"title.text": name}]}
+        for name in ops
+    ]
+    machines = "; ".join(dict.fromkeys(head["machine"].split(",")[0] for head in heads))
+    versions = ", ".join(dict.fromkeys(name for head in heads for name in head["versions"].split(", ")))
+    figure.update_yaxes(type="log")
+    figure.update_layout(
+        title={"text": next(iter(ops)), "x": 0.5},
+        updatemenus=[{"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.3}],
+        template="plotly_white",
+        margin={"t": 150},
+        height=620,
+    )
+    html = figure.to_html(full_html=True, include_plotlyjs=True, config={"displaylogo": False})
+    note = f"<p style='font: 14px sans-serif; margin: 1em 2em'>Measured on {machines}: {versions}.</p>"
+    return html.replace("<body>", f"<body>{note}", 1)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Draw the pictures, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path, metavar="FILE.html", help="write one interactive page, and no pictures")
+    options = parser.parse_args(words)
+    paths = sources()
+    ops = read(paths)
+    if options.page:
+        options.page.write_text(page(ops, [records.read_csv(path)[0] for path in paths]), encoding="utf-8")
+    else:
+        draw(ops, paths)
+
+
+if __name__ == "__main__":
+    main()

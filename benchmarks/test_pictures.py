@@ -1,0 +1,116 @@
+"""Checks of what is made of records: pictures that are not stale, and verdicts that know the noise."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pictures
+import pytest
+import records
+import verdict
+from jobs import COLUMNS
+
+
+def rows(times: dict[str, float], spread: str = "") -> list[dict[str, str]]:
+    """A row for each provider: rms_norm, large, forward."""
+    blank = dict.fromkeys(COLUMNS, "") | {"op": "rms_norm", "case": "large", "mode": "forward", "spread": spread}
+    return [blank | {"provider": provider, "ms": str(ms)} for provider, ms in times.items()]
+
+
+def test_pictures_are_of_the_records() -> None:
+    paths = pictures.sources()
+    wanted = pictures.digest(paths)
+    names = set(pictures.names(pictures.read(paths)))
+    stale = [name for name in sorted(names) if pictures.made_of(pictures.PICTURES / f"{name}.png") != wanted]
+    assert not stale, "run: python benchmarks/pictures.py"
+    extra = {path.stem for path in pictures.PICTURES.glob("*.png")} - names
+    assert not extra, "no record has these: run python benchmarks/pictures.py"
+
+
+def test_a_picture_of_other_records_is_stale(tmp_path: Path) -> None:
+    head = {"machine": "NVIDIA H200, a processor", "versions": "torch 2"}
+    path = records.write_csv(
+        tmp_path / "2026-01-02-compare-h200", head, rows({"ours-triton": 1.0, "eager": 2.0}), COLUMNS
+    )
+    pictures.draw(pictures.read([path]), [path], tmp_path)
+    drawn = tmp_path / "rms_norm.png"
+    assert pictures.made_of(drawn) == pictures.digest([path])
+    path.write_text(path.read_text().replace("2.0", "2.5"))
+    assert pictures.made_of(drawn) != pictures.digest([path])
+    assert pictures.made_of(tmp_path / "swiglu.png") is None
+
+
+def test_the_last_measurement_of_an_op_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "RECORDS", tmp_path)
+    head = {"machine": "NVIDIA H200, a processor", "versions": "torch 2"}
+    whole = [row | {"op": op} for op in ("rms_norm", "swiglu") for row in rows({"ours-triton": 1.0, "eager": 2.0})]
+    again = rows({"ours-triton": 0.5, "eager": 2.0})
+    records.write_csv(tmp_path / "2026-01-02-compare-a-second-look-h200", head, again, COLUMNS)
+    records.write_csv(tmp_path / "2026-01-02-compare-h200", head, whole, COLUMNS)
+    found = pictures.read(pictures.sources())
+    ratios = {op: pictures.ratio(found[op], "large", "forward") for op in found}
+    assert ratios == {"rms_norm": (4.0, "eager"), "swiglu": (2.0, "eager")}
+
+
+def test_the_limit_is_the_machine_s() -> None:
+    row = rows({"ours-triton": 2.0})[0]
+    assert pictures._cell(row | {"gbps": "2125"}, "NVIDIA H200").limit_ms == 1.0
+    assert pictures._cell(row | {"tflops": "395"}, "NVIDIA H200").limit_ms == 1.0
+    assert pictures._cell(row | {"gbps": "2125"}, "another chip").limit_ms is None
+
+
+@pytest.mark.slow
+def test_the_page_draws_itself_without_a_network(tmp_path: Path) -> None:
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("not run: chromium is not on PATH; Debian has it in chromium")
+    page = tmp_path / "measured.html"
+    pictures.main(["--page", str(page)])
+    quiet = ["--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        *quiet,
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    command += ["--virtual-time-budget=8000", "--dump-dom", page.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    first = next(iter(pictures.read(pictures.sources())))
+    assert dom.count('class="scatterlayer') == 3, "a panel is missing"
+    assert 'class="point"' in dom
+    assert f">{first}</text>" in dom
+
+
+@pytest.mark.parametrize(
+    ("after", "peer", "spread", "word"),
+    [
+        (1.015, 2.0, "", verdict.SAME),  # within the least noise
+        (1.05, 2.0, "", verdict.SLOWER),
+        (0.95, 2.0, "", verdict.FASTER),
+        (1.05, 2.2, "", verdict.SAME),  # the peer's code is the same, and its time grew by a tenth
+        (1.05, 1.8, "", verdict.SAME),
+        (1.05, 2.0, "0.08", verdict.SAME),  # the turns of one run differed by more
+        (1.2, 2.2, "0.08", verdict.SLOWER),
+    ],
+)
+def test_a_change_counts_beyond_the_noise(after: float, peer: float, spread: str, word: str) -> None:
+    old, new = rows({"ours-triton": 1.0, "eager": 2.0}), rows({"ours-triton": after, "eager": peer}, spread)
+    assert [found.word for found in verdict.verdicts(old, new)] == [word]
+
+
+@pytest.mark.parametrize(("after", "status"), [(1.0, 0), (0.5, 0), (1.5, 1)])
+def test_the_exit_status_says_that_something_is_slower(
+    after: float, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files: list[str] = []
+    for name, ms in (("before", 1.0), ("after", after)):
+        head = {"machine": "H200", "versions": "torch 2"}
+        files.append(str(records.write_csv(tmp_path / name, head, rows({"ours-triton": ms, "eager": 2.0}), COLUMNS)))
+    assert verdict.main(files) == status
+    counts: Sequence[str] = capsys.readouterr().out.splitlines()[-1].split(", ")
+    assert [int(count.split()[0]) for count in counts] == [int(after < 1), int(after > 1), int(after == 1)]

@@ -18,6 +18,7 @@ import torch
 from tiny_models import assert_same, batch, build, classes, run
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ReLUSquaredActivation
 
 import liger_transformers
 from liger_transformers.swap import swapped_for
@@ -238,6 +239,13 @@ class Unweighted(nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+class OnePlus(nn.LayerNorm):
+    """As Nemotron's: its weight is the difference to one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
 @pytest.mark.parametrize(
     ("norm", "op"),
     [
@@ -245,6 +253,7 @@ class Unweighted(nn.Module):
         (lambda: nn.RMSNorm(8, eps=1e-5), "rms_norm(offset=0, casting_mode='gemma')"),
         (lambda: nn.LayerNorm(8), "layer_norm"),
         (lambda: nn.LayerNorm(8, bias=False), "layer_norm"),
+        (lambda: OnePlus(8), "layer_norm(weight + 1)"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -306,6 +315,39 @@ def test_gated_norms(early: bool, calls: Counter[str]) -> None:
     torch.testing.assert_close([model[0](x, gate), model[0](x), model[0](x, gate=gate)], want)
     assert bool(report.swapped) is not early
     assert calls == ({} if early else {"rms_norm": 1, "swiglu": 1})
+
+
+class Squared(nn.Module):
+    """A feed-forward network around the square of ReLU, alone or as a gate."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.act, self.up, self.down = ReLUSquaredActivation(), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.gate = nn.Linear(8, 12) if gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class SquaredGate(Squared):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("cls", [Squared, SquaredGate])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relu_squared(cls: Any, dtype: torch.dtype, calls: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(cls(cls is SquaredGate)).to(dtype), torch.randn(4, 8, dtype=dtype)
+    want = model(x)
+    report = liger_transformers.apply(model)
+    assert report.swapped == {(f"{cls.__name__}.act", "relu_squared"): 1}
+    calls.clear()
+    torch.testing.assert_close(model(x), want, rtol=2**-7, atol=2**-7 if dtype == torch.bfloat16 else 1e-5)
+    assert calls == {"relu_squared": 1}
+    liger_transformers.restore(model)
+    assert torch.equal(model(x), want)
+    assert calls == {"relu_squared": 1}
 
 
 def test_norm_called_by_keyword() -> None:

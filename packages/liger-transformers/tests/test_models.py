@@ -13,11 +13,13 @@ import liger_transformers
 
 NOT_CALLED = {
     "bart": {"layer_norm": 2},  # there is no encoder to attend to
-    "deepseek_v3": {"rope": 2},  # its default is the function for interleaved pairs
     "falcon_h1": {"swiglu": 2},  # the mixer's activation follows a convolution
     "qwen3_next": {"swiglu": 1},  # so does that of 5.2's linear attention
 }
 """Modules that are swapped and have no part in the op: their forward takes another way."""
+
+CALLED_TWICE = {"llama4_text": {"rms_norm": 2}, "nanochat": {"rms_norm": 1}}
+"""Calls beyond one a module: a norm without a weight, of queries and of keys, or of embeddings too."""
 
 
 @pytest.mark.parametrize("name", [*TEXT_MODELS, *IMAGE_MODELS])
@@ -36,7 +38,10 @@ def test_loss_gradients_and_logits(name: str, calls: Counter[str]) -> None:
     assert_same(want, got)
     for op, count in report.ops.items():
         unused = NOT_CALLED.get(name, {}).get(op, 0)
-        assert count - unused <= calls[op] <= count, f"{op}: swapped in {count} modules, called {calls[op]} times"
+        again = CALLED_TWICE.get(name, {}).get(op, 0)
+        assert count - unused <= calls[op] - again <= count, (
+            f"{op}: swapped in {count} modules, called {calls[op]} times"
+        )
 
     items = torch.tensor(37)
     assert_same(run(model, inputs, num_items_in_batch=items), run(swapped, inputs, num_items_in_batch=items))

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from liger_transformers import leaves
 from liger_transformers.head import Lazy, head_of, swap_head
+from liger_transformers.rotary import OPS as ROTARY_OPS
+from liger_transformers.rotary import rotary
 from liger_transformers.swap import original_class, replaced_by, swapped_for
 
 log = logging.getLogger("liger_transformers")
@@ -80,8 +82,8 @@ def apply(
         model: a transformers model, or a module around one, such as a PeftModel.
         rms_norm: swap norms for `rms_norm`.
         layer_norm: swap norms for `layer_norm`.
-        rope: swap rotary functions for `rope` and `qwen2vl_mrope`.
-        glu: swap activations for `swiglu` and `geglu`.
+        rope: swap rotary functions for `rope`, `qwen2vl_mrope` and `llama4_rope`.
+        glu: swap activations for `swiglu`, `geglu` and `relu_squared`.
         loss: swap the head and the loss for `fused_linear_cross_entropy`.
         trl: serve the fused head of TRL 1.16's trainers with `fused_linear_logit_statistics`, from the model's own forward.
             Call `apply` before or after the trainer is made.
@@ -106,16 +108,16 @@ def apply(
     wanted = {
         "rms_norm": rms_norm,
         "layer_norm": layer_norm,
-        "rope": rope,
-        "qwen2vl_mrope": rope,
+        **dict.fromkeys(ROTARY_OPS, rope),
         "swiglu": glu,
         "geglu": glu,
+        "relu_squared": glu,
     }
     for module in list(model.modules()):
         if rms_norm or layer_norm:
             _become(module, leaves.norm(module), wanted, report)
         if rope:
-            _become(module, leaves.rotary(module), wanted, report)
+            _become(module, rotary(module), wanted, report)
         for name, child, found in leaves.activations(module) if glu else ():
             if isinstance(found, type) and found is not type(child):
                 child = copy.copy(child)  # some models share one activation among modules

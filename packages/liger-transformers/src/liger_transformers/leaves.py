@@ -1,4 +1,4 @@
-"""Norms, activations and rotary functions: which op one is, found by running it on random numbers, and the swap.
+"""Norms and activations: which op one is, found by running it on random numbers, and the swap.
 
 Each function takes a module of the model and returns the class that it may become, the reason why it is left as it is, or
 None for a module that is none of that kind. No name of a model or a class decides; no weight of the model is read, so a
@@ -118,8 +118,9 @@ def _norm_class(
                         if proved(op, 0.0):
                             return _rms_norm_class(cls, eps, offset, mode, gated)
             # One way to round and no options that could be taken for one another, so a last bit may differ.
-            if "weight" in parameters and not gated and proved(liger.layer_norm, 1.0):
-                return _layer_norm_class(cls, eps)
+            for offset in (0.0, 1.0) if "weight" in parameters and not gated else ():
+                if proved(functools.partial(_layer_norm, offset=offset), 1.0):
+                    return _layer_norm_class(cls, eps, offset)
     except PROBE_ERRORS as error:
         return f"its forward raises {type(error).__name__} on {'two tensors' if gated else 'a tensor'}"
     return (
@@ -163,17 +164,24 @@ def _rms_norm_class(cls: type[nn.Module], eps: str, offset: float, casting_mode:
     return subclass(cls, forward_gated, f"{op}, swiglu") if gated else subclass(cls, forward, op)
 
 
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> Tensor:
+    return liger.layer_norm(x, weight + offset if offset else weight, bias, eps)
+
+
 @functools.cache
-def _layer_norm_class(cls: type[nn.Module], eps: str) -> type[nn.Module]:
+def _layer_norm_class(cls: type[nn.Module], eps: str, offset: float) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         (x,) = args or kwargs.values()
         x, weight, bias = settle(x), self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
-        if x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
-            x = x.to(weight.dtype)  # as autocast does with F.layer_norm
-        return liger.layer_norm(x, weight, bias, getattr(self, eps))
+        if torch.is_autocast_enabled(x.device.type):
+            if offset:
+                return cls.forward(self, x)  # casts by itself, in its own way
+            if x.dtype != weight.dtype:
+                x = x.to(weight.dtype)  # as autocast does with F.layer_norm
+        return _layer_norm(x, weight, bias, getattr(self, eps), offset)
 
-    return subclass(cls, forward, "layer_norm")
+    return subclass(cls, forward, "layer_norm(weight + 1)" if offset else "layer_norm")
 
 
 class Gate(Promise):
@@ -182,7 +190,8 @@ class Gate(Promise):
     __slots__ = ("act", "gate", "op", "version")
 
     def __init__(self, gate: Tensor, act: Callable[[Tensor], Tensor], op: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__(torch.is_grad_enabled())
+        # A layer makes one of these each time it runs: Promise.__init__ would be another call.
+        self.grad, self._tensor, self._base, self._view = torch.is_grad_enabled(), None, None, None
         self.gate, self.act, self.op, self.version = gate, act, op, version(gate)
 
     @property
@@ -202,21 +211,34 @@ class Gate(Promise):
         return self.act(self.gate)
 
     def wait(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function not in PRODUCTS or len(args) != 2 or kwargs or torch.is_grad_enabled() != self.grad:
-            return NotImplemented
-        gate = self.gate
-        up = args[1] if args[0] is self else args[0]
-        if not isinstance(up, Tensor) or up.dtype != gate.dtype or up.shape != gate.shape:
+        if function not in PRODUCTS or len(args) != 2 or kwargs:
             return NotImplemented
         in_place = function in MUL_IN_PLACE
-        if in_place and up is args[0]:
+        if in_place and args[0] is not self:
             return NotImplemented
-        if version(gate) != self.version:
-            unchanged(gate, self.version)
-        y = self.op(gate, up)
-        if in_place:
+        y = self.product(args[1] if args[0] is self else args[0])
+        if in_place and y is not NotImplemented:
             self._tensor = y
         return y
+
+    def product(self, up: Any) -> Any:
+        """The op's result, or NotImplemented where up is not the other branch of the unit."""
+        gate = self.gate
+        if not isinstance(up, Tensor) or up.dtype != gate.dtype or up.shape != gate.shape:
+            return NotImplemented
+        if torch.is_grad_enabled() != self.grad:
+            return NotImplemented
+        if self.version is not None and gate._version != self.version:
+            unchanged(gate, self.version)
+        return self.op(gate, up)
+
+    def __mul__(self, up: Any) -> Any:
+        # The way of nearly every layer, without what `__torch_function__` has to find out about other functions.
+        if self._tensor is None:
+            y = self.product(up)
+            if y is not NotImplemented:
+                return y
+        return Promise.__torch_function__(Tensor.__mul__, (), (self, up))
 
 
 follow(Gate, "mul", "mul_", "multiply", "multiply_")
@@ -225,15 +247,15 @@ MUL_IN_PLACE = frozenset({Tensor.mul_, Tensor.multiply_, Tensor.__imul__})
 PRODUCTS = MUL | MUL_IN_PLACE
 
 
-def version(tensor: Tensor) -> int:
-    """How often the tensor was written to; 0 where nobody counts."""
+def version(tensor: Tensor) -> int | None:
+    """How often the tensor was written to, or None where nobody counts."""
     # Dynamo traces no is_inference, and knows every write in what it compiles.
-    return 0 if compiling() or tensor.is_inference() else tensor._version
+    return None if compiling() or tensor.is_inference() else tensor._version
 
 
-def unchanged(tensor: Tensor, expected: int) -> None:
+def unchanged(tensor: Tensor, expected: int | None) -> None:
     """RuntimeError where a promise's input was written to since: what it stands for can't be computed any more."""
-    if version(tensor) != expected:
+    if expected is not None and tensor._version != expected:
         raise RuntimeError(
             "liger_transformers: the input of an activation or of the head was modified in place before its output was used; "
             "apply(model, glu=False) or apply(model, loss=False) leaves that module as it is"
@@ -243,24 +265,31 @@ def unchanged(tensor: Tensor, expected: int) -> None:
 GATED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "swiglu": (F.silu, liger.swiglu),
     "geglu": (functools.partial(F.gelu, approximate="tanh"), liger.geglu),
+    "relu_squared": (liger.relu_squared, liger.relu_squared),
 }
 """By op: its activation, and the op of gate and up."""
 
 
 def activations(parent: nn.Module) -> Iterator[tuple[str, nn.Module, Found]]:
-    """The activations among the children of a module that multiplies: name, the child, and its swap."""
-    if not any(_is_activation(child) for child in parent.children()) or not _multiplies(type(parent)):
-        return
-    for name, child in parent.named_children():
-        if _is_activation(child):
-            if swapped_for(child) is not None:
-                yield name, child, type(child)
-            elif (why := has_own_forward(child)) is not None:
-                yield name, child, why
-            elif (op := _gated_op(child)) is None:
-                yield name, child, "it is neither SiLU nor GELU's tanh approximation"
-            else:
-                yield name, child, _gated_class(type(child), op)
+    """The activations among a module's children, if they may be an op's: name, the child, and its swap.
+
+    In a module that multiplies they are gates. Elsewhere only the square of ReLU is an op of its own.
+    """
+    children = [(name, child) for name, child in parent.named_children() if _is_activation(child)]
+    multiplies = bool(children) and _multiplies(type(parent))
+    for name, child in children:
+        if swapped_for(child) is not None:
+            yield name, child, type(child)
+            continue
+        op = _gated_op(child)
+        if not multiplies and op != "relu_squared":
+            continue
+        if (why := has_own_forward(child)) is not None:
+            yield name, child, why
+        elif op is None:
+            yield name, child, "it is neither SiLU, nor GELU's tanh approximation, nor the square of ReLU"
+        else:
+            yield name, child, _gated_class(type(child), op) if multiplies else _relu_squared_class(type(child))
 
 
 def _is_activation(module: nn.Module) -> bool:
@@ -312,129 +341,9 @@ def _gated_class(cls: type[nn.Module], op: str) -> type[nn.Module]:
     return subclass(cls, forward, op)
 
 
-def rotary(module: nn.Module) -> Found:
-    """The swap of a module whose forward calls a rotary function: the same code, with that one name bound to the op."""
-    if (op := swapped_for(module)) is not None:
-        return type(module) if "rope" in op else None
-    found = _rotary_class(type(module))
-    return has_own_forward(module) or found if found is not None else None
-
-
 @functools.cache
-def _rotary_class(cls: type[nn.Module]) -> Found:
-    forward = cls.forward
-    inner = inspect.unwrap(forward)
-    if not isinstance(inner, types.FunctionType):
-        return None
-    functions = {name: inner.__globals__.get(name) for name in inner.__code__.co_names}
-    functions = {name: f for name, f in functions.items() if isinstance(f, types.FunctionType) and _rotates(f)}
-    if not functions:
-        return None
-    if inner is not forward:
-        return "its forward is decorated"
-    layouts = {name: _layouts(f) for name, f in functions.items()}
-    proved = {name: found for name, found in layouts.items() if found}
-    if not proved:
-        return f"{', '.join(functions)}: neither rope nor qwen2vl_mrope"
-    space = {**forward.__globals__, **{name: _rope(functions[name], found) for name, found in proved.items()}}
-    # Dynamo takes a function's globals for those of the module that they call __name__, where the name is bound to the original.
-    del space["__name__"]
-    bound = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
-    bound.__kwdefaults__, bound.__annotations__ = forward.__kwdefaults__, forward.__annotations__
-    bound.__module__, bound.__qualname__ = forward.__module__, forward.__qualname__
-    ops = {"qwen2vl_mrope" if "planes" in found else "rope" for found in proved.values()}
-    return subclass(cls, bound, ", ".join(sorted(ops)))
+def _relu_squared_class(cls: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return liger.relu_squared(settle(x))
 
-
-def _rotates(function: types.FunctionType) -> bool:
-    return [*inspect.signature(function).parameters][:4] == ["q", "k", "cos", "sin"]
-
-
-@functools.cache
-def _layouts(function: Callable[..., Any]) -> frozenset[str]:
-    """The layouts in which function(q, k, cos, sin) is the op, by random angles that differ in the two halves of a head.
-
-    ``"whole"``: q ``[B, heads, S, D]`` and angles ``[B, S, D]``. ``"part"``: angles of the first columns alone. ``"half"``:
-    ``[B, S, D/2]``, the same for both halves. ``"tokens"``: q ``[S, heads, D]`` and angles ``[S, D]``, as in vision towers.
-    ``"planes"``: those of `qwen2vl_mrope`. And ``"keeps"``: float32 angles leave a narrower q in its dtype.
-    """
-    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    q, k = draw(2, 3, 5, 8), draw(2, 1, 5, 8)
-    rows = q[0].transpose(0, 1), k[0].transpose(0, 1)
-    whole, part, flat, planes = ((draw(*shape), draw(*shape)) for shape in ((2, 5, 8), (2, 5, 4), (5, 8), (3, 2, 5, 8)))
-    trials: dict[str, tuple[tuple[Any, ...], Callable[..., tuple[Tensor, Tensor]]]] = {
-        "whole": ((q, k, *whole), liger.rope),
-        "part": ((q, k, *part), liger.rope),
-        "half": ((q, k, *part), _rope_of_halves),
-        "tokens": ((*rows, *flat), _rope_of_tokens),
-        "planes": ((q, k, *planes, [1, 1, 2]), liger.qwen2vl_mrope),
-    }
-    found = set()
-    for name, (arguments, op) in trials.items():
-        try:
-            got = function(*arguments)
-        except PROBE_ERRORS:
-            continue  # a function that is not made for this layout is never called with it
-        if isinstance(got, tuple) and len(got) == 2 and all(map(_close, got, op(*arguments))):
-            found.add(name)
-            narrow = function(arguments[0].bfloat16(), arguments[1].bfloat16(), *arguments[2:])
-            if narrow[0].dtype == narrow[1].dtype == torch.bfloat16:
-                found.add("keeps")
-    return frozenset(found)
-
-
-def _close(got: Any, want: Tensor) -> bool:
-    return isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
-def _rope_of_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return liger.rope(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
-
-
-def _rope_of_tokens(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    q, k = liger.rope(q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), cos, sin)
-    return q.squeeze(0).transpose(0, 1), k.squeeze(0).transpose(0, 1)
-
-
-def _layout(q: Tensor, k: Tensor, cos: Tensor, options: bool) -> str | None:
-    """The layout of a call, or None for one that no op takes."""
-    if q.dim() == k.dim() == 3 and cos.dim() == 2 and not options:
-        same = q.shape[0] == k.shape[0] == cos.shape[0] and q.shape[2] == k.shape[2] == cos.shape[1]
-        return "tokens" if same else None
-    if (
-        not q.dim() == k.dim() == 4
-        or q.shape[0] != k.shape[0]
-        or q.shape[2:] != k.shape[2:]
-        or cos.shape[-2] != q.shape[2]
-    ):
-        return None
-    if cos.dim() != (4 if options else 3) or cos.shape[-3] not in (1, q.shape[0]):
-        return None
-    if options:
-        return "planes"
-    return "whole" if cos.shape[-1] == q.shape[-1] else "part" if cos.shape[-1] * 2 != q.shape[-1] else "half"
-
-
-def _rope(original: Callable[..., Any], layouts: frozenset[str]) -> Callable[..., Any]:
-    """The op in the layouts in which `original` was proved to be it, and `original` in the others."""
-    ops: dict[str | None, Callable[..., Any]] = {
-        "whole": liger.rope, "part": liger.rope, "tokens": _rope_of_tokens, "planes": liger.qwen2vl_mrope
-    }  # fmt: skip
-    ops = {name: op for name, op in ops.items() if name in layouts}
-    if "half" in layouts:
-        ops["half"] = _rope_of_halves
-    elif "part" in layouts:
-        ops["half"] = liger.rope
-    keeps = "keeps" in layouts
-
-    def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        q, k = settle(q), settle(k)
-        usual = not args and (not kwargs or (len(kwargs) == 1 and kwargs.get("unsqueeze_dim") == 1))
-        sections = len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple))
-        op = ops.get(_layout(q, k, cos, sections)) if usual or sections else None
-        same = q.dtype == k.dtype == cos.dtype or keeps or torch.is_autocast_enabled(q.device.type)
-        if op is None or not same or cos.requires_grad:
-            return original(q, k, cos, sin, *args, **kwargs)
-        return op(q, k, cos, sin, *args)
-
-    return apply_rotary
+    return subclass(cls, forward, "relu_squared")

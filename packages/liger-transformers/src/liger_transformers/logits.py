@@ -37,7 +37,7 @@ class Term(NamedTuple):
     x: Tensor
     head: nn.Module
     scale: float
-    version: int
+    version: int | None
 
 
 class Logits(Promise):

@@ -110,6 +110,10 @@ TEXT_MODELS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "seed_oss": {"residual_dropout": 0.0},
     "nemotron": {},
+    "nanochat": {},
+    "bitnet": {},
+    "ernie4_5": {},
+    "llama4_text": {**MOE, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
     "gpt_neox": {},
     "falcon_h1": {
         "mamba_d_ssm": 32,

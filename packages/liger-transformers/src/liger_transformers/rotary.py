@@ -1,0 +1,232 @@
+"""Rotary functions: which op one is, found by running it on random numbers, and the swap of the modules that call it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import liger_core as liger
+from liger_transformers.leaves import PROBE_ERRORS, Found
+from liger_transformers.promise import settle
+from liger_transformers.swap import has_own_forward, subclass, swapped_for
+
+Rotated = tuple[Tensor, Tensor]
+OPS = ("llama4_rope", "qwen2vl_mrope", "rope")
+
+
+def rotary(module: nn.Module) -> Found:
+    """The swap of a module whose forward calls a rotary function: the same code, with that one name bound to the op."""
+    if (op := swapped_for(module)) is not None:
+        return type(module) if "rope" in op else None
+    found = _rotary_class(type(module))
+    return has_own_forward(module) or found if found is not None else None
+
+
+@functools.cache
+def _rotary_class(cls: type[nn.Module]) -> Found:
+    forward = cls.forward
+    inner = inspect.unwrap(forward)
+    if not isinstance(inner, types.FunctionType):
+        return None
+    functions = {name: inner.__globals__.get(name) for name in inner.__code__.co_names}
+    functions = {name: f for name, f in functions.items() if isinstance(f, types.FunctionType) and _parameters(f)}
+    if not functions:
+        return None
+    if inner is not forward:
+        return "its forward is decorated"
+    proved = {name: found for name, f in functions.items() if (found := _proved(f)).layouts}
+    if not proved:
+        return f"{', '.join(functions)}: it is none of {', '.join(OPS)}"
+    space = {**forward.__globals__, **{name: _swap(functions[name], found) for name, found in proved.items()}}
+    # Dynamo takes a function's globals for those of the module that they call __name__, where the name is bound to the original.
+    del space["__name__"]
+    bound = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
+    bound.__kwdefaults__, bound.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+    bound.__module__, bound.__qualname__ = forward.__module__, forward.__qualname__
+    ops = {layout.name for found in proved.values() for layout in found.layouts.values()}
+    return subclass(cls, bound, ", ".join(sorted(ops)))
+
+
+def _parameters(function: Callable[..., Any]) -> int:
+    """How many of the first parameters of a rotary function are tensors; 0 for a function of another kind."""
+    names = [*inspect.signature(function).parameters]
+    return 4 if names[:4] == ["q", "k", "cos", "sin"] else 3 if names[:3] == ["xq", "xk", "freqs_cis"] else 0
+
+
+def _of_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
+    return liger.rope(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+
+
+def _of_tokens(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
+    q, k = liger.rope(q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), cos, sin)
+    return q.squeeze(0).transpose(0, 1), k.squeeze(0).transpose(0, 1)
+
+
+def _backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
+    return liger.rope(q, k, cos, -sin)
+
+
+def _of_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
+    """Neighbouring columns, by the angles of the first half; columns without an angle are turned by none."""
+    half = cos.shape[-1] // 2
+    more = (0, q.shape[-1] // 2 - half)
+    angles = F.pad(cos[0, :, :half], more, value=1.0), F.pad(sin[0, :, :half], more)
+    return _of_complex_heads(q, k, torch.stack(angles, -1).unsqueeze(0))
+
+
+def _sorted(x: Tensor) -> Tensor:
+    """The even columns, then the odd ones."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def _of_sorted(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
+    return liger.rope(_sorted(q), _sorted(k), cos, sin)
+
+
+def _of_sorted_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
+    half = cos.shape[-1] // 2
+    return _of_halves(_sorted(q), _sorted(k), cos[..., :half], sin[..., :half])
+
+
+def _of_complex(q: Tensor, k: Tensor, freqs_cis: Tensor) -> Rotated:
+    return liger.llama4_rope(q, k, freqs_cis[0])
+
+
+def _of_complex_heads(q: Tensor, k: Tensor, freqs_cis: Tensor) -> Rotated:
+    q, k = liger.llama4_rope(q.transpose(1, 2), k.transpose(1, 2), freqs_cis[0])
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+class Layout(NamedTuple):
+    """A way in which a rotary function may be an op.
+
+    `shapes` are the calls that it answers, as `_shape` names them; `trial` is the one by which it is proved. With `single`
+    the angles must be the same for the whole batch, since the op has no others.
+    """
+
+    name: str
+    shapes: tuple[str, ...]
+    trial: str
+    op: Callable[..., Rotated]
+    single: bool = False
+
+
+LAYOUTS = (
+    Layout("rope", ("whole",), "whole", liger.rope),
+    Layout("rope", ("part", "half"), "half", liger.rope),
+    Layout("rope", ("half",), "half", _of_halves),
+    Layout("rope", ("tokens",), "tokens", _of_tokens),
+    Layout("qwen2vl_mrope", ("planes",), "planes", liger.qwen2vl_mrope),
+    Layout("rope", ("whole",), "whole", _backwards),
+    Layout("rope", ("whole",), "whole", _of_sorted),
+    Layout("rope", ("whole",), "whole", _of_sorted_halves),
+    Layout("llama4_rope", ("whole",), "whole", _of_pairs, single=True),
+    Layout("llama4_rope", ("part", "half"), "half", _of_pairs, single=True),
+    Layout("llama4_rope", ("complex",), "complex", _of_complex, single=True),
+    Layout("llama4_rope", ("complex heads",), "complex heads", _of_complex_heads, single=True),
+)
+
+
+class Proved(NamedTuple):
+    """The layout by shape of a call, and whether float32 angles leave a narrower q in its dtype."""
+
+    layouts: dict[str, Layout]
+    keeps: bool
+
+
+@functools.cache
+def _proved(function: Callable[..., Any]) -> Proved:
+    """The layouts in which the function is the op, by random angles of which no two are equal."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    q, k = draw(2, 3, 5, 8), draw(2, 1, 5, 8)
+    trials = {
+        "whole": (q, k, draw(2, 5, 8), draw(2, 5, 8)),
+        "half": (q, k, draw(2, 5, 4), draw(2, 5, 4)),
+        "tokens": (q[0].transpose(0, 1), k[0].transpose(0, 1), draw(5, 8), draw(5, 8)),
+        "planes": (q, k, draw(3, 2, 5, 8), draw(3, 2, 5, 8), [1, 1, 2]),
+        "complex": (q.transpose(1, 2), k.transpose(1, 2), torch.complex(draw(2, 5, 4), draw(2, 5, 4))),
+        "complex heads": (q, k, torch.complex(draw(2, 5, 4), draw(2, 5, 4))),
+    }
+    layouts: dict[str, Layout] = {}
+    keeps = True
+    for layout in LAYOUTS:
+        q, k, *angles = trials[layout.trial]
+        if layout.single:
+            angles = [angle[:1] for angle in angles]
+        if layout.trial.startswith("complex") == (_parameters(function) == 4) or not {*layout.shapes} - {*layouts}:
+            continue
+        try:
+            got = function(q, k, *angles)
+        except PROBE_ERRORS:
+            continue  # a function that is not made for this layout is never called with it
+        if isinstance(got, tuple) and len(got) == 2 and all(map(_close, got, layout.op(q, k, *angles))):
+            layouts.update({shape: layout for shape in layout.shapes if shape not in layouts})
+            narrow = function(q.bfloat16(), k.bfloat16(), *angles)
+            keeps = keeps and narrow[0].dtype == narrow[1].dtype == torch.bfloat16
+    return Proved(layouts, keeps)
+
+
+def _close(got: Any, want: Tensor) -> bool:
+    return isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def _shape(q: Tensor, k: Tensor, cos: Tensor, options: bool) -> str | None:
+    """What kind of a call this is, by its shapes; None for one that no op takes.
+
+    ``"whole"``: q ``[B, heads, S, D]`` and angles ``[B, S, D]``. ``"part"``: angles of the first columns alone. ``"half"``:
+    ``[B, S, D/2]``. ``"tokens"``: q ``[S, heads, D]`` and angles ``[S, D]``, as in vision towers. ``"planes"``: those of
+    `qwen2vl_mrope`. ``"complex"``: q ``[B, S, heads, D]`` and complex angles ``[B, S, D/2]``; ``"complex heads"``: these
+    with q ``[B, heads, S, D]``.
+    """
+    if q.dim() == k.dim() == 3 and cos.dim() == 2 and not options:
+        same = q.shape[0] == k.shape[0] == cos.shape[0] and q.shape[2] == k.shape[2] == cos.shape[1]
+        return "tokens" if same else None
+    if not q.dim() == k.dim() == 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        return None
+    if cos.dim() != (4 if options else 3) or cos.shape[-3] not in (1, q.shape[0]):
+        return None
+    length, columns = cos.shape[-2:]
+    if cos.is_complex():
+        if columns * 2 != q.shape[3]:
+            return None
+        if length == q.shape[1] == k.shape[1]:
+            return "complex"
+        return "complex heads" if length == q.shape[2] == k.shape[2] else None
+    if length != q.shape[2] or length != k.shape[2]:
+        return None
+    if options:
+        return "planes"
+    return "whole" if columns == q.shape[3] else "part" if columns * 2 != q.shape[3] else "half"
+
+
+def _swap(original: Callable[..., Any], proved: Proved) -> Callable[..., Any]:
+    """The op in the layouts in which `original` was proved to be it, and `original` in the others."""
+
+    def op_of(q: Tensor, k: Tensor, cos: Tensor, sections: bool = False) -> Callable[..., Rotated] | None:
+        layout = proved.layouts.get(_shape(q, k, cos, sections) or "")
+        if layout is None or (layout.single and cos.shape[0] != 1):
+            return None
+        same = q.dtype == k.dtype == cos.dtype or proved.keeps or torch.is_autocast_enabled(q.device.type)
+        return layout.op if same else None
+
+    def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        q, k = settle(q), settle(k)
+        usual = not args and (not kwargs or (len(kwargs) == 1 and kwargs.get("unsqueeze_dim") == 1))
+        sections = len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple))
+        turned = (usual or sections) and not (cos.requires_grad or sin.requires_grad)
+        op = op_of(q, k, cos, sections) if turned else None
+        return original(q, k, cos, sin, *args, **kwargs) if op is None else op(q, k, cos, sin, *args)
+
+    def apply_complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor, *args: Any, **kwargs: Any) -> Any:
+        xq, xk = settle(xq), settle(xk)
+        op = None if args or kwargs or freqs_cis.requires_grad else op_of(xq, xk, freqs_cis)
+        return original(xq, xk, freqs_cis, *args, **kwargs) if op is None else op(xq, xk, freqs_cis)
+
+    return apply_rotary if _parameters(original) == 4 else apply_complex

@@ -61,6 +61,18 @@ class Eager:
         return logits.logsumexp(-1), logits.gather(-1, target[:, None])[:, 0]
 
     @staticmethod
+    def fused_moe(
+        x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, expert_indices: Tensor, expert_weights: Tensor
+    ) -> Tensor:
+        y = torch.zeros_like(x)
+        for expert in range(gate_up_weight.shape[0]):
+            token, slot = torch.where(expert_indices == expert)
+            gate, up = (x[token] @ gate_up_weight[expert].T).chunk(2, -1)
+            z = (F.silu(gate) * up) @ down_weight[expert].T
+            y.index_add_(0, token, (z * expert_weights[token, slot, None]).to(y.dtype))
+        return y
+
+    @staticmethod
     def fused_neighborhood_attention(q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7) -> Tensor:
         position = torch.arange(q.shape[2], device=q.device)
         near = (position[:, None] - position).abs() <= kernel_size // 2
@@ -201,6 +213,9 @@ def liger(module: str = "liger_kernel.ops") -> Functions:
         )[0],
         "fused_linear_jsd": lambda student_x, student_weight, teacher_x, teacher_weight: (
             ops.LigerFusedLinearJSDFunction.apply(student_x, student_weight, teacher_x, teacher_weight)
+        ),
+        "fused_moe": lambda x, gate_up_weight, down_weight, expert_indices, expert_weights: (
+            ops.LigerFusedMoEFunction.apply(x, gate_up_weight, down_weight, expert_indices.int(), expert_weights)
         ),
         "fused_neighborhood_attention": lambda q, k, v: ops.LigerFusedNeighborhoodAttentionFunction.apply(
             q, k, v, 7, 1, None

@@ -59,6 +59,16 @@ def test_work_of_a_norm_and_of_a_linear_loss() -> None:
     assert work_of("fused_linear_cross_entropy", FULL, {"x": x, "linear_weight": weight}) == (None, 3 * flops)
 
 
+def test_work_of_experts_is_that_of_the_tokens_that_they_get() -> None:
+    tensors = {
+        "expert_indices": torch.zeros(8, 2, dtype=torch.int64),
+        "gate_up_weight": torch.ones(5, 6, 4),
+        "down_weight": torch.ones(5, 4, 3),
+    }
+    assert work_of("fused_moe", FORWARD, tensors) == (None, 6 * 8 * 2 * 4 * 3)
+    assert work_of("fused_moe", FULL, tensors) == (None, 18 * 8 * 2 * 4 * 3)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", sorted(ops))
 def test_eager_computes_what_the_contract_says(op: str, mode: str) -> None:

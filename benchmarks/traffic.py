@@ -30,12 +30,16 @@ class Moves(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A matrix product x[N, H] · weight[V, H]ᵀ, of 2·N·H·V operations, and how often one of its size is computed."""
+    """A matrix product x[N, H] · weight[V, H]ᵀ, of 2·N·H·V operations, and how often one of its size is computed.
+
+    A `grouped` one has a weight[E, V, H], and `x` names the experts of N rows, each of which takes one.
+    """
 
     x: str
     weight: str
     forward: int
     backward: int
+    grouped: bool = False
 
 
 MOVES = {
@@ -66,6 +70,10 @@ MOVES = {
 PRODUCTS = {
     "fused_linear_cross_entropy": (Product("x", "linear_weight", 1, 2),),
     "fused_linear_logit_statistics": (Product("x", "linear_weight", 1, 3),),
+    "fused_moe": (
+        Product("expert_indices", "gate_up_weight", 1, 2, grouped=True),
+        Product("expert_indices", "down_weight", 1, 2, grouped=True),
+    ),
     "fused_linear_jsd": (Product("student_x", "student_weight", 1, 2), Product("teacher_x", "teacher_weight", 1, 0)),
 }
 
@@ -111,7 +119,8 @@ def work_of(op: str, mode: str, tensors: Mapping[str, object]) -> Work:
 
 
 def _flops(product: Product, mode: str, tensors: Mapping[str, object]) -> int:
-    one = 2 * _tensor(tensors, product.x).numel() * _tensor(tensors, product.weight).shape[0]
+    x, weight = _tensor(tensors, product.x), _tensor(tensors, product.weight)
+    one = 2 * x.numel() * (weight[0].numel() if product.grouped else weight.shape[0])
     return one * (product.forward + (product.backward if mode == FULL else 0))
 
 

@@ -14,6 +14,7 @@ from liger_core.ops.fused_add_rms_norm import fused_add_rms_norm
 from liger_core.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
+from liger_core.ops.fused_moe import fused_moe
 from liger_core.ops.fused_neighborhood_attention import fused_neighborhood_attention
 from liger_core.ops.geglu import geglu
 from liger_core.ops.group_norm import group_norm
@@ -48,6 +49,7 @@ __all__ = [
     "fused_linear_cross_entropy",
     "fused_linear_jsd",
     "fused_linear_logit_statistics",
+    "fused_moe",
     "fused_neighborhood_attention",
     "geglu",
     "get_current_backend",

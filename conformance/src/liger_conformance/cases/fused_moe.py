@@ -1,0 +1,258 @@
+"""Cases of fused_moe."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+from liger_core.ops.fused_moe import ACTIVATIONS
+
+
+def build(
+    make: Make,
+    *,
+    tokens: int,
+    per_token: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    used: int | None = None,
+    repeat: bool = False,
+    dropped: float = 0.0,
+    scale: float = 1.0,
+    transposed: bool = False,
+    index_dtype: torch.dtype = torch.int64,
+    router_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A token's experts are other ones each, unless there are too few, or they may `repeat`.
+
+    `used` is how many experts get tokens. `dropped` is the share of slots without an expert. With `transposed` the weights
+    are views of ``[E, H, 2·I]`` and ``[E, I, H]``.
+    """
+    among = experts if used is None else min(used, experts)
+    if repeat or per_token > among:
+        indices = make.integers(0, among, tokens, per_token)
+    else:
+        indices = make.uniform(tokens, among, dtype=torch.float32).topk(per_token).indices
+    first, second = (2 * intermediate, hidden), (hidden, intermediate)
+    gate_up_weight, down_weight = (
+        (make.randn(experts, *shape[::-1]).transpose(1, 2) if transposed else make.randn(experts, *shape))
+        * shape[1] ** -0.5
+        for shape in (first, second)
+    )
+    return {
+        "x": make.randn(tokens, hidden) * scale,
+        "gate_up_weight": gate_up_weight,
+        "down_weight": down_weight,
+        "expert_indices": indices.masked_fill(make.mask(dropped, tokens, per_token), -1).to(index_dtype),
+        "expert_weights": make.uniform(tokens, per_token, dtype=router_dtype) + 0.25,
+        **options,
+    }
+
+
+def budgets(tokens: int, per_token: int, experts: int, hidden: int, intermediate: int) -> tuple[int | None, ...]:
+    """None, room for all, and for some columns, in a dtype of 2 or of 4 bytes; and what is enough in any."""
+
+    def room(columns: int, itemsize: int) -> int:
+        row = 5 * columns * itemsize + intermediate // 4 + 4 + 4 * hidden + 64
+        return tokens * per_token * row + 64 * (experts + 1)
+
+    few = [room(columns, size) for columns in (1, 3, intermediate // 2 + 1) for size in (2, 4)]
+    return (None, None, *few, room(intermediate, 4))
+
+
+VARY = Vary(
+    sizes={
+        "tokens": Size(most=1 << 14),
+        "per_token": Size(most=16),
+        "experts": Size(most=256),
+        "hidden": Size(most=1 << 13),
+        "intermediate": Size(most=1 << 13),
+    },
+    tensors=(
+        "tokens hidden",
+        "tokens per_token hidden",
+        "tokens per_token intermediate",
+        "experts hidden intermediate",
+        "experts tokens hidden",
+        "experts tokens intermediate",
+    ),
+    values={
+        "used": lambda experts: (None, 1, experts),
+        "repeat": (False, True),
+        "dropped": (0.0, Number(0.0, 1.0)),
+        "transposed": (False, True),
+        "index_dtype": (torch.int64, torch.int32),
+        "router_dtype": ANY_DTYPE,
+        "activation": ACTIVATIONS,
+        "limit": (None, Number(0.1, 10.0)),
+        "memory_budget": budgets,
+    },
+)
+
+SMALL = {"tokens": 6, "per_token": 2, "experts": 4, "hidden": 16, "intermediate": 8}
+
+CASES = (
+    Case("odd", "odd", tokens=5, per_token=2, experts=3, hidden=37, intermediate=11),
+    Case("wide", "odd", tokens=3, per_token=2, experts=2, hidden=97, intermediate=47),
+    Case(
+        "many-tokens", "odd", tokens=75, per_token=2, experts=3, hidden=19, intermediate=5, router_dtype=torch.float32
+    ),
+    Case("long-expert", "odd", tokens=140, per_token=1, experts=2, used=1, hidden=9, intermediate=8),
+    Case("many-experts", "odd", tokens=7, per_token=2, experts=37, hidden=8, intermediate=8),
+    Case("one-token", "edge", tokens=1, per_token=2, experts=4, hidden=16, intermediate=8),
+    Case("one-element", "edge", tokens=1, per_token=1, experts=1, hidden=1, intermediate=1),
+    Case("one-expert-each", "edge", **SMALL | {"per_token": 1}),
+    Case("all-experts", "edge", **SMALL | {"per_token": 4}),
+    Case("one-expert-has-all", "edge", **SMALL | {"per_token": 1, "used": 1}),
+    Case("experts-without-tokens", "edge", **SMALL | {"used": 2}),
+    Case("same-expert-twice", "edge", **SMALL | {"per_token": 3}, repeat=True),
+    Case("dropped", "edge", **SMALL, dropped=0.4),
+    Case("all-dropped", "edge", **SMALL, dropped=1.0),
+    Case("float32-router", "option", **SMALL, router_dtype=torch.float32, index_dtype=torch.int32),
+    Case("gelu", "option", **SMALL, activation="gelu_tanh"),
+    Case("limit", "option", **SMALL, limit=0.5, scale=2.0),
+    Case("limit-gelu", "option", **SMALL, limit=0.75, activation="gelu_tanh", dropped=0.2),
+    Case("transposed", "option", **SMALL, transposed=True),
+    # Room for the order and rows of 16, and in two bytes 5 columns at a time, in four 2.
+    Case("few-columns", "option", **SMALL, memory_budget=2544),
+    Case("few-columns-limit", "option", **SMALL, memory_budget=2544, limit=0.5, dropped=0.3),
+    Case("uneven-rows", "extreme", **SMALL, by_row=("x", "incoming")),
+    Case("big-values", "extreme", **SMALL, scale=30.0),
+    Case("tiny-values", "extreme", **SMALL, scale=1e-3),
+    Case("small", "small", tokens=2048, per_token=8, experts=64, hidden=2048, intermediate=1024),
+    Case("medium", "medium", tokens=8192, per_token=8, experts=128, hidden=2048, intermediate=768),
+    Case("large", "large", tokens=8192, per_token=8, experts=32, hidden=7168, intermediate=2048),
+)
+
+HUGE = Case("huge", "large", tokens=40, per_token=2, experts=130, hidden=4096, intermediate=2048)
+
+
+def _good(make: Make, **changed: Any) -> dict[str, Any]:
+    return {
+        "x": make.randn(3, 4),
+        "gate_up_weight": make.randn(5, 4, 4),
+        "down_weight": make.randn(5, 4, 2),
+        "expert_indices": make.integers(0, 5, 3, 2),
+        "expert_weights": make.uniform(3, 2),
+        **changed,
+    }
+
+
+def _budget(make: Make, memory_budget: object) -> dict[str, Any]:
+    return _good(make, x=make.randn(3, 4).requires_grad_(), memory_budget=memory_budget)
+
+
+BAD = (
+    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _good(make, x=make.integers(0, 9, 3, 4))),
+    Bad("batched-x", ValueError, ("x", "3 dimensions"), lambda make: _good(make, x=make.randn(1, 3, 4))),
+    Bad(
+        "integer-gate-up-weight",
+        TypeError,
+        ("gate_up_weight", "int64"),
+        lambda make: _good(make, gate_up_weight=make.integers(0, 9, 5, 4, 4)),
+    ),
+    Bad(
+        "flat-gate-up-weight",
+        ValueError,
+        ("gate_up_weight", "2 dimensions"),
+        lambda make: _good(make, gate_up_weight=make.randn(4, 4)),
+    ),
+    Bad(
+        "gate-up-weight-of-another-dtype",
+        TypeError,
+        ("gate_up_weight", "float16", "x", "float32"),
+        lambda make: _good(make, gate_up_weight=make.randn(5, 4, 4, dtype=torch.float16)),
+    ),
+    Bad(
+        "down-weight-of-another-dtype",
+        TypeError,
+        ("down_weight", "bfloat16", "x", "float32"),
+        lambda make: _good(make, down_weight=make.randn(5, 4, 2, dtype=torch.bfloat16)),
+    ),
+    Bad(
+        "odd-gate-up-weight",
+        ValueError,
+        ("gate_up_weight", "(5, 3, 4)", "even"),
+        lambda make: _good(make, gate_up_weight=make.randn(5, 3, 4)),
+    ),
+    Bad("narrow-x", ValueError, ("x", "(3, 5)", "(3, 4)"), lambda make: _good(make, x=make.randn(3, 5))),
+    Bad(
+        "down-weight-of-fewer-experts",
+        ValueError,
+        ("down_weight", "(4, 4, 2)", "(5, 4, 2)"),
+        lambda make: _good(make, down_weight=make.randn(4, 4, 2)),
+    ),
+    Bad(
+        "down-weight-not-transposed",
+        ValueError,
+        ("down_weight", "(5, 2, 4)", "(5, 4, 2)"),
+        lambda make: _good(make, down_weight=make.randn(5, 2, 4)),
+    ),
+    Bad(
+        "float-indices",
+        TypeError,
+        ("expert_indices", "float32"),
+        lambda make: _good(make, expert_indices=make.uniform(3, 2)),
+    ),
+    Bad(
+        "flat-indices",
+        ValueError,
+        ("expert_indices", "1 dimensions"),
+        lambda make: _good(make, expert_indices=make.integers(0, 5, 3)),
+    ),
+    Bad(
+        "few-indices",
+        ValueError,
+        ("expert_indices", "(2, 2)", "(3, K)"),
+        lambda make: _good(make, expert_indices=make.integers(0, 5, 2, 2)),
+    ),
+    Bad(
+        "no-experts-for-a-token",
+        ValueError,
+        ("expert_indices", "(3, 0)", "at least one"),
+        lambda make: _good(make, expert_indices=make.integers(0, 5, 3, 0), expert_weights=make.uniform(3, 0)),
+    ),
+    Bad(
+        "integer-expert-weights",
+        TypeError,
+        ("expert_weights", "int64"),
+        lambda make: _good(make, expert_weights=make.integers(0, 5, 3, 2)),
+    ),
+    Bad(
+        "few-expert-weights",
+        ValueError,
+        ("expert_weights", "(3, 1)", "(3, 2)"),
+        lambda make: _good(make, expert_weights=make.uniform(3, 1)),
+    ),
+    Bad(
+        "no-experts",
+        ValueError,
+        ("gate_up_weight", "(0, 4, 4)", "at least one"),
+        lambda make: _good(make, gate_up_weight=make.randn(0, 4, 4), down_weight=make.randn(0, 4, 2)),
+    ),
+    Bad(
+        "other-activation", ValueError, ("activation", "'relu'", "'silu'"), lambda make: _good(make, activation="relu")
+    ),
+    Bad("limit-a-string", TypeError, ("limit", "'10'"), lambda make: _good(make, limit="10")),
+    Bad("limit-zero", ValueError, ("limit", "0.0", "greater than 0"), lambda make: _good(make, limit=0.0)),
+    Bad("infinite-limit", ValueError, ("limit", "inf", "finite"), lambda make: _good(make, limit=float("inf"))),
+    Bad("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _budget(make, 1e6)),
+    Bad("budget-zero", ValueError, ("memory_budget", "0", "at least 1"), lambda make: _budget(make, 0)),
+    # One column: 6 slots of 5 · 4 bytes, 4 for sums, 4 · 4 for x's row and 64 for the order, and 64 · 6 of experts.
+    Bad("budget-too-small", ValueError, ("memory_budget", "1007", "at least 1008"), lambda make: _budget(make, 1007)),
+    Bad(
+        "index-too-high",
+        IndexError,
+        ("expert_indices", "5", "-1", "4"),
+        lambda make: _good(make, expert_indices=make.integers(5, 6, 3, 2)),
+    ),
+    Bad(
+        "index-too-low",
+        IndexError,
+        ("expert_indices", "-2"),
+        lambda make: _good(make, expert_indices=make.integers(-2, -1, 3, 2)),
+    ),
+)

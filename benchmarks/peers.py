@@ -151,6 +151,21 @@ class Eager:
         return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
 
     @staticmethod
+    def mhc_post(f: Tensor, x: Tensor, post: Tensor, res: Tensor) -> Tensor:
+        return (post[..., None] * f[..., None, :] + torch.einsum("...io,...ic->...oc", res, x.float())).to(x.dtype)
+
+    @staticmethod
+    def mhc_pre(x: Tensor, weight: Tensor, bias: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        n, v = x.shape[-2], x.flatten(-2).float()
+        pre, post, res = F.linear(F.rms_norm(v, v.shape[-1:], None, 1e-6), weight.float()).split((n, n, n * n), -1)
+        pre = torch.sigmoid(alpha[0] * pre + bias[:n])
+        post = 2 * torch.sigmoid(alpha[1] * post + bias[n : 2 * n])
+        res = torch.softmax((alpha[2] * res + bias[2 * n :]).unflatten(-1, (n, n)), -1) + 1e-6
+        for step in range(39):
+            res = res / (res.sum(-1 if step % 2 else -2, keepdim=True) + 1e-6)
+        return torch.einsum("...n,...nc->...c", pre, x.float()).to(x.dtype), pre, post, res
+
+    @staticmethod
     def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos[:, None], sin[:, None]
         return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
@@ -201,6 +216,12 @@ def liger(module: str = "liger_kernel.ops") -> Functions:
         ImportError: liger-kernel isn't installed, or lacks what `module` needs.
     """
     ops = import_module(module)
+
+    def mhc_pre(x: Tensor, weight: Tensor, bias: Tensor, alpha: Tensor) -> tuple[Tensor, ...]:
+        options = x.dtype is torch.float32, 20, 1e-6, 0.0, 1e-6, 2.0
+        coefficients = ops.LigerMHCCoeffsFunction.apply(x, weight.T, bias, *alpha.unbind(), *options)
+        return ops.LigerMHCPreFunction.apply(x, coefficients[0]), *coefficients
+
     return {
         "cross_entropy": lambda logits, target: ops.LigerCrossEntropyFunction.apply(logits, target, None)[0],
         "dyt": lambda x, alpha, gamma, beta: ops.LigerDyTFunction.apply(x, alpha, gamma, beta),
@@ -237,6 +258,8 @@ def liger(module: str = "liger_kernel.ops") -> Functions:
         ),
         "layer_norm": lambda x, weight, bias: ops.LigerLayerNormFunction.apply(x, weight, bias, 1e-5),
         "llama4_rope": lambda q, k, freqs_cis: ops.LigerLlama4RopeFunction.apply(q, k, freqs_cis),
+        "mhc_post": lambda f, x, post, res: ops.LigerMHCPostResFunction.apply(x, f, post, res.transpose(-1, -2)),
+        "mhc_pre": mhc_pre,
         "poly_norm": lambda x, weight, bias: ops.LigerPolyNormFunction.apply(x, weight, bias, 1e-6, False),
         "qwen2vl_mrope": lambda q, k, cos, sin, mrope_section: ops.LigerQwen2VLMRopeFunction.apply(
             q, k, cos, sin, [*mrope_section]

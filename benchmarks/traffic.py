@@ -56,6 +56,8 @@ MOVES = {
     "layer_norm": Moves({"x": 2}, {"x": 3}),
     "llama4_rope": Moves({"q": 2, "k": 2}, {"q": 2, "k": 2}),
     "logit_statistics": Moves({"logits": 1}, {"logits": 2}),
+    "mhc_post": Moves({"x": 1, "f": 1, "result": 1}, {"x": 2, "f": 2, "result": 1}),
+    "mhc_pre": Moves({"x": 1, "result": 1}, {"x": 2, "result": 1}),
     "poly_norm": Moves({"x": 2}, {"x": 3}),
     "qwen2vl_mrope": Moves({"q": 2, "k": 2}, {"q": 2, "k": 2}),
     "relu_squared": Moves({"x": 2}, {"x": 3}),

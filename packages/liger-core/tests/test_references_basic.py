@@ -21,6 +21,8 @@ from liger_core.ops.geglu import geglu
 from liger_core.ops.group_norm import group_norm
 from liger_core.ops.layer_norm import layer_norm
 from liger_core.ops.llama4_rope import llama4_rope
+from liger_core.ops.mhc_post import mhc_post
+from liger_core.ops.mhc_pre import mhc_pre
 from liger_core.ops.poly_norm import poly_norm
 from liger_core.ops.qwen2vl_mrope import qwen2vl_mrope
 from liger_core.ops.relu_squared import relu_squared
@@ -369,6 +371,79 @@ def test_fused_neighborhood_attention_never_takes_the_square_of_the_sequence(dil
     assert largest.elements == 3000 * 7 * 2
 
 
+def mhc_by_rows(
+    x: Tensor, weight: Tensor, bias: Tensor, alpha: Tensor, iterations: int, norm_eps: float, sinkhorn_eps: float,
+    pre_eps: float, post_multiplier: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """mhc_pre of ``[rows, n, C]``, row by row; Sinkhorn on lists of rows and columns."""
+    n, found = x.shape[1], []
+    for streams in x:
+        m = weight @ F.rms_norm(streams.flatten(), (streams.numel(),), None, norm_eps)
+        pre = 1 / (1 + torch.exp(-(alpha[0] * m[:n] + bias[:n]))) + pre_eps
+        found.append([pre @ streams, pre])
+        if len(bias) == n:
+            continue
+        post = post_multiplier / (1 + torch.exp(-(alpha[1] * m[n : 2 * n] + bias[n : 2 * n])))
+        logits = alpha[2] * m[2 * n :] + bias[2 * n :]
+        res = torch.stack([row.softmax(0) + sinkhorn_eps for row in logits.split(n)])
+        for step in range(2 * iterations - 1):
+            lines = list(res if step % 2 else res.T)
+            lines = torch.stack([line / (line.sum() + sinkhorn_eps) for line in lines])
+            res = lines if step % 2 else lines.T
+        found[-1] += [post, res]
+    return tuple(torch.stack(each) for each in zip(*found, strict=True))
+
+
+MHC_OPTIONS = {"iterations": 3, "norm_eps": 0.1, "sinkhorn_eps": 0.05, "pre_eps": 0.2, "post_multiplier": 1.5}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_mhc_pre(n: int) -> None:
+    count = n * n + 2 * n
+    arguments = {"x": randn(3, n, 5), "weight": randn(count, 5 * n), "bias": randn(count), "alpha": randn(3)}
+    assert_agree(mhc_pre, mhc_by_rows, arguments | MHC_OPTIONS)
+
+
+def test_mhc_pre_of_the_head_has_no_coefficients_for_a_layer() -> None:
+    arguments = {"x": randn(3, 4, 5), "weight": randn(4, 20), "bias": randn(4), "alpha": randn(1)}
+    found = mhc_pre.reference(**arguments, **MHC_OPTIONS)
+    assert found.post is None
+    assert found.res is None
+    expected = mhc_by_rows(**arguments, **MHC_OPTIONS)
+    torch.testing.assert_close(found[:2], expected)
+
+
+def test_mhc_pre_mixes_to_convex_combinations() -> None:
+    """After the last step, and at equal logits after any, the streams that make a new one add up to 1."""
+    x, weight, bias, alpha = randn(3, 4, 5), randn(24, 20), randn(24), randn(3)
+    res = mhc_pre.reference(x, weight, bias, alpha).res
+    torch.testing.assert_close(res.sum(-2), torch.ones(3, 4).double(), rtol=0, atol=2e-6)
+    uniform = mhc_pre.reference(x, weight, bias * 0, alpha * 0, iterations=1).res
+    torch.testing.assert_close(uniform, torch.full_like(uniform, 0.25), rtol=0, atol=1e-6)
+
+
+def test_mhc_pre_of_logits_far_apart_is_a_permutation_without_gradient() -> None:
+    order = torch.tensor([2, 0, 3, 1])
+    far = torch.full((4, 4), -50.0).double()
+    far[torch.arange(4), order] = 50.0
+    bias = torch.cat([torch.zeros(8).double(), far.flatten()]).requires_grad_()
+    res = mhc_pre.reference(randn(3, 4, 5), torch.zeros(24, 20).double(), bias, torch.ones(3).double()).res
+    torch.testing.assert_close(res, torch.eye(4).double()[order].expand(3, 4, 4), rtol=0, atol=5e-6)
+    (gradient,) = torch.autograd.grad(res, bias, randn(3, 4, 4))
+    assert gradient.abs().max() < 1e-4
+
+
+def test_mhc_post() -> None:
+    def other(f: Tensor, x: Tensor, post: Tensor, res: Tensor) -> Tensor:
+        n = x.shape[-2]
+        new = [post[..., o, None] * f + sum(res[..., i, o, None] * x[..., i, :] for i in range(n)) for o in range(n)]
+        return torch.stack(new, -2)
+
+    assert_agree(
+        mhc_post, other, {"f": randn(2, 3, 5), "x": randn(2, 3, 3, 5), "post": randn(2, 3, 3), "res": randn(2, 3, 3, 3)}
+    )
+
+
 SMALL: dict[str, Callable[[], Arguments]] = {
     "fused_add_rms_norm": lambda: {
         "x": randn(3, 8),
@@ -392,6 +467,14 @@ SMALL: dict[str, Callable[[], Arguments]] = {
         "cos": randn(3, 1, 5, 8),
         "sin": randn(3, 1, 5, 8),
         "mrope_section": (1, 2, 1),
+    },
+    "mhc_post": lambda: {"f": randn(3, 5), "x": randn(3, 2, 5), "post": randn(3, 2), "res": randn(3, 2, 2)},
+    "mhc_pre": lambda: {
+        "x": randn(4, 2, 5),
+        "weight": randn(8, 10),
+        "bias": randn(8),
+        "alpha": randn(3),
+        "iterations": 2,
     },
     "softmax": lambda: {"x": randn(3, 8)},
     "sparsemax": lambda: {"x": randn(3, 8)},
@@ -427,8 +510,9 @@ def test_rounds_once(name: str, dtype: torch.dtype) -> None:
     arguments = cast(SMALL[name](), dtype)
     truth = outcome(op, op.reference, cast(arguments, torch.float64))
     for what, value in outcome(op, op.reference, arguments).items():
-        assert value.dtype is dtype
-        spacing = torch.finfo(dtype).eps / 2 * truth[what].abs() + torch.finfo(dtype).smallest_normal
+        kind = torch.float32 if name == "mhc_pre" and what in ("result 1", "result 2", "result 3") else dtype
+        assert value.dtype is kind
+        spacing = torch.finfo(kind).eps / 2 * truth[what].abs() + torch.finfo(kind).smallest_normal
         off = (value.double() - truth[what]).abs() - spacing
         assert off.max() <= 2e-6 * truth[what].abs().max(), f"{what} is rounded more than once"
 
@@ -437,7 +521,7 @@ def test_rounds_once(name: str, dtype: torch.dtype) -> None:
 def test_float32_parameters(name: str) -> None:
     """A float32 weight, k or table beside a bfloat16 activation: each gradient has its own input's dtype."""
     op = by_name(name)
-    activations = ("x", "residual", "gate", "up", "q", *("kv" if name == "fused_neighborhood_attention" else ""))
+    activations = ("x", "f", "residual", "gate", "up", "q", *("kv" if name == "fused_neighborhood_attention" else ""))
     wide = cast(SMALL[name](), torch.float32)
     arguments = wide | cast({n: v for n, v in wide.items() if n in activations}, torch.bfloat16)
     with liger_core.use("torch"):

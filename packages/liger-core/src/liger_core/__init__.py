@@ -24,6 +24,8 @@ from liger_core.ops.kl_div import kl_div
 from liger_core.ops.layer_norm import layer_norm
 from liger_core.ops.llama4_rope import llama4_rope
 from liger_core.ops.logit_statistics import LogitStatistics, logit_statistics
+from liger_core.ops.mhc_post import mhc_post
+from liger_core.ops.mhc_pre import MHCPre, mhc_pre
 from liger_core.ops.poly_norm import poly_norm
 from liger_core.ops.qwen2vl_mrope import qwen2vl_mrope
 from liger_core.ops.relu_squared import relu_squared
@@ -39,6 +41,7 @@ __all__ = [
     "CrossEntropyOutput",
     "GRPOOutput",
     "LogitStatistics",
+    "MHCPre",
     "Unsupported",
     "backends",
     "cross_entropy",
@@ -64,6 +67,8 @@ __all__ = [
     "llama4_rope",
     "logit_statistics",
     "losses",
+    "mhc_post",
+    "mhc_pre",
     "poly_norm",
     "qwen2vl_mrope",
     "relu_squared",

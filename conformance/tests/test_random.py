@@ -165,6 +165,15 @@ def test_random_calls_are_counted(site: Path, run_suite: Suite, tmp_path: Path) 
     assert "random 24 calls, seed 1" in (tmp_path / "conformance.md").read_text()
 
 
+def test_calls_after_the_given_seconds_are_not_run(site: Path, run_suite: Suite, tmp_path: Path) -> None:
+    """The run ends by itself, in other processes too, and its report says what it had no time for."""
+    done = run_suite(site, *RANDOM, "-n1", "--seconds=1e-3", f"--report={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads((tmp_path / "conformance.json").read_text())["cells"]
+    assert sum(cell["outcomes"].get("not run", 0) for cell in cells) == 24
+    assert "- not run (24): the seconds that --seconds gives were over" in (tmp_path / "conformance.md").read_text()
+
+
 def test_a_failure_is_reported_as_a_small_case(site: Path, run_suite: Suite) -> None:
     """A kernel that forgets rows beyond the fourth: five of them, and one column, are all that it takes."""
     mutate(site, "_forward[(rows.shape[0],)](y,", "y.zero_()\n    _forward[(min(rows.shape[0], 4),)](y,")
@@ -241,6 +250,7 @@ def test_processes_are_spread_over_devices(
     ("options", "says"),
     [
         (["--seed=1"], "--seed is of random calls"),
+        (["--seconds=1"], "--seconds is of random calls"),
         (["--random=0"], "--random takes a number of calls, at least 1"),
     ],
 )

@@ -28,7 +28,7 @@ TIMED = ("small", "medium", "large")
 SHORT = 1 << 9
 """Elements of a tensor beyond which a case is long for an interpreter, where a program takes milliseconds."""
 
-BIG = 1 << 24
+BIG = 1 << 20
 """Elements from which on values are drawn on the device. Fewer are drawn on the CPU, so that every device has the same."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--seed", type=int, metavar="S", help="with --random: other calls for each seed (default: 0)")
     group.addoption(
+        "--seconds", type=float, metavar="T", help="with --random: calls that T seconds don't suffice for are not run"
+    )
+    group.addoption(
         "--reached",
         action="store_true",
         help="without an accelerator: fail if the tests of a language, when all of them ran, launched not every kernel or took "
@@ -121,8 +125,13 @@ def pytest_configure(config: pytest.Config) -> None:
         # However many processes end: each is one call's failure.
         if getattr(config.option, "maxworkerrestart", "") is None:
             config.option.maxworkerrestart = str(config.getoption("--random"))
-    elif config.getoption("--seed") is not None:
-        raise pytest.UsageError("--seed is of random calls: say how many with --random=N")
+        if config.getoption("--seconds") is not None and not hasattr(config.option, "liger_until"):
+            # Processes of pytest-xdist inherit it.
+            config.option.liger_until = time.time() + config.getoption("--seconds")
+    else:
+        for option in ("--seed", "--seconds"):
+            if config.getoption(option) is not None:
+                raise pytest.UsageError(f"{option} is of random calls: say how many with --random=N")
     targets, report = _targets_of_chips(config) if config.getoption("--compile") else _targets_of_devices(config)
     config.stash[targets_key] = targets
     packages = {t.backend.language: t.backend.package for t in targets if t.backend}
@@ -436,6 +445,8 @@ def _place(target: Target, dtype: str) -> tuple[str, ...]:
 
 def _what_it_calls(item: Any) -> tuple[str, str]:
     values = item.callspec.params
+    if item.config.getoption("--seconds") is not None:
+        return "", ""  # as they are, an op after another: those that the time suffices for are of all ops
     return str(values.get("target", "")), str(values.get("dtype", ""))
 
 
@@ -465,6 +476,12 @@ def unclaimed(request: pytest.FixtureRequest) -> Unclaimed:
 def known_spills(request: pytest.FixtureRequest) -> KnownSpills:
     """What each implementation declares as spilling."""
     return request.config.stash[spills_key]
+
+
+@pytest.fixture
+def until(request: pytest.FixtureRequest) -> float:
+    """When random calls end, in seconds since the epoch."""
+    return getattr(request.config.option, "liger_until", float("inf"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 
 import pytest
@@ -21,8 +22,10 @@ KEPT = 2 << 30
 
 
 @pytest.mark.cases(random=True)
-def test_random(target: Target, case: RandomCall, dtype: torch.dtype, known_spills: KnownSpills) -> None:
+def test_random(target: Target, case: RandomCall, dtype: torch.dtype, known_spills: KnownSpills, until: float) -> None:
     """As `test_values` and `test_compiled`. A failure is reported as the smallest call that is found to fail alike."""
+    if time.time() > until:
+        pytest.skip("the seconds that --seconds gives were over")
     found = cases_of(target.op.name)
     first = case.draw(found, lane_of(target))
 
@@ -51,7 +54,7 @@ def test_random(target: Target, case: RandomCall, dtype: torch.dtype, known_spil
     def fails(call: Call) -> bool:
         nonlocal last
         assert last is not None
-        if not isinstance(last, kind) or running.is_lost(target):
+        if not isinstance(last, kind) or time.time() > until or running.is_lost(target):
             return False
         error = failure(call)
         if isinstance(error, kind):

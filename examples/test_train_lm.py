@@ -1,14 +1,18 @@
 """The example runs, and tells when an op is broken."""
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import parallel
 import pytest
+import several_processes
 import torch
 import train_lm
+from PIL import Image
 from torch import Tensor
 
 SMALL = replace(train_lm.PRESETS["tiny"], hidden=32, layers=2, feed_forward=64, context=32, batch=4, steps=6)
@@ -23,6 +27,70 @@ def test_the_script_trains_draws_and_agrees(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The trainings agree" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The README's command with `processes` processes of this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command += [train_lm.__file__, "--device", "cpu", "--steps", "3", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("processes", "arguments"),
+    [
+        (2, ["--fsdp"]),
+        (2, ["--tp", "2", "--untied"]),
+        pytest.param(4, ["--fsdp", "--tp", "2"], marks=pytest.mark.slow),
+    ],
+)
+def test_several_processes_train_as_one(processes: int, arguments: list[str], tmp_path: Path) -> None:
+    """The README's commands: first gradients and losses are those of one process."""
+    picture, losses = tmp_path / "curves.png", tmp_path / "curves.json"
+    done = torchrun(processes, *arguments, "--output", str(picture), "--curves", str(losses))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The trainings agree: first gradients within 1e-05" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    several, one = json.loads(losses.read_text("utf-8")).items()
+    assert several[0].startswith(f"{processes} processes --")
+    assert several[1] == pytest.approx(one[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("world", "arguments", "says"),
+    [("2", [], "2 processes, --tp 1: it takes --fsdp"), ("3", ["--fsdp", "--tp", "2"], "3 processes, --tp 2 --fsdp")],
+)
+def test_processes_that_cannot_be_divided(
+    world: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WORLD_SIZE", world), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert train_lm.main(["--device", "cpu", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_one_process_is_not_divided(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_lm.main(["--device", "cpu", "--tp", "2"]) == 2
+    assert "torchrun --nproc-per-node 2" in capsys.readouterr().err
+
+
+def test_packed_rows_are_cut_into_rows_of_each() -> None:
+    """Of two heads of q, one of k and one of v, each of four rows: half of each for the first process."""
+    assert parallel.order([8, 4, 4], 2).tolist() == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
+
+
+def test_the_picture_of_several_processes() -> None:
+    """It was drawn from the preset as it is, and its curves are one."""
+    again = "draw it again: uv run python examples/several_processes.py"
+    text = Image.open(several_processes.PICTURE).text
+    assert text["settings"] == several_processes.settings(), again
+    curves = json.loads(text["curves"])
+    assert list(curves) == ["one process", *several_processes.WAYS], again
+    assert len(curves["one process"]) == several_processes.STEPS, again
+    one = train_lm.mean_losses(curves["one process"])
+    for name in several_processes.WAYS:
+        assert train_lm.disagreements([train_lm.mean_losses(curves[name]), one], 1e-4) == [], again
 
 
 def test_a_language_that_cannot_run_ends_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +132,7 @@ class NoGradientToHead(train_lm.Plain):
 
 def gradients(ops: object, **changes: object) -> dict[str, Tensor]:
     data = train_lm.tokenise(Path(train_lm.__file__).read_bytes(), SMALL)
-    return train_lm.first_gradients(replace(SMALL, **changes), ops, data, seed=0)
+    return train_lm.first_gradients(replace(SMALL, **changes), train_lm.Alone("", ops), data, seed=0)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -2,12 +2,16 @@
 
 Both trainings start from the same weights and see the same batches, so only rounding tells them apart. The script
 checks that their gradients and loss curves agree, prints what each cost and draws the curves.
+
+Under torchrun, with --fsdp, --tp or both, the two are the model divided among all processes and the model in one process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
 import sys
 import sysconfig
 import time
@@ -199,10 +203,35 @@ def autocast(size: Preset, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=size.mixed)
 
 
+class Alone:
+    """A training in one process, with the ops of a namespace."""
+
+    def __init__(self, name: str, ops: Any) -> None:
+        self.name, self.ops = name, ops
+
+    def divide(self, model: Llama) -> None:
+        """Not at all."""
+
+    def rows(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
+        """This process's part of a batch: all of it."""
+        return batch
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """Of all processes."""
+        return losses
+
+    def gradients(self, model: Llama) -> dict[str, Tensor]:
+        """Each parameter's gradient."""
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
 def train(
-    name: str, model: Llama, data: Tensor, validation_data: Tensor, seed: int, compiled: bool
+    way: Any, model: Llama, data: Tensor, validation_data: Tensor, seed: int, compiled: bool
 ) -> tuple[list[float], dict[str, str]]:
-    """Train `model`, with the same batches for the same `seed`. Returns each step's loss, and rows for the report."""
+    """Train `model`, with the same batches for the same `seed`. Returns each step's loss, and rows for the report.
+
+    `way` is an `Alone`, or `parallel.Processes`.
+    """
     size, device = model.size, data.device
     call = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95), fused=True)
@@ -213,24 +242,25 @@ def train(
     losses: list[Tensor] = []
     untimed = size.steps // 10  # the first steps compile kernels
     began = time.perf_counter()
-    for tokens, target in track(batches(data, size, size.steps, seed), f"{name:<13}", size.steps, console=console):
+    for tokens, target in track(batches(data, size, size.steps, seed), f"{way.name:<13}", size.steps, console=console):
         if len(losses) == untimed:
             if accelerated:
                 torch.accelerator.synchronize(device)
             began = time.perf_counter()
         with autocast(size, device):
-            loss = call(tokens, target)
+            loss = call(*way.rows((tokens, target)))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         up_and_down.step()
         optimizer.zero_grad()
         losses.append(loss.detach())  # its value is read at the end: reading it here would wait for the device
-    curve = torch.stack(losses).tolist()
+    curve = way.mean(torch.stack(losses)).tolist()
     speed = (size.steps - untimed) * size.batch * size.context / (time.perf_counter() - began)
     memory = f"{torch.accelerator.max_memory_allocated(device) / 2**20:,.0f}" if accelerated else "not measured"
     with torch.no_grad(), autocast(size, device):
-        held_back = torch.stack([model(*pair) for pair in batches(validation_data, size, 8, seed)]).mean()
+        pairs = batches(validation_data, size, 8, seed)
+        held_back = way.mean(torch.stack([call(*way.rows(pair)) for pair in pairs])).mean()
     rows = {"last loss, nats per token": f"{curve[-1]:.4f}", "validation loss": f"{held_back:.4f}"}
     return curve, rows | {"tokens per second": f"{speed:,.0f}", "peak memory, MiB": memory}
 
@@ -243,13 +273,14 @@ GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 
 
-def first_gradients(size: Preset, ops: Any, data: Tensor, seed: int) -> dict[str, Tensor]:
+def first_gradients(size: Preset, way: Any, data: Tensor, seed: int) -> dict[str, Tensor]:
     """Each parameter's gradient on the first batch."""
-    model = make_model(size, ops, data.device, seed)
+    model = make_model(size, way.ops, data.device, seed)
+    way.divide(model)
     with autocast(size, data.device):
-        loss = model(*next(batches(data, size, 1, seed)))
+        loss = model(*way.rows(next(batches(data, size, 1, seed))))
     loss.backward()
-    return {f"gradient of {n}": torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return {f"gradient of {name}": gradient for name, gradient in way.gradients(model).items()}
 
 
 def mean_losses(curve: list[float]) -> dict[str, Tensor]:
@@ -279,13 +310,13 @@ def kernels_table(device: torch.device, ops: Sequence[str] = (*BODY, "fused_line
     return table
 
 
-def draw(curves: Sequence[list[float]], path: Path) -> None:
+def draw(names: Sequence[str], curves: Sequence[list[float]], path: Path) -> None:
     """Both curves above, and the distance between them below, as a PNG file."""
     ours, plain = curves
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    above.plot(plain, label="plain PyTorch", linewidth=3, alpha=0.5)
-    above.plot(ours, label="liger_core", linewidth=1)
+    above.plot(plain, label=names[1], linewidth=3, alpha=0.5)
+    above.plot(ours, label=names[0], linewidth=1)
     above.set_ylabel("loss, nats per token")
     above.legend()
     below.plot([a - b for a, b in zip(ours, plain, strict=True)], linewidth=1)
@@ -305,16 +336,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tied", action="store_true", default=True, help="embedding and head are one matrix (default)")
     parser.add_argument("--untied", dest="tied", action="store_false", help="embedding and head are two matrices")
     parser.add_argument("--output", type=Path, default=Path("report/train_lm.png"), help="the picture of the curves")
+    parser.add_argument("--curves", type=Path, help="write the losses of each step there, as JSON")
     parser.add_argument("--compile", action="store_true", help="torch.compile both models")
+    parser.add_argument("--fsdp", action="store_true", help="under torchrun: divide weights and batches by FSDP2")
+    parser.add_argument("--tp", type=int, default=1, help="under torchrun: processes that divide each matrix product")
     options = parser.parse_args(arguments)
     size = replace(PRESETS[options.preset], tied=options.tied, **({"steps": options.steps} if options.steps else {}))
     device, seed = options.device or torch.device(liger.infer_device()), options.seed
+    ways: list[Any] = [Alone("liger_core", liger), Alone("plain PyTorch", Plain)]
     if device.type == "cpu":
         torch.set_num_threads(min(2, torch.get_num_threads()))  # the tiny model gains nothing from more
     try:
+        if "LOCAL_RANK" in os.environ:
+            import parallel
+
+            device = parallel.device_of(device.type)
+            console.quiet = os.environ["RANK"] != "0"
+            ways = [parallel.Processes(device, options.fsdp, options.tp), Alone("one process", liger)]
+        elif options.fsdp or options.tp > 1:
+            raise ValueError(
+                "--fsdp and --tp take several processes: torchrun --nproc-per-node 2 examples/train_lm.py --fsdp"
+            )
         liger.use(options.language)
         console.print(kernels_table(device))
-    except liger.Unsupported as error:
+    except (liger.Unsupported, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -322,24 +367,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(f"{len(texts[0]):,} bytes of the standard library to train on, {len(texts[1]):,} to validate on")
     data, validation_data = (tokenise(text, size).to(device) for text in texts)
     dtype = torch.bfloat16 if size.mixed else torch.float32
-    wrong = disagreements([first_gradients(size, ops, data, seed) for ops in (liger, Plain)], GRADIENT_TOLERANCE[dtype])
+    wrong = disagreements([first_gradients(size, way, data, seed) for way in ways], GRADIENT_TOLERANCE[dtype])
 
     curves, columns, sample = [], [], b""
-    for name, ops in (("liger_core", liger), ("plain PyTorch", Plain)):
-        model = make_model(size, ops, device, seed)
-        curve, rows = train(name, model, data, validation_data, seed, options.compile)
+    for way in ways:
+        model = make_model(size, way.ops, device, seed)
+        parameters = sum(p.numel() for p in model.parameters())
+        way.divide(model)
+        curve, rows = train(way, model, data, validation_data, seed, options.compile)
         curves.append(curve)
         columns.append(rows)
-        with autocast(size, device):
-            sample = sample or model.sample(b"class ", 200)
+        if way.ops is liger and isinstance(way, Alone):
+            with autocast(size, device):
+                sample = model.sample(b"class ", 200)
     wrong += disagreements([mean_losses(curve) for curve in curves], LOSS_TOLERANCE[dtype])
-    table = Table("", "liger_core", "plain PyTorch", title=f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    names = [way.name for way in ways]
+    table = Table("", *names, title=f"{parameters:,} parameters")
     for row in columns[0]:
         table.add_row(row, *(column[row] for column in columns))
     readable = "".join(c if c.isprintable() or c == "\n" else "·" for c in sample.decode(errors="replace"))
-    console.print(table, "The model trained with liger_core writes:")
+    console.print(table, "The model trained with liger_core in one process writes:")
     console.print(readable, markup=False, highlight=False, style="dim")
-    draw(curves, options.output)
+    if not console.quiet:
+        draw(names, curves, options.output)
+        if options.curves:
+            options.curves.write_text(json.dumps(dict(zip(names, curves, strict=True))), "utf-8")
     console.print(f"The curves are in {options.output}.")
     for difference in wrong:
         print(f"The trainings disagree: the {difference}.", file=sys.stderr)

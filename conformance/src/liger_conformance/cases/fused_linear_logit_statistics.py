@@ -142,6 +142,10 @@ CASES = (
     Case("temperature", "option", rows=6, hidden=32, vocabulary=97, temperature=0.5, return_entropy=True),
     Case("tiles", "option", **TILES, bias=True, ignored=0.2, return_entropy=True, return_total=True),
     Case("tiles-own-dtype", "option", **TILES, own_accum_dtype=True, softcap=7.0),
+    # The gradient of x is the difference of two that nearly cancel, each rounded to x's dtype.
+    Case(
+        "random-5-0", "edge", rows=1, hidden=1, vocabulary=2, each=2, class_weight=True, decided=True, return_total=True
+    ),
     Case("uneven-rows", "extreme", rows=6, hidden=16, vocabulary=64, return_entropy=True, by_row=("incoming",)),
     Case("big-values", "extreme", rows=4, hidden=16, vocabulary=64, scale=1e3, return_entropy=True),
     Case("small", "small", rows=2048, hidden=2048, vocabulary=32000),

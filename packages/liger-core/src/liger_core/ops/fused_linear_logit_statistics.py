@@ -77,7 +77,7 @@ def fused_linear_logit_statistics(
     >>> found.picked - found.lse
     tensor([-0.6931])
     """
-    logits = upcast(x) @ upcast(linear_weight).T
+    logits = _with_gradient_in(upcast(x) @ upcast(linear_weight).T, x.dtype)
     return statistics_of_logits(
         logits if bias is None else logits + upcast(bias),
         target,
@@ -91,6 +91,13 @@ def fused_linear_logit_statistics(
         return_log_sum_squares=return_log_sum_squares,
         return_best=return_best,
     )
+
+
+def _with_gradient_in(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logits, whose gradient is rounded to `dtype`: that of 0, which is added."""
+    if logits.dtype is dtype:
+        return logits
+    return logits.detach() + upcast((logits - logits.detach()).to(dtype))
 
 
 def least_statistics_memory(x: Tensor, linear_weight: Tensor, *, accum_dtype: torch.dtype, weight_grad: bool) -> int:

@@ -15,6 +15,7 @@ import budgets
 import compare
 import host
 import jobs
+import losses
 import noop_language
 import peers
 import pytest
@@ -191,6 +192,8 @@ def test_a_provider_that_fails_in_a_later_turn_is_a_row_that_says_why(monkeypatc
         (budgets, ["--device=cpu"], "not run: there is no accelerator here"),
         (budgets, ["--device=cuda", "--cases=huge"], "huge; it takes small,"),
         (budgets, ["--device=cuda", "--languages=acme"], "acme; it takes torch,"),
+        (losses, ["--device=cpu"], "not run: there is no accelerator here"),
+        (losses, ["--smoke", "--subjects=kto"], "kto; it takes logprobs,"),
         (host, ["--device=cpu"], "not run: there is no accelerator here"),
         (host, ["--smoke", "--ops=rms_nrom"], "rms_nrom; it takes cross_entropy,"),
         (host, ["--device=cuda", "--languages=acme"], "acme; it takes torch,"),
@@ -307,6 +310,26 @@ def test_budgets_count_what_is_beyond_the_gradients(monkeypatch: pytest.MonkeyPa
     gradients = sum(arguments[name].nbytes for name in ("x", "linear_weight", "bias"))
     monkeypatch.setattr(jobs, "peak_memory", lambda call, device: gradients + 3 * 2**20)
     assert [row["extra_mb"] for row in budgets.measure_case(case, ["torch"], "cpu")] == ["3"] * 3
+
+
+def test_losses_of_the_reference() -> None:
+    rows = losses.main(["--smoke"])
+    assert {row["subject"] for row in rows} == {*losses.SUBJECTS}
+    assert not [row["note"] for row in rows if row["note"]]
+    off = {row["provider"]: float(row["error"]) for row in rows if row["subject"] == "ratio"}
+    assert off["ours-torch"] < 1e-5 < 1e-4 < off["eager"]
+
+
+@pytest.mark.parametrize("make", [losses.dpo_of, losses.grpo_of], ids=["dpo", "grpo"])
+def test_providers_compute_one_loss(make: Callable[[str], Callable[..., torch.Tensor]]) -> None:
+    torch.manual_seed(0)
+    x, weight, target = torch.randn(4, 5, 8), torch.randn(24, 8) * 0.1, torch.randint(24, (4, 5))
+    rest = (
+        (torch.randn(4, 5, 8), torch.randn(24, 8))
+        if make is losses.dpo_of
+        else (torch.ones(4, 5), torch.randn(4), torch.rand(4, 5) - 4, torch.rand(4, 5) - 4)
+    )
+    torch.testing.assert_close(make("ours-torch")(x, weight, target, *rest), make("eager")(x, weight, target, *rest))
 
 
 @pytest.mark.parametrize("language", host.LAUNCHES)

@@ -1,0 +1,336 @@
+"""Log-probabilities of tokens, DPO and GRPO on hidden states, without their logits: ours beside its peers.
+
+    python benchmarks/losses.py --subjects logprobs,dpo --providers ours-triton,liger
+    python benchmarks/losses.py --subjects length --lengths 1024,4096,16384,65536
+    python benchmarks/losses.py --smoke
+
+Subjects:
+
+- ``logprobs``: of 8192 rows, hidden size 4096, 151936 tokens, in bfloat16. Time beside that of the matrix products which a
+  head that may hold no logits needs: one forward, four with the backward, two with the backward of a frozen head.
+- ``dpo``, ``grpo``: 2 × 8 sequences of 4096 tokens. For DPO the reference model's head is computed too; for GRPO
+  the old and the reference log-probabilities are given.
+- ``length``: the most memory that DPO of one pair takes, by sequence length.
+- ``ratio``: how far e^(lp − old) is from 1, where old is the log-probability of the same policy in float64.
+
+Providers are ``ours-LANGUAGE``, ``eager`` (PyTorch as its users write it), ``compile``, ``liger`` (liger-kernel's chunked losses
+and its fused_linear_scaled_cross_entropy) and ``cce`` (cut-cross-entropy). A provider that fails is a row that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import records
+import torch
+import torch.nn.functional as F
+from command import Command
+from compare import failures
+from jobs import Row
+from timing import peak_memory, release
+from torch import Tensor
+
+import liger_core
+from liger_core.backend import backends
+from liger_core.losses import dpo_loss, fused_linear_token_logprobs, policy_loss, sequence_logprobs
+
+COLUMNS = (
+    "subject",
+    "mode",
+    "rows",
+    "hidden",
+    "vocabulary",
+    "provider",
+    "ms",
+    "of_products",
+    "peak_mib",
+    "error",
+    "note",
+)
+SUBJECTS = ("logprobs", "dpo", "grpo", "ratio", "length")
+PEERS = ("eager", "compile", "liger", "cce")
+PRODUCTS = {"forward": 1, "full": 4, "frozen": 2}
+"""Matrix products of rows × hidden × vocabulary that a mode of ``logprobs`` needs."""
+
+Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Sizes(NamedTuple):
+    """Sizes of the subjects: rows of `logprobs`, pairs and tokens of a sequence, the head, rows of `ratio`."""
+
+    rows: int = 8192
+    pairs: int = 8
+    length: int = 4096
+    hidden: int = 4096
+    vocabulary: int = 151936
+    exact: int = 256
+
+
+SMOKE = Sizes(rows=6, pairs=1, length=5, hidden=8, vocabulary=24, exact=4)
+
+
+def _logprobs_of_logits(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return -F.cross_entropy((x @ weight.T).float(), target, reduction="none")
+
+
+def logprobs_of(provider: str) -> Logprobs:
+    """The provider's function of x, weight and target, in float32."""
+    if provider == "compile":
+        torch.compiler.reset()
+        return torch.compile(_logprobs_of_logits, dynamic=False)
+    if provider == "liger":
+        scaled = import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+        return lambda x, weight, target: -_first(scaled.apply(x, weight, target))
+    if provider == "cce":
+        function = import_module("cut_cross_entropy").linear_cross_entropy
+        return lambda x, weight, target: -function(x, weight, target, reduction="none").float()
+    return _logprobs_of_logits if provider == "eager" else _ours
+
+
+def _ours(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logprobs = fused_linear_token_logprobs(x, weight, target)
+    assert isinstance(logprobs, Tensor)
+    return logprobs
+
+
+def _first(found: Any) -> Tensor:
+    return found[0] if isinstance(found, tuple) else found
+
+
+def dpo_of(provider: str) -> Callable[..., Tensor]:
+    """DPO's loss of x ``[2B, T, H]``, chosen first, by its head, and of the reference model by its own."""
+    if provider == "liger":
+        module = import_module("liger_kernel.chunked_loss").LigerFusedLinearDPOLoss()
+        return lambda x, weight, target, ref_x, ref_weight: module(
+            weight, x, target, ref_input=ref_x, ref_weight=ref_weight
+        )[0]
+    logprobs = logprobs_of(provider)
+
+    def loss(x: Tensor, weight: Tensor, target: Tensor, ref_x: Tensor, ref_weight: Tensor) -> Tensor:
+        def scored(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
+            return sequence_logprobs(logprobs(x.flatten(0, 1), weight, target.flatten()).view(target.shape)).chunk(2)
+
+        with torch.no_grad():
+            reference = scored(ref_x, ref_weight)
+        return dpo_loss(*scored(x, weight), *reference).loss
+
+    return loss
+
+
+def grpo_of(provider: str) -> Callable[..., Tensor]:
+    """GRPO's loss of x ``[B, L, H]`` by its head."""
+    if provider == "liger":
+        module = import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss(
+            loss_type="grpo", use_ref_model=True
+        )
+        return lambda x, weight, target, mask, advantages, old, ref: module(
+            x, weight, target, mask, advantages, ref_per_token_logps=ref, old_per_token_logps=old
+        )[0]
+    logprobs = logprobs_of(provider)
+
+    def loss(
+        x: Tensor, weight: Tensor, target: Tensor, mask: Tensor, advantages: Tensor, old: Tensor, ref: Tensor
+    ) -> Tensor:
+        found = logprobs(x.flatten(0, 1), weight, target.flatten()).view(target.shape)
+        return policy_loss(found, old, ref, advantages, mask, loss_type="grpo").loss
+
+    return loss
+
+
+class Bench:
+    """The measurements, printed row by row as they are made."""
+
+    def __init__(self, sizes: Sizes, device: str) -> None:
+        self.sizes, self.device, self.found = sizes, device, list[Row]()
+
+    def randn(self, *shape: int, seed: int = 0) -> Tensor:
+        """Values for bfloat16, the same for each provider."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16)
+
+    def head(self, seed: int = 1) -> Tensor:
+        """The linear layer's weight, for logits of the scale of x."""
+        return self.randn(self.sizes.vocabulary, self.sizes.hidden, seed=seed) * self.sizes.hidden**-0.5
+
+    def targets(self, *shape: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(2)
+        return torch.randint(self.sizes.vocabulary, shape, generator=generator, device=self.device)
+
+    def row(self, subject: str, mode: str, rows: int, provider: str, **measured: object) -> None:
+        """Add a row, and print it."""
+        values = subject, mode, rows, self.sizes.hidden, self.sizes.vocabulary, provider
+        row = dict.fromkeys(COLUMNS, "") | dict(zip(COLUMNS, values, strict=False)) | measured
+        self.found.append(row)
+        print(",".join(map(str, row.values())), flush=True)
+
+    def measure(
+        self,
+        subject: str,
+        mode: str,
+        rows: int,
+        provider: str,
+        make: Callable[[], Callable[[], Any]],
+        timed: bool = True,
+    ) -> float | None:
+        """A row of the call that `make` prepares; its milliseconds, if it has any."""
+        language = provider.removeprefix("ours-")
+        try:
+            with liger_core.use(language) if provider != language else liger_core.use():
+                call = make()
+                peak = peak_memory(call, self.device)
+                ms = milliseconds(call, self.device) if timed else None
+        except failures() as error:
+            lines = str(error).splitlines() or [""]
+            self.row(subject, mode, rows, provider, note=f"{type(error).__name__}: {lines[0][:160]}".replace(",", ";"))
+            ms = None
+        else:
+            share = f"{ms / (PRODUCTS[mode] * self.product(rows)):.3f}" if ms and subject == "logprobs" else ""
+            shown = {} if ms is None else {"ms": f"{ms:.2f}", "of_products": share}
+            self.row(subject, mode, rows, provider, peak_mib="" if peak is None else round(peak / 2**20), **shown)
+        call = None
+        release(self.device)
+        return ms
+
+    @functools.cached_property
+    def products(self) -> dict[int, float]:
+        return {}
+
+    def product(self, rows: int) -> float:
+        """Milliseconds of x · weightᵀ, by PyTorch."""
+        if rows not in self.products:
+            x, weight = self.randn(rows, self.sizes.hidden), self.head()
+            self.products[rows] = milliseconds(lambda: x @ weight.T, self.device)
+            self.row("logprobs", "product", rows, "matmul", ms=f"{self.products[rows]:.2f}")
+        return self.products[rows]
+
+    def logprobs(self, providers: Sequence[str]) -> None:
+        rows = self.sizes.rows
+        self.product(rows)
+        for provider in providers:
+            for mode in PRODUCTS:
+                self.measure("logprobs", mode, rows, provider, functools.partial(self._logprobs, provider, mode, rows))
+
+    def _logprobs(self, provider: str, mode: str, rows: int) -> Callable[[], Any]:
+        x, weight, target = self.randn(rows, self.sizes.hidden), self.head(), self.targets(rows)
+        dlogprobs, function = self.randn(rows, seed=3).float(), logprobs_of(provider)
+        if mode == "forward":
+            return torch.no_grad()(lambda: function(x, weight, target))
+        wanted = (x.requires_grad_(),) if mode == "frozen" else (x.requires_grad_(), weight.requires_grad_())
+        return lambda: torch.autograd.grad(function(x, weight, target), wanted, dlogprobs)
+
+    def dpo(self, providers: Sequence[str]) -> None:
+        sizes = self.sizes
+        for provider in providers:
+            make = functools.partial(self._dpo, provider, sizes.pairs, sizes.length)
+            self.measure("dpo", "full", 2 * sizes.pairs * sizes.length, provider, make)
+
+    def _dpo(self, provider: str, pairs: int, length: int) -> Callable[[], Any]:
+        shape = 2 * pairs, length, self.sizes.hidden
+        x, weight = self.randn(*shape).requires_grad_(), self.head().requires_grad_()
+        ref_x, ref_weight, target = self.randn(*shape, seed=4), self.head(5), self.targets(2 * pairs, length)
+        loss = dpo_of(provider)
+        return lambda: torch.autograd.grad(loss(x, weight, target, ref_x, ref_weight), (x, weight))
+
+    def grpo(self, providers: Sequence[str]) -> None:
+        rows = 2 * self.sizes.pairs * self.sizes.length
+        for provider in providers:
+            self.measure("grpo", "full", rows, provider, functools.partial(self._grpo, provider))
+
+    def _grpo(self, provider: str) -> Callable[[], Any]:
+        sizes = self.sizes
+        batch = 2 * sizes.pairs
+        x, weight = self.randn(batch, sizes.length, sizes.hidden).requires_grad_(), self.head().requires_grad_()
+        target, loss = self.targets(batch, sizes.length), grpo_of(provider)
+        mask = torch.ones(batch, sizes.length, device=self.device)
+        mask[:, sizes.length // 2 :] = (torch.arange(batch, device=self.device) % 2)[:, None].float()
+        old, ref = (self.randn(batch, sizes.length, seed=seed).float() * 0.1 - 12 for seed in (6, 7))
+        advantages = self.randn(batch, seed=8).float()
+        return lambda: torch.autograd.grad(loss(x, weight, target, mask, advantages, old, ref), (x, weight))
+
+    def length(self, providers: Sequence[str], lengths: Sequence[int]) -> None:
+        for length in lengths:
+            for provider in providers:
+                make = functools.partial(self._dpo, provider, 1, length)
+                self.measure("length", "dpo", 2 * length, provider, make, timed=False)
+
+    def ratio(self, providers: Sequence[str]) -> None:
+        """Tokens are sampled from the policy; its logits are near 11 at scale 2.5, near 22 at 5."""
+        rows, weight = self.sizes.exact, self.head()
+        for scale in (2.5, 5.0):
+            x = self.randn(rows, self.sizes.hidden) * scale
+            log_p = (x.double() @ weight.double().T).log_softmax(-1)
+            generator = torch.Generator(self.device).manual_seed(9)
+            target = torch.multinomial(log_p.exp().float(), 1, generator=generator)
+            old = log_p.gather(1, target)[:, 0]
+            target, log_p = target[:, 0], None
+            for provider in providers:
+                with liger_core.use(provider[5:]) if provider.startswith("ours-") else liger_core.use():
+                    try:
+                        with torch.no_grad():
+                            off = (logprobs_of(provider)(x, weight, target).double() - old).expm1().abs().max().item()
+                        self.row("ratio", f"logits of {scale}", rows, provider, error=f"{off:.2e}")
+                    except failures() as error:
+                        self.row("ratio", f"logits of {scale}", rows, provider, note=type(error).__name__)
+
+
+def milliseconds(call: Callable[[], Any], device: str) -> float:
+    """The median of at least 3 calls, and more if they are short. What the first call does is not timed."""
+    if device == "cpu":
+        return 0.0
+    module = torch.get_device_module(device)
+    call()
+    rounds, times = 1, list[float]()
+    while len(times) < rounds:
+        start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        module.synchronize()
+        times.append(start.elapsed_time(end))
+        rounds = min(30, max(3, int(500 / times[0])))
+    return sorted(times)[len(times) // 2]
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; a name that doesn't exist ends the program with those that do."""
+    command = Command(__doc__, smoke="our reference and eager PyTorch")
+    ours = [f"ours-{language}" for language in ("torch", *(backend.language for backend in backends()))]
+    command.add_names("subjects", SUBJECTS, default=SUBJECTS)
+    command.add_names("providers", [*ours, *PEERS])
+    command.add_argument(
+        "--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[1024, 4096, 16384, 65536]
+    )
+    options = command.parse_args(words)
+    if options.smoke:
+        options.device, options.providers, options.lengths = "cpu", ["ours-torch", "eager"], [4]
+    able = [f"ours-{b.language}" for b in backends() if b.missing(options.device) is None]
+    options.providers = options.providers or [*able, *PEERS]
+    command.check(options)
+    return options
+
+
+def main(words: Sequence[str] | None = None) -> list[Row]:
+    """Measure, print as it goes, and write the record. Returns the rows."""
+    options = parse(words)
+    head = records.head_of(options.device)
+    print(records.comment(head) + ",".join(COLUMNS), flush=True)
+    bench = Bench(SMOKE if options.smoke else Sizes(), options.device)
+    for subject in options.subjects:
+        more = {"lengths": options.lengths} if subject == "length" else {}
+        measure: Callable[..., None] = getattr(bench, subject)
+        # cut-cross-entropy and liger-kernel's scaled cross-entropy are functions of log-probabilities, not losses.
+        measure([p for p in options.providers if subject in ("logprobs", "ratio") or p != "cce"], **more)
+    if not options.smoke:
+        lines = [[str(row[column]) for column in COLUMNS] for row in bench.found]
+        title = "Losses on log-probabilities, without logits"
+        records.write("losses", head, bench.found, COLUMNS, title, records.table(COLUMNS, lines), options.out)
+    return bench.found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

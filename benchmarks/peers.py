@@ -32,6 +32,14 @@ class Eager:
         return F.cross_entropy(logits.float(), target)
 
     @staticmethod
+    def distillation(
+        student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, hard_weight: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        student, teacher = torch.log_softmax(student_logits.float(), -1), torch.log_softmax(teacher_logits.float(), -1)
+        soft, hard = Eager.jsd(student, teacher), F.nll_loss(student, labels)
+        return soft + hard_weight * hard, soft, hard
+
+    @staticmethod
     def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         return gamma * torch.tanh(alpha * x) + beta
 
@@ -47,6 +55,17 @@ class Eager:
     @staticmethod
     def fused_linear_cross_entropy(x: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy((x @ linear_weight.T).float(), target)
+
+    @staticmethod
+    def fused_linear_distillation(
+        student_x: Tensor,
+        student_weight: Tensor,
+        teacher_x: Tensor,
+        teacher_weight: Tensor,
+        labels: Tensor,
+        hard_weight: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return Eager.distillation(student_x @ student_weight.T, teacher_x @ teacher_weight.T, labels, hard_weight)
 
     @staticmethod
     def fused_linear_jsd(
@@ -206,6 +225,20 @@ def compiled() -> Functions:
     return {name: torch.compile(function, dynamic=False) for name, function in eager().items()}
 
 
+def _liger_distillation(
+    student_x: Tensor,
+    student_weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    labels: Tensor,
+    hard_weight: float,
+) -> Any:
+    """liger-kernel's chunked loss: plain PyTorch through torch.compile, whatever the language."""
+    losses = import_module("liger_kernel.chunked_loss")
+    loss = losses.LigerFusedLinearJSDLoss(hard_weight, 1.0, return_soft_hard_loss=True)
+    return loss(student_x, student_weight, teacher_x, teacher_weight, labels)
+
+
 def liger(module: str = "liger_kernel.ops") -> Functions:
     """liger-kernel 0.8.5 through its autograd Functions, with the contract's options and otherwise its own defaults.
 
@@ -232,6 +265,7 @@ def liger(module: str = "liger_kernel.ops") -> Functions:
         "fused_linear_cross_entropy": lambda x, linear_weight, target: ops.LigerFusedLinearCrossEntropyFunction.apply(
             x, linear_weight, target
         )[0],
+        "fused_linear_distillation": _liger_distillation,
         "fused_linear_jsd": lambda student_x, student_weight, teacher_x, teacher_weight: (
             ops.LigerFusedLinearJSDFunction.apply(student_x, student_weight, teacher_x, teacher_weight)
         ),

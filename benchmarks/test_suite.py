@@ -33,7 +33,7 @@ from liger_conformance.case import Case, cases_of
 from liger_core.backend import backends
 from liger_core.contract import Once, ops
 
-NOT_IN_LIGER = ("logit_statistics", "fused_linear_logit_statistics")
+NOT_IN_LIGER = ("distillation", "logit_statistics", "fused_linear_logit_statistics")
 """The ops that liger-kernel has no function for."""
 
 

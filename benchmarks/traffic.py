@@ -44,6 +44,7 @@ class Product(NamedTuple):
 
 MOVES = {
     "cross_entropy": Moves({"logits": 1}, {"logits": 2}),
+    "distillation": Moves({"student_logits": 1, "teacher_logits": 1}, {"student_logits": 2, "teacher_logits": 1}),
     "dyt": Moves({"x": 2}, {"x": 3}),
     "embedding": Moves({"result": 2}, {"result": 1, "weight": 1}),
     "fused_add_rms_norm": Moves({"x": 4}, {"x": 4}),
@@ -75,6 +76,10 @@ PRODUCTS = {
     "fused_moe": (
         Product("expert_indices", "gate_up_weight", 1, 2, grouped=True),
         Product("expert_indices", "down_weight", 1, 2, grouped=True),
+    ),
+    "fused_linear_distillation": (
+        Product("student_x", "student_weight", 1, 2),
+        Product("teacher_x", "teacher_weight", 1, 0),
     ),
     "fused_linear_jsd": (Product("student_x", "student_weight", 1, 2), Product("teacher_x", "teacher_weight", 1, 0)),
 }

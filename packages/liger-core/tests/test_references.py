@@ -31,16 +31,11 @@ def used(file: str) -> set[str]:
 
 @pytest.mark.parametrize("name", sorted(ops))
 def test_every_reference_is_tested(name: str) -> None:
-    files = ("test_references_losses.py", "test_losses.py")
-    here = {
-        "rms_norm",
-        "fused_linear_logit_statistics",
-        "fused_moe",
-    }  # tests of their own, in test_references_basic.py and below
-    tested = in_small() | here | used(files[0]) | used(files[1])
-    assert name in tested, (
-        f"add {name} to SMALL in test_references_basic.py, or tests to test_references_losses.py or test_losses.py"
-    )
+    files = ("test_references_losses.py", "test_losses.py", "test_distillation.py")
+    # Tests of their own, in test_references_basic.py and below.
+    here = {"rms_norm", "fused_linear_logit_statistics", "fused_moe"}
+    tested = in_small() | here | set().union(*map(used, files))
+    assert name in tested, f"add {name} to SMALL in test_references_basic.py, or tests to {', '.join(files)}"
 
 
 @pytest.mark.parametrize("name", sorted(ops))

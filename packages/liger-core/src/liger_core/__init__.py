@@ -8,10 +8,12 @@ from liger_core.devices import infer_device
 from liger_core.dispatch import use
 from liger_core.losses.policy import GRPOOutput
 from liger_core.ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_core.ops.distillation import DistillationOutput, distillation
 from liger_core.ops.dyt import dyt
 from liger_core.ops.embedding import embedding
 from liger_core.ops.fused_add_rms_norm import fused_add_rms_norm
 from liger_core.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_core.ops.fused_linear_distillation import fused_linear_distillation
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
 from liger_core.ops.fused_moe import fused_moe
@@ -39,17 +41,20 @@ from liger_core.ops.tvd import tvd
 __all__ = [
     "BackendInfo",
     "CrossEntropyOutput",
+    "DistillationOutput",
     "GRPOOutput",
     "LogitStatistics",
     "MHCPre",
     "Unsupported",
     "backends",
     "cross_entropy",
+    "distillation",
     "dyt",
     "embedding",
     "explain",
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
+    "fused_linear_distillation",
     "fused_linear_jsd",
     "fused_linear_logit_statistics",
     "fused_moe",

@@ -53,16 +53,19 @@ def jsd(
     q, p = upcast(student_logprobs), upcast(teacher_logprobs.detach())
     counted = torch.ones(q.shape[0], dtype=torch.bool, device=q.device) if labels is None else labels != ignore_index
     q, p = q.masked_fill(~counted[:, None], 0.0), p.masked_fill(~counted[:, None], 0.0)
+    return jsd_of_rows(q, p, beta).masked_fill(~counted, 0.0).sum() / counted.sum().clamp(min=1)
+
+
+def jsd_of_rows(q: Tensor, p: Tensor, beta: float) -> Tensor:
+    """The divergence of each row of log-probabilities, the student's and the teacher's, ``[N, V]``."""
     if beta == 0:
-        divergence = _kl(p, q)
-    elif beta == 1:
-        divergence = _kl(q, p)
-    else:
-        # Finite, since the gradient of logaddexp(−inf, −inf) is NaN.
-        p_finite, q_finite = p.clamp(min=torch.finfo(p.dtype).min), q.clamp(min=torch.finfo(q.dtype).min)
-        m = torch.logaddexp(p_finite + math.log(beta), q_finite + math.log1p(-beta))
-        divergence = beta * _kl(p, m) + (1 - beta) * _kl(q, m)
-    return divergence.sum(-1).masked_fill(~counted, 0.0).sum() / counted.sum().clamp(min=1)
+        return _kl(p, q).sum(-1)
+    if beta == 1:
+        return _kl(q, p).sum(-1)
+    # Finite, since the gradient of logaddexp(−inf, −inf) is NaN.
+    p_finite, q_finite = p.clamp(min=torch.finfo(p.dtype).min), q.clamp(min=torch.finfo(q.dtype).min)
+    m = torch.logaddexp(p_finite + math.log(beta), q_finite + math.log1p(-beta))
+    return (beta * _kl(p, m) + (1 - beta) * _kl(q, m)).sum(-1)
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

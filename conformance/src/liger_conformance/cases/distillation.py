@@ -1,0 +1,189 @@
+"""Cases of distillation."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, Make
+from liger_conformance.cases.cross_entropy import labels
+from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+
+
+def items(make: Make, kind: str | None) -> Any:
+    """What `num_items_in_batch` is: a number, or a tensor of one."""
+    return {None: None, "int": 7, "float": 2.5, "tensor": torch.tensor(9, device=make.device)}[kind]
+
+
+def build(
+    make: Make,
+    *,
+    rows: int,
+    vocabulary: int,
+    scale: float = 1.0,
+    ignored: float | None = None,
+    garbage: bool = False,
+    zeros: bool = False,
+    equal: bool = False,
+    forbidden: bool = False,
+    teacher_dtype: torch.dtype | None = None,
+    num_items: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """`ignored` is the share of ignored rows; None: no labels. `garbage`: the ignored ones hold NaN.
+
+    `zeros`: the student's first row and the teacher's last are 0. `equal`: the first row is one for both. `forbidden`: the
+    last column, which no label is, is −inf in both.
+    """
+    student = make.randn(rows, vocabulary) * scale
+    teacher = make.randn(rows, vocabulary, dtype=teacher_dtype) * scale
+    target = None
+    if ignored is not None:
+        target = labels(make, rows, vocabulary - forbidden, ignored, options.get("ignore_index", -100))
+        if garbage:
+            student[target == options.get("ignore_index", -100)] = torch.nan
+    if zeros:
+        student[0], teacher[-1] = 0.0, 0.0
+    if equal:
+        teacher[0] = student[0]
+    if forbidden:
+        student[:, -1], teacher[:, -1] = -torch.inf, -torch.inf
+    return {
+        "student_logits": student,
+        "teacher_logits": teacher,
+        "labels": target,
+        "num_items_in_batch": items(make, num_items),
+        **options,
+    }
+
+
+def hard_weights(ignored: float | None) -> tuple[Any, ...]:
+    """Without labels there is no hard loss."""
+    return (0.0,) if ignored is None else (0.0, 1.0, Number(0.1, 3.0))
+
+
+OPTIONS: dict[str, Any] = {
+    "ignored": (None, 0.0, Number(0.0, 1.0)),
+    "ignore_index": (-100, -1, 3),
+    "divergence": ("jsd", "jsd", "tvd", "cosine"),
+    "beta": (0.0, 0.5, 1.0, Number(0.01, 0.99)),
+    "temperature": (1.0, Number(0.3, 10.0)),
+    "soft_weight": (1.0, Number(0.1, 3.0)),
+    "hard_weight": hard_weights,
+    "student_softcap": (None, Number(3.0, 100.0)),
+    "teacher_softcap": (None, Number(3.0, 100.0)),
+    "num_items": (None, "int", "float", "tensor"),
+    "reduction": ("mean", "sum", "none"),
+    "teacher_dtype": ANY_DTYPE,
+}
+
+VARY = Vary(
+    sizes={"rows": Size(most=1 << 16), "vocabulary": Size(least=2)},
+    tensors=("rows vocabulary",),
+    values={**OPTIONS, "num_items_in_batch": lambda: (None,)},
+)
+
+MIXED: dict[str, Any] = {"ignored": 0.2, "hard_weight": 0.5, "soft_weight": 0.7}
+CAPPED: dict[str, Any] = {**MIXED, "beta": 0.3, "temperature": 2.0, "student_softcap": 3.0, "teacher_softcap": 7.0}
+
+CASES = (
+    Case("odd", "odd", rows=5, vocabulary=67, **CAPPED),
+    Case("plain", "odd", rows=7, vocabulary=45),
+    Case("long-rows", "odd", rows=2, vocabulary=3001, **MIXED, divergence="tvd", temperature=0.7),
+    Case("one-row", "edge", rows=1, vocabulary=40),
+    Case("two-classes", "edge", rows=3, vocabulary=2, **MIXED),
+    Case("all-ignored", "edge", rows=3, vocabulary=33, ignored=1.0, hard_weight=1.0, garbage=True),
+    Case("ignored-class", "edge", rows=6, vocabulary=33, ignored=0.3, ignore_index=3, hard_weight=1.0, garbage=True),
+    Case("forbidden-token", "edge", rows=4, vocabulary=33, **MIXED, forbidden=True),
+    Case("equal-rows", "edge", rows=4, vocabulary=33, **MIXED, equal=True, divergence="tvd", temperature=0.7),
+    Case("zero-rows", "edge", rows=4, vocabulary=33, **MIXED, zeros=True, divergence="cosine", student_softcap=5.0),
+    Case("forward", "option", rows=5, vocabulary=96, ignored=0.2, beta=0.0, temperature=0.7, num_items="tensor"),
+    Case("reverse", "option", rows=5, vocabulary=96, beta=1.0, temperature=1.5, reduction="sum"),
+    Case("none", "option", rows=5, vocabulary=67, **CAPPED, reduction="none"),
+    Case("items", "option", rows=5, vocabulary=33, **MIXED, num_items="float"),
+    Case("float32-teacher", "option", rows=6, vocabulary=45, teacher_dtype=torch.float32),
+    Case("big-values", "extreme", rows=4, vocabulary=65, scale=8.0, **MIXED),
+    Case("tiny-values", "extreme", rows=4, vocabulary=65, scale=1e-2, **MIXED),
+    Case("uneven-rows", "extreme", rows=6, vocabulary=65, **MIXED, reduction="none", by_row=("incoming",)),
+    Case("small", "small", rows=2048, vocabulary=32000, ignored=0.0, hard_weight=0.5),
+    Case("medium", "medium", rows=4096, vocabulary=128256, ignored=0.0, hard_weight=0.5),
+    Case("large", "large", rows=8192, vocabulary=128256, ignored=0.0, hard_weight=0.5),
+)
+
+
+def _good(make: Make, **changed: Any) -> dict[str, Any]:
+    return {
+        "student_logits": make.randn(3, 8),
+        "teacher_logits": make.randn(3, 8),
+        "labels": make.integers(0, 8, 3),
+        **changed,
+    }
+
+
+def bad_options(good: Any) -> tuple[Bad, ...]:
+    """The options that every distillation refuses; `good` makes the arguments of a call."""
+
+    def bad(id: str, error: type[Exception], says: tuple[str, ...], **changed: Any) -> Bad:
+        return Bad(id, error, says, lambda make: good(make, **changed))
+
+    return (
+        bad("unknown-divergence", ValueError, ("divergence", "'kl'", "'jsd'"), divergence="kl"),
+        bad("beta-not-a-number", TypeError, ("beta", "'0.5'"), beta="0.5"),
+        bad("negative-beta", ValueError, ("beta", "-0.1"), beta=-0.1),
+        bad("beta-above-one", ValueError, ("beta", "1.1"), beta=1.1),
+        bad("temperature-zero", ValueError, ("temperature", "0.0"), temperature=0.0),
+        bad("temperature-not-a-number", TypeError, ("temperature", "None"), temperature=None),
+        bad("negative-soft-weight", ValueError, ("soft_weight", "-1.0"), soft_weight=-1.0),
+        bad("hard-weight-not-a-number", TypeError, ("hard_weight", "None"), hard_weight=None),
+        bad("hard-weight-without-labels", ValueError, ("hard_weight", "0.5", "labels"), hard_weight=0.5, labels=None),
+        bad("student-softcap-zero", ValueError, ("student_softcap", "0.0"), student_softcap=0.0),
+        bad("teacher-softcap-a-string", TypeError, ("teacher_softcap", "'30'"), teacher_softcap="30"),
+        bad("ignore-index-not-an-int", TypeError, ("ignore_index", "None"), ignore_index=None),
+        bad("unknown-reduction", ValueError, ("reduction", "'batchmean'", "'mean'"), reduction="batchmean"),
+        bad("items-a-string", TypeError, ("num_items_in_batch", "'7'"), num_items_in_batch="7"),
+        bad("items-of-two", ValueError, ("num_items_in_batch", "(2,)"), num_items_in_batch=torch.ones(2)),
+        Bad("float-labels", TypeError, ("labels", "float32"), lambda make: good(make, labels=make.randn(3))),
+        Bad(
+            "short-labels",
+            ValueError,
+            ("labels", "(2,)", "(3,)"),
+            lambda make: good(make, labels=make.integers(0, 8, 2)),
+        ),
+    )
+
+
+BAD = (
+    *bad_options(_good),
+    *(
+        Bad(
+            f"integer-{name.replace('_', '-')}",
+            TypeError,
+            (name, "int64"),
+            lambda make, name=name: _good(make, **{name: _good(make)[name].long()}),
+        )
+        for name in ("student_logits", "teacher_logits")
+    ),
+    Bad(
+        "vector-student-logits",
+        ValueError,
+        ("student_logits", "1 dimensions"),
+        lambda make: _good(make, student_logits=make.randn(8)),
+    ),
+    Bad(
+        "teacher-of-another-vocabulary",
+        ValueError,
+        ("teacher_logits", "(3, 9)", "(3, 8)", "slice"),
+        lambda make: _good(make, teacher_logits=make.randn(3, 9)),
+    ),
+    Bad(
+        "no-columns",
+        ValueError,
+        ("student_logits", "(3, 0)"),
+        lambda make: _good(make, student_logits=make.randn(3, 0), teacher_logits=make.randn(3, 0)),
+    ),
+    Bad(
+        "label-too-large",
+        IndexError,
+        ("labels", "8", "0 to 7"),
+        lambda make: _good(make, labels=make.integers(8, 9, 3), hard_weight=1.0),
+    ),
+)

@@ -1,0 +1,262 @@
+"""Distillations of rows of logits by a language's kernels: all but these."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.contract import Needs, Saved
+from liger_core.ops.distillation import DistillationOutput
+
+
+class Options(NamedTuple):
+    """What a row's losses depend on besides tensors.
+
+    Attributes:
+        divergence: ``"forward"``, ``"reverse"`` or ``"mixture"`` of `beta`; ``"tvd"`` or ``"cosine"``.
+        beta: the teacher's weight in the mixture.
+        temperature: what logits are divided by, but for the hard loss and for ``"cosine"``.
+        student_softcap, teacher_softcap: bounds of logits, or None.
+        ignore_index: the label of rows that don't count.
+        hard: whether there is a hard loss.
+    """
+
+    divergence: str
+    beta: float
+    temperature: float
+    student_softcap: float | None
+    teacher_softcap: float | None
+    ignore_index: int
+    hard: bool
+
+
+class Given(NamedTuple):
+    """What a row's losses depend on besides its logits.
+
+    Attributes:
+        labels: int64 ``[N]``, contiguous, or None: all rows count, and there is no hard loss.
+        student_bias, teacher_bias: ``[V]``, contiguous, to add to logits; or None.
+        options: the options.
+    """
+
+    labels: Tensor | None
+    student_bias: Tensor | None
+    teacher_bias: Tensor | None
+    options: Options
+
+
+class Rows(NamedTuple):
+    """What `DistillationKernels.rows` writes per row, float32.
+
+    Attributes:
+        soft, hard: the losses, ``[N]``; None for a hard loss that isn't wanted. 0 in a row that doesn't count.
+        statistics: ``[6, N]``, what a language's `gradient` needs of its `rows`; or None.
+    """
+
+    soft: Tensor
+    hard: Tensor | None
+    statistics: Tensor | None
+
+
+class Incoming(NamedTuple):
+    """What each row's gradients are multiplied with: float32 ``[N]``, or ``[1]`` for all rows. Not both are None."""
+
+    soft: Tensor | None
+    hard: Tensor | None
+
+
+class DistillationKernels:
+    """A language's kernels of distillations."""
+
+    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
+        """Write the results of the rows from `first` on, as many as there are logits; these may have any strides."""
+        raise NotImplementedError
+
+    def gradient(
+        self,
+        dstudent: Tensor,
+        student: Tensor | None,
+        teacher: Tensor,
+        given: Given,
+        statistics: Tensor,
+        incoming: Incoming,
+        first: int,
+        first_column: int,
+    ) -> None:
+        """Write the gradient of the student's logits of the rows from `first` on, and of the columns from `first_column` on.
+
+        Args:
+            dstudent: contiguous.
+            student: None where `dstudent` holds them.
+            teacher: the teacher's, of the same rows and columns.
+            given: as `rows` got them: biases of all columns.
+            statistics: of `rows`, of all rows.
+            incoming: of all rows.
+            first: the first row.
+            first_column: the first column.
+        """
+        raise NotImplementedError
+
+    def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+        """The number of rows of x that count, or 1 when none does; float32, one element."""
+        raise NotImplementedError
+
+    def total(self, losses: Tensor, divisor: Tensor | None) -> Tensor:
+        """Σ losses / divisor, a scalar."""
+        raise NotImplementedError
+
+
+def options_of(
+    divergence: str,
+    beta: float,
+    temperature: float,
+    student_softcap: float | None,
+    teacher_softcap: float | None,
+    ignore_index: int,
+    hard_weight: float,
+) -> Options:
+    """The options, normalised."""
+    if divergence == "jsd":
+        divergence = "forward" if beta == 0 else "reverse" if beta == 1 else "mixture"
+    student = None if student_softcap is None else float(student_softcap)
+    teacher = None if teacher_softcap is None else float(teacher_softcap)
+    return Options(divergence, float(beta), float(temperature), student, teacher, ignore_index, hard_weight != 0)
+
+
+def given_of(
+    labels: Tensor | None, student_bias: Tensor | None, teacher_bias: Tensor | None, options: Options
+) -> Given:
+    """What losses depend on, of tensors with any strides."""
+    labels, student_bias, teacher_bias = (
+        None if tensor is None else tensor.contiguous() for tensor in (labels, student_bias, teacher_bias)
+    )
+    return Given(labels, student_bias, teacher_bias, options)
+
+
+def new_rows(like: Tensor, hard: bool, differentiable: bool) -> Rows:
+    """Memory for the results of all rows of a tensor."""
+    soft = torch.empty(like.shape[0], dtype=torch.float32, device=like.device)
+    statistics = soft.new_empty((6, like.shape[0])) if differentiable else None
+    return Rows(soft, torch.empty_like(soft) if hard else None, statistics)
+
+
+def divisor_of(
+    kernels: DistillationKernels,
+    like: Tensor,
+    given: Given,
+    reduction: str,
+    num_items_in_batch: float | Tensor | None,
+) -> Tensor | None:
+    """What the sum of the rows' losses is divided by, float32, one element; None where it isn't."""
+    if reduction != "mean":
+        return None
+    if num_items_in_batch is None:
+        return kernels.count(like, given.labels, given.options.ignore_index)
+    if isinstance(num_items_in_batch, Tensor):
+        return num_items_in_batch.detach().to(like.device, torch.float32).clamp(min=1).view(1)
+    return torch.full((1,), max(float(num_items_in_batch), 1.0), dtype=torch.float32, device=like.device)
+
+
+def result_of(
+    kernels: DistillationKernels,
+    rows: Rows,
+    divisor: Tensor | None,
+    reduction: str,
+    soft_weight: float,
+    hard_weight: float,
+) -> DistillationOutput:
+    """The op's result."""
+    soft, hard = rows.soft, rows.hard
+    if reduction != "none":
+        soft = kernels.total(soft, divisor)
+        hard = None if hard is None else kernels.total(hard, divisor)
+    loss = soft * soft_weight
+    return DistillationOutput(loss if hard is None else loss.add_(hard, alpha=hard_weight), soft, hard)
+
+
+def incoming_of(
+    dloss: Tensor | None,
+    dsoft: Tensor | None,
+    dhard: Tensor | None,
+    divisor: Tensor | None,
+    soft_weight: float,
+    hard_weight: float,
+) -> Incoming:
+    """The gradients of rows' losses, of those of the results."""
+
+    def sum_of(own: Tensor | None, weight: float) -> Tensor | None:
+        found = own
+        if dloss is not None and weight != 0:
+            found = dloss * weight if own is None else torch.add(own, dloss, alpha=weight)
+        if found is None:
+            return None
+        return (found.contiguous() if divisor is None else found / divisor.view(())).view(-1)
+
+    soft, hard = sum_of(dsoft, soft_weight), sum_of(dhard, hard_weight)
+    if soft is None and hard is None:
+        soft = torch.zeros(1, dtype=torch.float32, device=None if dloss is None else dloss.device)
+    return Incoming(soft, hard)
+
+
+class Distillation:
+    """`distillation` by a language's kernels: the logits are read twice forward and once backward."""
+
+    def __init__(self, kernels: DistillationKernels) -> None:
+        self.kernels = kernels
+
+    def forward(
+        self,
+        needs: Needs,
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        labels: Tensor | None = None,
+        *,
+        divergence: str = "jsd",
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        soft_weight: float = 1.0,
+        hard_weight: float = 0.0,
+        student_softcap: float | None = None,
+        teacher_softcap: float | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        num_items_in_batch: int | float | Tensor | None = None,
+    ) -> tuple[DistillationOutput, Saved]:
+        """The contract's, for a kernel file."""
+        options = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
+        given = given_of(labels, None, None, options)
+        rows = new_rows(student_logits, options.hard, needs[0])
+        divisor = divisor_of(self.kernels, student_logits, given, reduction, num_items_in_batch)
+        self.kernels.rows(rows, student_logits, teacher_logits, given, 0)
+        result = result_of(self.kernels, rows, divisor, reduction, soft_weight, hard_weight)
+        saved = (student_logits, teacher_logits, given.labels, rows.statistics, divisor) if needs[0] else ()
+        return result, saved
+
+    def backward(
+        self,
+        needs: Needs,
+        saved: Saved,
+        dloss: Tensor | None,
+        dsoft: Tensor | None,
+        dhard: Tensor | None,
+        *,
+        divergence: str,
+        beta: float,
+        temperature: float,
+        soft_weight: float,
+        hard_weight: float,
+        student_softcap: float | None,
+        teacher_softcap: float | None,
+        ignore_index: int,
+        **options: object,
+    ) -> tuple[Tensor | None, ...]:
+        """The contract's, for a kernel file."""
+        student, teacher, labels, statistics, divisor = saved
+        found = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
+        incoming = incoming_of(dloss, dsoft, dhard, divisor, soft_weight, hard_weight)
+        dstudent = torch.empty_like(student, memory_format=torch.contiguous_format)
+        given = Given(labels, None, None, found)
+        self.kernels.gradient(dstudent, student, teacher, given, statistics, incoming, 0, 0)
+        return (dstudent,)

@@ -1,0 +1,143 @@
+"""The distillations, against their formulas written again as arithmetic on single numbers."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_core.ops.distillation import DIVERGENCES, distillation
+from liger_core.ops.fused_linear_distillation import fused_linear_distillation
+from liger_core.ops.fused_linear_jsd import fused_linear_jsd
+
+WIDE = torch.float64
+NONE = -100
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def randn(*shape: int, grad: bool = True) -> Tensor:
+    return torch.randn(*shape, dtype=WIDE).requires_grad_(grad)
+
+
+def softmax(row: list[float]) -> list[float]:
+    exps = [math.exp(v) for v in row]
+    return [e / sum(exps) for e in exps]
+
+
+def kl(a: list[float], b: list[float]) -> float:
+    return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+
+def soft(student: list[float], teacher: list[float], divergence: str, beta: float, temperature: float) -> float:
+    if divergence == "cosine":
+        dot = sum(s * t for s, t in zip(student, teacher, strict=True))
+        return 1 - dot / math.sqrt(sum(s * s for s in student) * sum(t * t for t in teacher))
+    q, p = (softmax([v / temperature for v in row]) for row in (student, teacher))
+    if divergence == "tvd":
+        return 0.5 * sum(abs(a - b) for a, b in zip(q, p, strict=True))
+    if beta in (0, 1):
+        return kl(p, q) if beta == 0 else kl(q, p)
+    m = [beta * b + (1 - beta) * a for a, b in zip(q, p, strict=True)]
+    return beta * kl(p, m) + (1 - beta) * kl(q, m)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_is_the_formula(divergence: str, beta: float, softcap: float | None) -> None:
+    logits, teacher, labels = randn(4, 5), randn(4, 5, grad=False), torch.tensor([0, NONE, 4, 2])
+    options: dict[str, Any] = {"divergence": divergence, "beta": beta, "temperature": 1.7, "reduction": "none"}
+    caps = {"student_softcap": softcap, "teacher_softcap": 3.0}
+
+    def call(logits: Tensor) -> Any:
+        return distillation(logits, teacher, labels, **options, **caps, soft_weight=0.7, hard_weight=0.4)
+
+    found = call(logits)
+    for row, label in enumerate(labels.tolist()):
+        s = [v if softcap is None else softcap * math.tanh(v / softcap) for v in logits[row].tolist()]
+        t = [3.0 * math.tanh(v / 3.0) for v in teacher[row].tolist()]
+        counts = label != NONE
+        expected_soft = soft(s, t, divergence, beta, 1.7) if counts else 0.0
+        expected_hard = -math.log(softmax(s)[label]) if counts else 0.0
+        expected = 0.7 * expected_soft + 0.4 * expected_hard, expected_soft, expected_hard
+        for field, value in zip(found, expected, strict=True):
+            torch.testing.assert_close(field[row].item(), value, rtol=1e-9, atol=1e-9)
+    assert torch.autograd.gradcheck(lambda logits: tuple(call(logits)), logits)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_fused_is_that_of_the_products(divergence: str) -> None:
+    x, weight, bias = randn(4, 3), randn(5, 3), randn(5)
+    teacher_x, teacher_weight, teacher_bias = randn(4, 2), randn(5, 2), randn(5)
+    labels = torch.tensor([0, NONE, 4, 2])
+    options: dict[str, Any] = {"divergence": divergence, "hard_weight": 0.5, "temperature": 0.8}
+    found = fused_linear_distillation(x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias, **options)
+    logits, teacher = x @ weight.T + bias, teacher_x @ teacher_weight.T + teacher_bias
+    expected = distillation(logits, teacher, labels, **options)
+    torch.testing.assert_close(found, expected)
+    given = x, weight, bias
+    got = [torch.autograd.grad(output.loss, given) for output in (found, expected)]
+    torch.testing.assert_close(*got)
+    wanted = torch.autograd.grad(found.soft_loss, (teacher_x, teacher_weight, teacher_bias), allow_unused=True)
+    assert wanted == (None, None, None)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_defaults_are_fused_linear_jsd(beta: float, dtype: torch.dtype) -> None:
+    inputs = [torch.randn(*shape).to(dtype) for shape in ((6, 8), (11, 8), (6, 4), (11, 4))]
+    labels = torch.tensor([0, NONE, 4, 2, 10, 7])
+    x, weight = (t.requires_grad_() for t in inputs[:2])
+    mine = fused_linear_distillation(*inputs, labels, beta=beta, temperature=1.5).loss
+    other = fused_linear_jsd(*inputs, labels, beta=beta, temperature=1.5)
+    torch.testing.assert_close(mine, other)
+    got = [torch.autograd.grad(loss, (x, weight)) for loss in (mine, other)]
+    torch.testing.assert_close(*got)
+
+
+@pytest.mark.parametrize("items", [None, 7, 2.5, 0.5, torch.tensor(9), torch.tensor(0)])
+def test_reductions(items: Any) -> None:
+    given = randn(4, 5), randn(4, 5, grad=False), torch.tensor([0, NONE, 4, 2])
+    rows = distillation(*given, hard_weight=0.5, reduction="none")
+    total = distillation(*given, hard_weight=0.5, reduction="sum")
+    mean = distillation(*given, hard_weight=0.5, num_items_in_batch=items)
+    divisor = 3 if items is None else max(float(items), 1.0)
+    for row, summed, averaged in zip(rows, total, mean, strict=True):
+        torch.testing.assert_close(row.sum(), summed)
+        torch.testing.assert_close(summed / divisor, averaged)
+
+
+def test_no_row_counts() -> None:
+    logits = torch.full((2, 3), torch.nan, requires_grad=True)
+    found = distillation(logits, torch.randn(2, 3), torch.tensor([NONE, NONE]), hard_weight=1.0)
+    assert [field.item() for field in found] == [0.0, 0.0, 0.0]
+    (gradient,) = torch.autograd.grad(found.loss, logits)
+    assert not gradient.any()
+
+
+def test_no_hard_loss_without_a_weight() -> None:
+    labels = torch.tensor([77, NONE])  # only their being ignored has an effect
+    found = distillation(torch.randn(2, 3), torch.randn(2, 3), labels)
+    assert found.hard_loss is None
+    assert found.loss.item() == found.soft_loss.item()
+
+
+def test_a_row_of_zeros_has_cosine_loss_1() -> None:
+    logits = torch.zeros(1, 3, requires_grad=True)
+    loss = distillation(logits, torch.randn(1, 3), divergence="cosine").loss
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert loss.item() == 1.0
+    assert not gradient.any()
+
+
+def test_equal_probabilities_have_no_tvd_gradient() -> None:
+    logits = torch.randn(2, 3, requires_grad=True)
+    loss = distillation(logits, logits.detach(), divergence="tvd").loss
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert loss.item() == 0.0
+    assert not gradient.any()

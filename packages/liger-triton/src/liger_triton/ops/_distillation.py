@@ -1,0 +1,311 @@
+"""Divergences of rows of logits from a teacher's, and the cross-entropy of labels beside them.
+
+One program per row reads both rows twice: for what their softmaxes need, and for the losses. What the gradient needs besides the
+logits are six numbers per row: largest logits and logarithms of sums, and the sum that a divergence's gradient is relative to.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows
+from liger_triton.ops._cross_entropy import _biased, _cap
+from liger_triton.ops._divergences import above_mixture, count_of, finite, total
+from liger_triton.ops._launch import kernel
+from liger_triton.ops._rows import as_rows
+
+# Of each tensor's block in `_rows`: 16 warps, of which two programs fit a multiprocessor.
+BLOCK_BYTES = 16384
+STAGES = 3
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+KINDS = {"forward": 0, "reverse": 1, "mixture": 2, "tvd": 3, "cosine": 4}
+FORWARD, REVERSE, TVD, COSINE = (tl.constexpr(KINDS[name]) for name in ("forward", "reverse", "tvd", "cosine"))
+
+
+@triton.jit
+def _lanes(ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """Columns of a block, in groups that a thread holds whole, so that what a loop adds up per group stays in the thread.
+
+    They are neighbours where a thread can load them at once, else neighbouring threads load neighbours.
+    """
+    if ALIGNED:
+        return tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    else:
+        return tl.arange(0, GROUPS)[:, None] + tl.arange(0, GROUP)[None, :] * GROUPS
+
+
+@triton.jit
+def _load(logits, bias, softcap, column, inside):
+    """Logits with bias and softcap; -inf outside."""
+    x = _biased(tl.load(logits + column, inside, other=-float("inf")).to(tl.float32), bias, column, inside)
+    if softcap is not None:
+        x = tl.where(inside, _cap(x, softcap, logits)[0], -float("inf"))
+    return x
+
+
+@triton.jit
+def _top_and_log_sums(
+    logits, bias, softcap, scale, columns,
+    TWO: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of a row, and log2 of the sum of 2^(scale · (logit − largest)); with TWO, also that of e^(…)."""
+    lanes = _lanes(ALIGNED, GROUPS, GROUP)
+    # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
+    maximum = tl.full([GROUPS], -3.4028234663852886e38, tl.float32)
+    sums = tl.zeros([GROUPS], tl.float32)
+    untempered = tl.zeros([GROUPS], tl.float32)
+    for start in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
+        column = start + lanes
+        x = _load(logits, bias, softcap, column, column < columns)
+        higher = tl.maximum(maximum, tl.max(x, axis=1))
+        added = tl.sum(tl.exp2((x - higher[:, None]) * scale), axis=1)
+        sums = sums * tl.exp2((maximum - higher) * scale) + added
+        if TWO:
+            added = tl.sum(tl.exp2((x - higher[:, None]) * LOG2_E), axis=1)
+            untempered = untempered * tl.exp2((maximum - higher) * LOG2_E) + added
+        maximum = higher
+    top = tl.max(maximum)
+    log_sum = libdevice.log2(tl.sum(sums * tl.exp2((maximum - top) * scale)))
+    if TWO:
+        return top, log_sum, libdevice.log2(tl.sum(untempered * tl.exp2((maximum - top) * LOG2_E)))
+    else:
+        return top, log_sum, log_sum
+
+
+@triton.jit
+def _above(q, p, beta, rest, KIND: tl.constexpr, HALF: tl.constexpr):
+    """What log2 probabilities exceed those by that they are compared with, the student's and the teacher's."""
+    if KIND <= REVERSE:
+        return q - p, p - q
+    else:
+        return above_mixture(q, p, beta, rest, HALF, LOG2_E)
+
+
+@triton.jit
+def _order(q, p):
+    """1 where q is larger, -1 where p is, else 0."""
+    return tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
+
+
+@kernel(do_not_specialize=["first", "rows", "student_stride", "teacher_stride"])
+def _rows(
+    soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels, student_stride, teacher_stride, columns,
+    first, rows, ignore_index, temperature, beta, rest, student_softcap, teacher_softcap,
+    KIND: tl.constexpr, HALF: tl.constexpr, HARD: tl.constexpr, TEMPERED: tl.constexpr,
+    ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # torch.compile passes floats as float64.
+    temperature = tl.cast(temperature, tl.float32)
+    beta, rest = tl.cast(beta, tl.float32), tl.cast(rest, tl.float32)
+    local = tl.program_id(0).to(tl.int64)
+    row = first + local
+    if labels is not None:
+        label = tl.load(labels + row)
+        if label == ignore_index:
+            tl.store(soft + row, 0.0)
+            if HARD:
+                tl.store(hard + row, 0.0)
+            return
+
+    student += local * student_stride
+    teacher += local * teacher_stride
+    scale = LOG2_E / temperature
+    lanes = _lanes(ALIGNED, GROUPS, GROUP)
+    if KIND != COSINE or HARD:
+        q_top, q_log_sum, hard_log_sum = _top_and_log_sums(
+            student, student_bias, student_softcap, scale, columns, HARD and TEMPERED, ALIGNED, GROUPS, GROUP, STAGES
+        )
+    if KIND != COSINE:
+        p_top, p_log_sum, _ = _top_and_log_sums(
+            teacher, teacher_bias, teacher_softcap, scale, columns, False, ALIGNED, GROUPS, GROUP, STAGES
+        )
+
+    from_q = tl.zeros([GROUPS], tl.float32)
+    from_p = tl.zeros([GROUPS], tl.float32)
+    products = tl.zeros([GROUPS], tl.float32)
+    # Backwards: what was read last is in the cache still.
+    for back in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
+        column = (columns - 1) // (GROUPS * GROUP) * (GROUPS * GROUP) - back + lanes
+        inside = column < columns
+        x = _load(student, student_bias, student_softcap, column, inside)
+        y = _load(teacher, teacher_bias, teacher_softcap, column, inside)
+        if KIND == COSINE:
+            x, y = tl.where(inside, x, 0.0), tl.where(inside, y, 0.0)
+            from_q += tl.sum(x * x, axis=1)
+            from_p += tl.sum(y * y, axis=1)
+            products += tl.sum(x * y, axis=1)
+        else:
+            log_q = finite((x - q_top) * scale - q_log_sum)
+            log_p = finite((y - p_top) * scale - p_log_sum)
+            q, p = tl.exp2(log_q), tl.exp2(log_p)
+            if KIND == TVD:
+                from_q += tl.sum(q * _order(q, p), axis=1)
+                from_p += tl.sum(tl.abs(q - p), axis=1)
+            else:
+                above_q, above_p = _above(log_q, log_p, beta, rest, KIND, HALF)
+                from_q += tl.sum(q * above_q, axis=1)
+                from_p += tl.sum(p * above_p, axis=1)
+    of_student, of_teacher = tl.sum(from_q), tl.sum(from_p)
+    if KIND == COSINE:
+        product = tl.sum(products)
+        norms = tl.sqrt_rn(of_student) * tl.sqrt_rn(of_teacher)
+        zero = (of_student == 0.0) | (of_teacher == 0.0)
+        by_teacher = tl.where(zero, 0.0, tl.math.div_rn(1.0, norms))
+        cosine = product * by_teacher
+        loss = 1.0 - cosine
+        by_student = tl.where(zero, 0.0, tl.math.div_rn(cosine, of_student))
+    elif KIND == TVD:
+        loss = 0.5 * of_teacher
+    elif KIND == FORWARD:
+        loss = of_teacher * LN_2
+    elif KIND == REVERSE:
+        loss = of_student * LN_2
+    else:
+        loss = (rest * of_student + beta * of_teacher) * LN_2
+    tl.store(soft + row, loss)
+    if HARD:
+        known = (label >= 0) & (label < columns)
+        z = _biased(tl.load(student + label, known, other=0.0).to(tl.float32), student_bias, label, known)
+        if student_softcap is not None:
+            z = _cap(z, student_softcap, student)[0]
+        hard_log_sum = tl.where(known, hard_log_sum, float("nan"))
+        tl.store(hard + row, (q_top - z) + hard_log_sum * LN_2)
+    if statistics is not None:
+        if KIND != COSINE or HARD:
+            tl.store(statistics + row, q_top)
+            tl.store(statistics + rows + row, q_log_sum)
+            tl.store(statistics + 5 * rows + row, hard_log_sum)
+        if KIND == COSINE:
+            tl.store(statistics + 2 * rows + row, by_teacher)
+            tl.store(statistics + 3 * rows + row, by_student)
+        else:
+            tl.store(statistics + 2 * rows + row, p_top)
+            tl.store(statistics + 3 * rows + row, p_log_sum)
+            tl.store(statistics + 4 * rows + row, of_student)
+
+
+@kernel(do_not_specialize=["first", "rows", "first_column", "student_stride", "teacher_stride"])
+def _gradient(
+    dstudent, statistics, student, teacher, student_bias, teacher_bias, labels, by_soft, by_hard,
+    student_stride, teacher_stride, columns, first, first_column, rows, ignore_index,
+    temperature, beta, rest, student_softcap, teacher_softcap,
+    KIND: tl.constexpr, HALF: tl.constexpr, TEMPERED: tl.constexpr,
+    SOFT_STEP: tl.constexpr, HARD_STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # torch.compile passes floats as float64.
+    temperature = tl.cast(temperature, tl.float32)
+    beta, rest = tl.cast(beta, tl.float32), tl.cast(rest, tl.float32)
+    blocks = tl.cdiv(columns, BLOCK)
+    local = (tl.program_id(0) // blocks).to(tl.int64)
+    row = first + local
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    at = local * columns + column
+    if labels is not None:
+        label = tl.load(labels + row)
+        if label == ignore_index:
+            tl.store(dstudent + at, tl.zeros([BLOCK], tl.float32), inside)
+            return
+
+    scale = LOG2_E / temperature
+    x = tl.load(student + local * student_stride + column, inside, other=-float("inf")).to(tl.float32)
+    x, derivative = _cap(_biased(x, student_bias, first_column + column, inside), student_softcap, student)
+    if KIND != COSINE or by_hard is not None:
+        q_top, q_log_sum = tl.load(statistics + row), tl.load(statistics + rows + row)
+    gradient = tl.zeros([BLOCK], tl.float32)
+    if by_soft is not None:
+        y = tl.load(teacher + local * teacher_stride + column, inside, other=-float("inf")).to(tl.float32)
+        y = _cap(_biased(y, teacher_bias, first_column + column, inside), teacher_softcap, teacher)[0]
+        factor = tl.load(by_soft + row * SOFT_STEP)
+        if KIND == COSINE:
+            by_teacher, by_student = tl.load(statistics + 2 * rows + row), tl.load(statistics + 3 * rows + row)
+            gradient = factor * (x * by_student - y * by_teacher)
+        else:
+            factor /= temperature
+            p_top, p_log_sum = tl.load(statistics + 2 * rows + row), tl.load(statistics + 3 * rows + row)
+            log_q = finite((x - q_top) * scale - q_log_sum)
+            log_p = finite((y - p_top) * scale - p_log_sum)
+            q, p = tl.exp2(log_q), tl.exp2(log_p)
+            if KIND == FORWARD:
+                gradient = factor * (q - p)
+            else:
+                # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
+                if KIND == TVD:
+                    factor *= 0.5
+                    part = _order(q, p)
+                else:
+                    factor *= LN_2 if KIND == REVERSE else rest * LN_2
+                    part = _above(log_q, log_p, beta, rest, KIND, HALF)[0]
+                gradient = factor * (q * (part - tl.load(statistics + 4 * rows + row)))
+    if by_hard is not None:
+        hard_log_sum = tl.load(statistics + 5 * rows + row)
+        probability = tl.exp2(finite((x - q_top) * LOG2_E - hard_log_sum))
+        probability -= tl.where(first_column + column == label, 1.0, 0.0)
+        gradient += tl.load(by_hard + row * HARD_STEP) * probability
+    tl.store(dstudent + at, gradient * derivative, inside)
+
+
+def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]]:
+    """Runtime arguments of both kernels, and their constants."""
+    beta = options.beta
+    values = options.ignore_index, options.temperature, beta, 1.0 - beta, *options[3:5]
+    kind = {"KIND": KINDS[options.divergence], "HALF": beta == 0.5, "TEMPERED": options.temperature != 1.0}
+    return values, kind
+
+
+class _Kernels(DistillationKernels):
+    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
+        student, student_stride = as_rows(student)
+        teacher, teacher_stride = as_rows(teacher)
+        n, columns = student.shape
+        size = max(student.element_size(), teacher.element_size())
+        group = 16 // size  # what a thread loads at once
+        block = group
+        while block < columns and block < BLOCK_BYTES // size:
+            block *= 2
+        options, kind = _options(given.options)
+        _rows[(n,)](
+            *results, student, teacher, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
+            columns, first, results.soft.shape[0], *options, **kind, HARD=given.options.hard,
+            ALIGNED=columns % 16 == 0 and student_stride % 16 == 0 and teacher_stride % 16 == 0,
+            GROUPS=block // group, GROUP=group, STAGES=STAGES, num_warps=max(block * size // 1024, 1),
+        )  # fmt: skip
+
+    def gradient(
+        self,
+        dstudent: Tensor,
+        student: Tensor | None,
+        teacher: Tensor,
+        given: Given,
+        statistics: Tensor,
+        incoming: Incoming,
+        first: int,
+        first_column: int,
+    ) -> None:
+        student, student_stride = as_rows(dstudent if student is None else student)
+        teacher, teacher_stride = as_rows(teacher)
+        n, columns = dstudent.shape
+        block = 16
+        while block < columns and block < 2048:
+            block *= 2
+        options, kind = _options(given.options)
+        soft, hard = (0 if by is None or by.shape[0] == 1 else 1 for by in incoming)
+        _gradient[(n * ((columns + block - 1) // block),)](
+            dstudent, statistics, student, teacher, given.student_bias, given.teacher_bias, given.labels, *incoming,
+            student_stride, teacher_stride, columns, first, first_column, statistics.shape[1], *options, **kind,
+            SOFT_STEP=soft, HARD_STEP=hard, BLOCK=block, num_warps=max(block // 512, 1),
+        )  # fmt: skip
+
+    def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+        return x.new_full((), x.shape[0], dtype=torch.float32) if labels is None else count_of(labels, ignore_index)
+
+    def total(self, losses: Tensor, divisor: Tensor | None) -> Tensor:
+        return total(losses, divisor, 1)
+
+
+KERNELS = _Kernels()

@@ -2,5 +2,6 @@
 
 from liger_transformers.apply import Report, apply, restore
 from liger_transformers.callback import LigerCallback
+from liger_transformers.experts import register_experts
 
-__all__ = ["LigerCallback", "Report", "apply", "restore"]
+__all__ = ["LigerCallback", "Report", "apply", "register_experts", "restore"]

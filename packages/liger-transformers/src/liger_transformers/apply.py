@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from liger_transformers import leaves
+from liger_transformers.experts import experts as mixture_experts
 from liger_transformers.head import Lazy, head_of, swap_head
 from liger_transformers.rotary import OPS as ROTARY_OPS
 from liger_transformers.rotary import rotary
@@ -64,6 +65,7 @@ def apply(
     layer_norm: bool = True,
     rope: bool = True,
     glu: bool = True,
+    experts: bool = False,
     loss: bool = True,
     trl: bool = False,
     lazy: Lazy = False,
@@ -84,6 +86,8 @@ def apply(
         layer_norm: swap norms for `layer_norm`.
         rope: swap rotary functions for `rope`, `qwen2vl_mrope` and `llama4_rope`.
         glu: swap activations for `swiglu`, `geglu` and `relu_squared`.
+        experts: swap the experts of mixtures for `fused_moe`. If no kernel takes the call, the reference runs, which takes
+            longer than transformers' grouped products. Without `experts` they stay, and their activation is a gate.
         loss: swap the head and the loss for `fused_linear_cross_entropy`.
         trl: serve the fused head of TRL 1.16's trainers with `fused_linear_logit_statistics`, from the model's own forward.
             Call `apply` before or after the trainer is made.
@@ -112,13 +116,16 @@ def apply(
         "swiglu": glu,
         "geglu": glu,
         "relu_squared": glu,
+        "fused_moe": experts,
     }
     for module in list(model.modules()):
         if rms_norm or layer_norm:
             _become(module, leaves.norm(module), wanted, report)
         if rope:
             _become(module, rotary(module), wanted, report)
-        for name, child, found in leaves.activations(module) if glu else ():
+        _become(module, mixture_experts(module), wanted, report)
+        gates = glu and "fused_moe" not in (swapped_for(module) or "")
+        for name, child, found in leaves.activations(module) if gates else ():
             if isinstance(found, type) and found is not type(child):
                 child = copy.copy(child)  # some models share one activation among modules
                 module._modules[name] = child

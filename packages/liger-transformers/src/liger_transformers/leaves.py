@@ -57,7 +57,7 @@ def norm(module: nn.Module) -> Found:
         return why
     if any(value.dim() != 1 for value in parameters.values()):
         return "its weight has more than one dimension"
-    return _norm_class(type(module), eps, tuple(parameters), _width(module), _simple(module))
+    return _norm_class(type(module), eps, tuple(parameters), _width(module), simple(module))
 
 
 def _width(module: nn.Module) -> int:
@@ -65,7 +65,7 @@ def _width(module: nn.Module) -> int:
     return sizes[0] if sizes and sizes[0] else WIDTH
 
 
-def _simple(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+def simple(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """The module's own numbers and words, on which its forward may depend."""
     kinds = (bool, int, float, str, tuple, type(None))
     return tuple(
@@ -275,13 +275,13 @@ def activations(parent: nn.Module) -> Iterator[tuple[str, nn.Module, Found]]:
 
     In a module that multiplies they are gates. Elsewhere only the square of ReLU is an op of its own.
     """
-    children = [(name, child) for name, child in parent.named_children() if _is_activation(child)]
+    children = [(name, child) for name, child in parent.named_children() if is_activation(child)]
     multiplies = bool(children) and _multiplies(type(parent))
     for name, child in children:
         if swapped_for(child) is not None:
             yield name, child, type(child)
             continue
-        op = _gated_op(child)
+        op = activation_op(child)
         if not multiplies and op != "relu_squared":
             continue
         if (why := has_own_forward(child)) is not None:
@@ -292,7 +292,7 @@ def activations(parent: nn.Module) -> Iterator[tuple[str, nn.Module, Found]]:
             yield name, child, _gated_class(type(child), op) if multiplies else _relu_squared_class(type(child))
 
 
-def _is_activation(module: nn.Module) -> bool:
+def is_activation(module: nn.Module) -> bool:
     return (
         type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations")
         and not module._parameters
@@ -317,8 +317,10 @@ def _functions(cls: type[nn.Module]) -> Iterator[types.FunctionType]:
                 value = getattr(value, "__wrapped__", None)
 
 
-def _gated_op(module: nn.Module) -> str | None:
+def activation_op(module: nn.Module) -> str | None:
     """The gated op whose activation this module computes, found by calling it in float64."""
+    if (op := swapped_for(module)) is not None:
+        return op
     x = torch.linspace(-9, 9, 181, dtype=torch.float64)
     with torch.no_grad():
         try:

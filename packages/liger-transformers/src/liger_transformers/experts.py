@@ -1,0 +1,146 @@
+"""The experts of a mixture: whether a module is `fused_moe`, found by running it on random numbers, and the swap."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import liger_core as liger
+from liger_transformers.leaves import PROBE_ERRORS, Found, activation_op, is_activation, simple
+from liger_transformers.swap import has_own_forward, original_class, subclass, swapped_for
+
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_tanh"}
+"""fused_moe's name of an activation, by the op of its gate."""
+
+
+def experts(module: nn.Module) -> Found:
+    """The swap of a module with the parameters that transformers' experts interface reads, `gate_up_proj` and `down_proj`."""
+    if (op := swapped_for(module)) is not None:
+        return type(module) if "fused_moe" in op else None
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    if {p.dim() for name, p in parameters.items() if name in ("gate_up_proj", "up_proj", "down_proj")} != {3}:
+        return None
+    if (why := has_own_forward(module)) is not None:
+        return why
+    if {*parameters} != {"gate_up_proj", "down_proj"}:
+        more = ", ".join(sorted({*parameters} - {"gate_up_proj", "down_proj"}))
+        return f"it has {more}; fused_moe takes gate_up_proj and down_proj"
+    ((name, act), *more) = (*module.named_children(), ("", module))
+    if len(more) != 1 or not is_activation(act):
+        return "it doesn't hold an activation alone"
+    activation = ACTIVATIONS.get(activation_op(act) or "")
+    if activation is None:
+        return "its activation is neither SiLU nor GELU's tanh approximation"
+    transposed = bool(getattr(module, "is_transposed", False))
+    count, rows, columns = parameters["gate_up_proj"].shape
+    sizes = (count, rows, columns // 2) if transposed else (count, columns, rows // 2)
+    return _experts_class(original_class(type(module)), name, activation, transposed, sizes, simple(module))
+
+
+@functools.cache
+def _experts_class(
+    cls: type[nn.Module],
+    act: str,
+    activation: str,
+    transposed: bool,
+    sizes: tuple[int, int, int],
+    attributes: tuple[tuple[str, Any], ...],
+) -> Found:
+    forward = inspect.unwrap(cls.forward)
+    if len(inspect.signature(forward).parameters) != 4:
+        return "its forward takes other tensors than tokens, their experts and weights"
+    # A stand-in has the module's own numbers, but for those that are its sizes.
+    small: dict[int, int] = {}
+    for size, other in zip(sizes, (4, 8, 6), strict=True):
+        small.setdefault(size, other)
+    count, hidden, width = (small[size] for size in sizes)
+    small.setdefault(2 * sizes[2], 2 * width)
+    numbers = {name: small.get(value, value) if type(value) is int else value for name, value in attributes}
+    stand_in = object.__new__(cls)
+    nn.Module.__init__(stand_in)
+    stand_in.__dict__.update(numbers)
+    stand_in._modules[act] = nn.SiLU() if activation == "silu" else nn.GELU(approximate="tanh")
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    gate_up, down = draw(count, 2 * width, hidden), draw(count, hidden, width)
+    for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
+        weight = weight.transpose(1, 2) if transposed else weight
+        stand_in._parameters[name] = nn.Parameter(weight, requires_grad=False)
+    index, weights = draw(12, count - 1).topk(2).indices, draw(12, 2).softmax(-1)  # the last expert gets no token
+
+    def same(limit: float | None) -> bool:
+        for scale in (0.3, 3.0):
+            x = draw(12, hidden) * scale
+            want = forward(stand_in, x, index, weights)
+            got = liger.fused_moe(x, gate_up, down, index, weights, activation=activation, limit=limit)
+            if not isinstance(want, Tensor) or want.shape != got.shape:
+                return False
+            if not torch.allclose(got, want, rtol=1e-4, atol=1e-5 * float(got.abs().max())):
+                return False
+        return True
+
+    try:
+        with torch.no_grad():
+            for limit in (None, *(value for value in numbers.values() if isinstance(value, float) and value > 0)):
+                if same(limit):
+                    return _swap(cls, activation, transposed, limit)
+    except PROBE_ERRORS as error:
+        return f"its forward raises {type(error).__name__} on tokens, their experts and weights"
+    return "it is not fused_moe"
+
+
+@functools.cache
+def _swap(cls: type[nn.Module], activation: str, transposed: bool, limit: float | None) -> type[nn.Module]:
+    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor | None:
+        """The op's result, or None for a call that it doesn't take."""
+        gate_up: Any = self.gate_up_proj
+        down: Any = self.down_proj
+        # What is divided among processes is not the weight; an expert of another process has an index of its own.
+        whole = type(gate_up) in (nn.Parameter, Tensor) and not getattr(self, "_is_expert_parallel", False)
+        if len(args) != 3 or kwargs or not whole or args[0].dim() != 2:
+            return None
+        x, index, weights = args
+        if not gate_up.dtype == down.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type):
+            return None
+        if transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        return liger.fused_moe(x, gate_up, down, index, weights, activation=activation, limit=limit)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        y = fused(self, *args, **kwargs)
+        return cls.forward(self, *args, **kwargs) if y is None else y
+
+    new = subclass(cls, forward, f"fused_moe(activation={activation!r}{'' if limit is None else f', limit={limit:g}'})")
+    new.fused = staticmethod(fused)  # type: ignore[attr-defined]
+    return new
+
+
+def register_experts() -> None:
+    """Make ``"liger"`` a name of transformers' experts interface, in this process.
+
+    Then ``from_pretrained(..., experts_implementation="liger")`` and ``model.set_experts_implementation("liger")`` run
+    `fused_moe`, in models whose experts were proved to be that op; the others raise ValueError with the reason.
+    ``apply(model, experts=True)`` does the same for one model, leaves other experts as they are, and can be undone; it is the
+    way for transformers 5.2, whose interface takes no names but its own.
+    """
+    ALL_EXPERTS_FUNCTIONS.register("liger", experts_forward)
+
+
+def experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """A function of the experts interface: `fused_moe`, for a module that is one.
+
+    Raises:
+        ValueError: it is none; the message says why.
+    """
+    found = experts(self)
+    if not isinstance(found, type):
+        raise ValueError(
+            f"liger_transformers: {type(self).__name__} can't run fused_moe: {found or 'it has no gate_up_proj and down_proj'}; "
+            "model.set_experts_implementation('grouped_mm') is transformers' own"
+        )
+    y = found.fused(self, *args, **kwargs)  # type: ignore[attr-defined]
+    return inspect.unwrap(original_class(type(self)).forward)(self, *args, **kwargs) if y is None else y

@@ -58,6 +58,44 @@ VISION: dict[str, Any] = {
 }  # fmt: skip
 
 
+LATENT: dict[str, Any] = {"num_key_value_heads": 4}
+PLANES: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+}
+MAMBA_2: dict[str, Any] = {"num_heads": 8, "n_groups": 1, "chunk_size": 8}
+PER_LAYER: dict[str, Any] = {"vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8}
+LINEAR: dict[str, Any] = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25", "longcat_flash", "mistral_large4", "youtu"],
+        LATENT,
+    ),
+    **dict.fromkeys(["cosmos3_edge", "glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"], PLANES),
+    **dict.fromkeys(["qwen3_5", "qwen3_5_moe"], LINEAR),
+    **dict.fromkeys(["gemma4", "gemma4_text", "gemma4_unified"], PER_LAYER),
+    "codegen": {"rotary_dim": 4},
+    "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0},
+    "dots3_note_text": LATENT,
+    "falcon": {"head_dim": None},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_expand": 2},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 99},
+    "glm4v_moe": {"rope_parameters": {**PLANES["rope_parameters"], "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
+    "gptj": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_vl": PLANES,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "use_expert_bias": True},
+    "mamba2": MAMBA_2,
+    "minicpm3": {"logits_scaling": None, **LATENT},
+    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    "xlstm": {"v_head_dim": None},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+"""What a type has beside or instead of TEXT; None takes a setting out."""
+
+
 class Row(NamedTuple):
     """What one model type gave."""
 
@@ -79,14 +117,19 @@ class TooLarge(Exception):
 def build(name: str, text: dict[str, Any] = TEXT) -> nn.Module:
     """A tiny model of the type in training mode, whose norms and logits are far from trivial."""
     torch.manual_seed(0)
+    text = {key: value for key, value in {**text, **OWN.get(name, {})}.items() if value is not None}
+    ways = []
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        auto, config = AutoModelForCausalLM, AutoConfig.for_model(name, **text)
+        ways.append((AutoModelForCausalLM, text))
+    if name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        ways.append((AutoModelForImageTextToText, {"text_config": dict(text), "vision_config": dict(VISION)}))
+    for auto, settings in ways:
+        config = AutoConfig.for_model(name, **settings)
+        with torch.device("meta"):
+            size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config)).parameters())
+        if size <= 2**24:
+            break
     else:
-        config = AutoConfig.for_model(name, text_config=dict(text), vision_config=dict(VISION))
-        auto = AutoModelForImageTextToText
-    with torch.device("meta"):
-        size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config)).parameters())
-    if size > 2**24:
         raise TooLarge
     model = auto.from_config(config)
     with torch.no_grad():

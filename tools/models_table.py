@@ -70,7 +70,10 @@ LINEAR: dict[str, Any] = {
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25", "longcat_flash", "mistral_large4", "youtu"],
+        [
+            "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25",
+            "longcat_flash", "mistral_large4", "youtu",
+        ],
         LATENT,
     ),
     **dict.fromkeys(["cosmos3_edge", "glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"], PLANES),

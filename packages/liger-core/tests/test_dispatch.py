@@ -696,7 +696,7 @@ def test_launches_go_to_the_tensors_device() -> None:
         current[0] = before
 
     module = types.SimpleNamespace(current_device=lambda: current[0], device=device)
-    run = dispatch.on_its_device(lambda arguments, needs, options: current[0], "x", module)
+    run = dispatch.on_its_device(lambda arguments, needs, options, parts=None: current[0], "x", module)
     for index in (1, 0):
         assert run({"x": types.SimpleNamespace(device=torch.device("cuda", index))}, (), {}) == index
     assert current == [0]

@@ -330,3 +330,110 @@ def mixed() -> str:
 
 def test_a_plain_tensor_beside_a_divided_weight(pool: Pool) -> None:
     assert "register_fsdp_forward_method" in pool.run(mixed)[0]
+
+
+def on_a_kernel(name: str, over: str) -> tuple[list[str], list[str]]:
+    """Hold an op whose tensors are divided, in float32 on a kernel, against its reference; what ran, and its nodes."""
+    import reference_kernels
+
+    op = ops[name]
+    arguments = arguments_of(op)
+    arguments = {n: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for n, v in arguments.items()}
+    whole, parts = dict(arguments), placed(op, arguments, over)
+    for tensor in op.differentiable:
+        if arguments[tensor] is not None:
+            whole[tensor], parts[tensor] = arguments[tensor].clone().requires_grad_(), parts[tensor].requires_grad_()
+    truth = name_results(op, op.reference(**whole))
+    outputs = [result for result, value in truth.items() if value is not None and value.requires_grad]
+    incoming = incoming_of(op, arguments)
+    torch.autograd.backward([truth[r] for r in outputs], [incoming[r] for r in outputs])
+    with reference_kernels.installed() as ran:
+        for _ in range(2):  # chosen for, and remembered
+            for tensor in op.differentiable:
+                if arguments[tensor] is not None:
+                    parts[tensor].grad = None
+            found = name_results(op, op(**parts))
+            nodes = [type(found[r].grad_fn).__name__ for r in outputs]
+            flowing = [distribute(incoming[r], found[r].device_mesh) for r in outputs]
+            torch.autograd.backward([found[r] for r in outputs], flowing)
+            for result, value in truth.items():
+                if value is not None:
+                    torch.testing.assert_close(found[result].full_tensor().detach(), value.detach())
+            for tensor in op.differentiable:
+                if arguments[tensor] is not None:
+                    torch.testing.assert_close(parts[tensor].grad.full_tensor(), whole[tensor].grad)
+        with torch.no_grad():
+            for result, value in name_results(op, op(**parts)).items():
+                assert (value is None) == (truth[result] is None)
+                assert value is None or not value.requires_grad
+        return list(ran), nodes
+
+
+def sends_of_its_own(op: Op[..., Any]) -> bool:
+    """Whether a call has a rule or counts labels, or options that can't be looked up: then PyTorch records its parts."""
+    from liger_distributed.rules import RULES
+
+    assert op.dimensions is not None
+    options = [arguments_of(op)[name] for name in op.options]
+    counted = any(result.counted for result in op.dimensions.results)
+    return op.name in RULES or counted or any(isinstance(option, list | tuple) for option in options)
+
+
+@pytest.mark.parametrize(("name", "over"), independent_names())
+def test_kernels_of_a_divided_dimension(pool: Pool, name: str, over: str) -> None:
+    """The same results and gradients, when a call is chosen for and when it is remembered."""
+    ran, nodes = pool.run(on_a_kernel, name, over)[0]
+    assert len(ran) >= 3
+    if not sends_of_its_own(ops[name]):
+        assert set(ran) == {name}
+        assert all(node.startswith(name) for node in nodes), "the kernel's own node is the DTensor's"
+
+
+def shared_gradient() -> None:
+    """Two leaves whose gradient is one tensor get one each."""
+    import reference_kernels
+
+    draw = torch.Generator().manual_seed(0)
+    x, residual = (spread(torch.randn(4, 8, generator=draw), 0).requires_grad_() for _ in range(2))
+    weight = spread(torch.ones(8), None).requires_grad_()
+    with reference_kernels.installed():
+        for _ in range(2):
+            y, added = liger_core.fused_add_rms_norm(x, residual, weight)
+            (y.sum() + added.sum()).backward()
+    torch.testing.assert_close(x.grad.to_local(), residual.grad.to_local())
+    assert x.grad.to_local().data_ptr() != residual.grad.to_local().data_ptr()
+
+
+def test_gradients_share_no_memory(pool: Pool) -> None:
+    pool.run(shared_gradient)
+
+
+def of_modes() -> list[str]:
+    """Under autocast, after `use`, within a checkpoint, of a second derivative: which kernels ran."""
+    import reference_kernels
+
+    x, weight = spread(torch.rand(4, 8), 0).requires_grad_(), spread(torch.rand(8), None).requires_grad_()
+    said: list[str] = []
+    with reference_kernels.installed() as ran:
+        truth = torch.autograd.grad(liger_core.rms_norm(x, weight).sum(), (x, weight))
+        again = torch.utils.checkpoint.checkpoint(liger_core.rms_norm, x, weight, use_reentrant=False)
+        for ours, theirs in zip(torch.autograd.grad(again.sum(), (x, weight)), truth, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor())
+        said.append(f"checkpoint {len(ran)}")
+        with liger_core.use("torch"):
+            liger_core.rms_norm(x, weight)
+        said.append(f"torch {len(ran)}")
+        with torch.autocast("cpu", torch.bfloat16):
+            rows = spread(torch.rand(4, 8), 0)
+            found: Any = liger_core.fused_linear_logit_statistics(
+                rows, spread(torch.rand(6, 8), None), spread(torch.ones(4, dtype=torch.int64), 0)
+            )
+        said.append(f"autocast {found.lse.dtype}")
+        (first,) = torch.autograd.grad(liger_core.rms_norm(x, weight).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="rms_norm in references has no second derivative"):
+            first.sum().backward()
+    return said
+
+
+def test_modes_of_kernels(pool: Pool) -> None:
+    assert pool.run(of_modes)[0] == ["checkpoint 3", "torch 3", "autocast torch.float32"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,46 @@ Saved = tuple[Any, ...]
 """What a kernel's forward keeps for its backward: tensors, or None, and last it may be a `Once`. Empty when nothing
 needs a gradient."""
 
-Run = Callable[[Arguments, Needs, dict[str, Any]], Any]
-"""Runs a kernel: the arguments, which differentiable ones require a gradient, and the options."""
+
+class Parts(Protocol):
+    """A call on the plain parts of tensors that are not plain: autograd records it for those tensors.
+
+    Attributes:
+        given: the op's tensor arguments as autograd sees them.
+        needs: which differentiable ones of them require a gradient.
+    """
+
+    @property
+    def given(self) -> Sequence[Tensor | None]:
+        """See above."""
+        ...
+
+    @property
+    def needs(self) -> Needs:
+        """See above."""
+        ...
+
+    def whole(self, result: Any) -> Any:
+        """A kernel's result, a tensor or a tuple of them and None, as what is returned."""
+        ...
+
+    def flowing(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The plain parts of the results' gradients."""
+        ...
+
+    def gradients(self, found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """A kernel's gradients, one per differentiable argument, as those of `given`."""
+        ...
+
+
+class Run(Protocol):
+    """Runs a kernel: the arguments, which differentiable ones require a gradient, the options, and what they are parts of."""
+
+    def __call__(
+        self, arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /
+    ) -> Any:
+        """Returns the op's result."""
+        ...
 
 
 class Once:
@@ -55,7 +93,7 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, call: tuple[Any, ...], *given: Tensor | None) -> Any:
-            needs, arguments, options = call
+            needs, arguments, options, parts = call
             traced = arguments is None
             if arguments is None:
                 options = dict(zip(op.options, options, strict=True))
@@ -68,9 +106,11 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
                 strides = _strides(saved)
                 if once is not None:
                     once.take()  # activation checkpointing, or another hook that keeps no tensors: backward makes them anew
-            ctx.call = needs, options, once, strides
+            ctx.call = needs, options, once, strides, parts
             ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
+            if parts is not None:
+                result = parts.whole(result)
             if isinstance(result, tuple):
                 if modes.compiling():
                     return tuple(_absent(given[0]) if r is None else r for r in result)
@@ -82,7 +122,9 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            needs, options, once, strides = ctx.call
+            needs, options, once, strides, parts = ctx.call
+            if parts is not None:
+                grads = parts.flowing(grads)
             if keeps_gradient is not None:
                 grads = tuple(g for g, keeps in zip(grads, keeps_gradient) if keeps)  # noqa: B905  a bare tensor is the first result
             traced = modes.compiling()
@@ -118,6 +160,8 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
                     sources = [t for t in (*kept, *grads) if t is not None and t.requires_grad]
                     sources = sources or [torch.empty(0, requires_grad=True)]
                     found = tuple(g if g is None else _NoSecondDerivative.apply(no_double, g, *sources) for g in found)
+            if parts is not None:
+                found = parts.gradients(found)
             if all_take_gradient:
                 return None, *found
             gradients = iter(found)
@@ -129,9 +173,9 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
 
     def raw(self: Any) -> Any:
         """The saved tensors, for hooks on single ones: these are registered after forward, whatever was active then."""
-        needs, options, once, strides = self.call
+        needs, options, once, strides, parts = self.call
         if strides is None:
-            self.call = needs, options, once, _strides(self.saved_tensors)
+            self.call = needs, options, once, _strides(self.saved_tensors), parts
         return super(node, self)._raw_saved_tensors
 
     node._raw_saved_tensors = property(raw)
@@ -139,7 +183,7 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
     # named.apply, but for 1.8 of its 6.7 µs: it asks whether a torch.func transform is active, as `Op.call` has done.
     apply = super(torch.autograd.Function, named).apply  # pyright: ignore[reportAttributeAccessIssue]
 
-    def run(arguments: Arguments, needs: Needs, options: dict[str, Any]) -> Any:
+    def run(arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /) -> Any:
         result: Any
         if needs == nothing:
             if torch.is_grad_enabled():
@@ -148,16 +192,20 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
                     result = kernel.forward(nothing, **arguments)[0]
             else:
                 result = kernel.forward(nothing, **arguments)[0]
+            if parts is not None:
+                result = parts.whole(result)
+        elif parts is not None:
+            result = apply((needs, arguments, options, parts), *parts.given)
         elif modes.compiling():
             given = [arguments[name] for name in tensors]
-            result = named.apply((needs, None, tuple(options.values())), *given)
+            result = named.apply((needs, None, tuple(options.values()), None), *given)
             if isinstance(result, tuple):
                 kept = keeps_gradient or (True,) * len(result)
                 result = tuple(
                     None if _is_absent(r) else r if keeps else r.detach() for r, keeps in zip(result, kept, strict=True)
                 )
         else:
-            result = apply((needs, arguments, options), *[arguments[name] for name in tensors])
+            result = apply((needs, arguments, options, None), *[arguments[name] for name in tensors])
         if op.result is not None and isinstance(result, tuple):
             return op.result(*result)
         return result

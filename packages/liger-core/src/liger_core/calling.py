@@ -13,6 +13,7 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 
 from liger_core import dispatch, modes, tensors
+from liger_core.autograd import Parts
 from liger_core.backend import Unsupported, backends
 from liger_core.declaration import Arguments, Declaration, Needs, declared
 from liger_core.devices import type_of
@@ -127,9 +128,46 @@ class Op(Declaration[P, R]):
         if key is not None and self._may_remember(route, device, demand, given, arguments):
             if len(remembered) >= MOST_REMEMBERED:
                 remembered.clear()
-            of_complex = tuple([name for name in self.tensors if (t := arguments[name]) is not None and t.is_complex()])
-            remembered[key] = Ready(route, device, needs, options, of_complex)
+            remembered[key] = Ready(route, device, needs, options, self._complex(arguments))
         return route.run(arguments, needs, options)
+
+    def call_parts(self, demand: str | None, arguments: Arguments, parts: Parts) -> Any:
+        """Run a kernel on plain parts of tensors that are not plain, and record it for these.
+
+        `arguments` are every argument by name, checked as the whole. It returns NotImplemented where only a call of the op
+        on the parts, which PyTorch records, is right: where no kernel takes them, under autocast and while something traces.
+        """
+        if modes.compiling() or not modes.plain():
+            return NotImplemented
+        needs = parts.needs
+        try:
+            options = self._pick_options(arguments)
+            found = [t if t is None else (_metadata(t), _is_neg(t)) for t in self._pick_tensors(arguments)]
+            key = (demand, needs, tuple(found), options, tuple(map(self._type_of, options)))
+            ready = self._ready.get(key)
+        except (AttributeError, TypeError, RuntimeError):
+            return NotImplemented
+        if ready is None:
+            given = arguments.copy()
+            device, refusal, autocast = self.examine(arguments)
+            route = None if autocast else self.resolve(device, demand, refusal, arguments)
+            if route is None or not self._may_remember(route, device, demand, given, arguments):
+                return NotImplemented
+            if len(self._ready) >= MOST_REMEMBERED:
+                self._ready.clear()
+            values = {name: arguments[name] for name in self.options}
+            ready = self._ready[key] = Ready(route, device, needs, values, self._complex(arguments))
+        route, device, _, values, of_complex = ready
+        for name in of_complex:
+            if arguments[name].is_conj():
+                return NotImplemented
+        if _is_any_autocast_enabled() and torch.is_autocast_enabled(device):
+            return NotImplemented
+        if route.refuses is not None and route.refuses(**arguments) is not None:
+            return NotImplemented
+        if self._check_values is not None and (device == "cpu" or dispatch.settings().check):
+            self._check_values(**arguments)
+        return route.run(arguments, needs, values, parts)
 
     def _may_remember(
         self, route: dispatch.Route, device: str, demand: str | None, given: Arguments, arguments: Arguments
@@ -200,6 +238,9 @@ class Op(Declaration[P, R]):
         """Look again at what is installed and asked for, at the next call."""
         # New ones: a call in another thread may be about to remember what it found in the old ones.
         self._plans, self._ready = {}, {}
+
+    def _complex(self, arguments: Arguments) -> tuple[str, ...]:
+        return tuple([name for name in self.tensors if (t := arguments[name]) is not None and t.is_complex()])
 
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> None:
         for name in self.autocast:

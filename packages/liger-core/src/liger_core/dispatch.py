@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from liger_core import modes
-from liger_core.autograd import Run, differentiable
+from liger_core.autograd import Parts, Run, differentiable
 from liger_core.backend import BackendInfo, Unsupported, backends, broken_backends, not_installed
 from liger_core.declaration import Arguments, Declaration, Needs, declared
 
@@ -234,11 +234,11 @@ def on_its_device(run: Run, first: str, module: Any) -> Run:
     Autograd does that for backward by itself, and so does the code that torch.compile makes.
     """
 
-    def guarded(arguments: Arguments, needs: Needs, options: dict[str, Any]) -> Any:
+    def guarded(arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /) -> Any:
         if modes.compiling() or arguments[first].device.index == module.current_device():
-            return run(arguments, needs, options)
+            return run(arguments, needs, options, parts)
         with module.device(arguments[first].device.index):
-            return run(arguments, needs, options)
+            return run(arguments, needs, options, parts)
 
     return guarded
 

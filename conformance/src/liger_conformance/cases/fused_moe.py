@@ -56,7 +56,7 @@ def budgets(tokens: int, per_token: int, experts: int, hidden: int, intermediate
     """None, room for all, and for some columns, in a dtype of 2 or of 4 bytes; and what is enough in any."""
 
     def room(columns: int, itemsize: int) -> int:
-        row = 5 * columns * itemsize + intermediate // 4 + 4 + 4 * hidden + 64
+        row = 5 * columns * itemsize + intermediate // 4 + 4 + (4 + itemsize) * hidden + 64
         return tokens * per_token * row + 64 * (experts + 1)
 
     few = [room(columns, size) for columns in (1, 3, intermediate // 2 + 1) for size in (2, 4)]
@@ -116,9 +116,9 @@ CASES = (
     Case("limit", "option", **SMALL, limit=0.5, scale=2.0),
     Case("limit-gelu", "option", **SMALL, limit=0.75, activation="gelu_tanh", dropped=0.2),
     Case("transposed", "option", **SMALL, transposed=True),
-    # Room for the order and rows of 16, and in two bytes 5 columns at a time, in four 2.
-    Case("few-columns", "option", **SMALL, memory_budget=2544),
-    Case("few-columns-limit", "option", **SMALL, memory_budget=2544, limit=0.5, dropped=0.3),
+    # Room for the order and rows of 16, and in two bytes 7 columns at a time, in four 2.
+    Case("few-columns", "option", **SMALL, memory_budget=3176),
+    Case("few-columns-limit", "option", **SMALL, memory_budget=3176, limit=0.5, dropped=0.3),
     Case("uneven-rows", "extreme", **SMALL, by_row=("x", "incoming")),
     Case("big-values", "extreme", **SMALL, scale=30.0),
     Case("tiny-values", "extreme", **SMALL, scale=1e-3),
@@ -241,8 +241,8 @@ BAD = (
     Bad("infinite-limit", ValueError, ("limit", "inf", "finite"), lambda make: _good(make, limit=float("inf"))),
     Bad("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _budget(make, 1e6)),
     Bad("budget-zero", ValueError, ("memory_budget", "0", "at least 1"), lambda make: _budget(make, 0)),
-    # One column: 6 slots of 5 · 4 bytes, 4 for sums, 4 · 4 for x's row and 64 for the order, and 64 · 6 of experts.
-    Bad("budget-too-small", ValueError, ("memory_budget", "1007", "at least 1008"), lambda make: _budget(make, 1007)),
+    # One column: 6 slots of 5 · 4 bytes, 4 for sums, 4 · 8 for x's rows and 64 for the order, and 64 · 6 of experts.
+    Bad("budget-too-small", ValueError, ("memory_budget", "1103", "at least 1104"), lambda make: _budget(make, 1103)),
     Bad(
         "index-too-high",
         IndexError,

@@ -86,8 +86,8 @@ def temporary_memory(
     """Bytes that a kernel may allocate beyond inputs, result and gradients.
 
     The order of the slots, one for each of a token's experts. For each slot, in x's dtype, the gate, the other factor,
-    both of their gradients and their weighted product; sums for the weight's gradient; and a float32 row of H to be
-    summed over a token's slots, in backward if x wants a gradient.
+    both of their gradients and their weighted product; sums for the weight's gradient; a row of H that is gathered, in x's
+    dtype; and a float32 row of H to be summed over a token's slots, in backward if x wants a gradient.
 
     Args:
         tokens: how many tokens' slots are held at a time.
@@ -99,7 +99,8 @@ def temporary_memory(
     """
     experts, width = gate_up_weight.shape[:2]
     slots = tokens * expert_indices.shape[1]
-    row = 5 * columns * x.dtype.itemsize + width // 8 + 4 + (4 * x.shape[1] if x_grad else 0)
+    hidden, size = x.shape[1], x.dtype.itemsize
+    row = 5 * columns * size + width // 8 + 4 + hidden * (size + 4 * x_grad)
     return slots * (row + 64) + 64 * (experts + 1)
 
 

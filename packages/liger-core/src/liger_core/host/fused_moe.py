@@ -1,0 +1,341 @@
+"""Mixture of experts by a language's kernels: all but these.
+
+A slot is one of a token's experts. The slots are sorted by expert, and kernels multiply blocks of sorted rows with the
+weights of their expert: a gather lies in their loads. What they make for a slot is then summed over the slots of a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.contract import Needs, Saved
+from liger_core.ops.fused_moe import temporary_memory
+
+
+class Routing(NamedTuple):
+    """Which slots each expert has, and which rows each block of a kernel takes. All of it is int64.
+
+    Attributes:
+        keys: ``[T, K]``, each slot's expert. E is none; E + 1 are all slots of a token with an index out of range.
+        order: ``[T·K]``, the slots sorted by their key, of one key in order.
+        starts: ``[E + 1]``, where each expert's slots start among the sorted ones, and where the last ones end.
+        by_size: ``[E]``, the experts, those with most slots first: what takes longest is to start first.
+        tile_experts: ``[⌈T·K / rows⌉ + E]``, the expert of each block of at most `rows` sorted slots. Those that are left
+            over have E.
+        tile_starts: of the same length, the first sorted slot of each block.
+        rows: of a block.
+    """
+
+    keys: Tensor
+    order: Tensor
+    starts: Tensor
+    by_size: Tensor
+    tile_experts: Tensor
+    tile_starts: Tensor
+    rows: int
+
+    @property
+    def slots(self) -> int:
+        return self.order.shape[0]
+
+    @property
+    def per_token(self) -> int:
+        return self.keys.shape[1]
+
+
+def route(indices: Tensor, experts: int, rows: int) -> Routing:
+    """Sort the slots by expert and divide each expert's into blocks, without waiting for the device."""
+    outside = (indices < -1) | (indices >= experts)
+    keys = torch.where(indices < 0, experts, indices).long()
+    keys = keys.masked_fill(outside.any(1, keepdim=True), experts + 1)
+    # A stable sort is a counting sort here: keys of few bits take few passes.
+    found, order = torch.sort(keys.view(-1).to(torch.int16 if experts < (1 << 15) - 1 else torch.int32), stable=True)
+    each = torch.arange(experts + 1, device=indices.device, dtype=found.dtype)
+    starts = torch.searchsorted(found, each)
+    counts = starts[1:] - starts[:-1]
+    tiles = (counts + rows - 1) // rows
+    ends = tiles.cumsum(0)
+    tile = torch.arange((indices.numel() + rows - 1) // rows + experts, device=indices.device)
+    tile_experts = torch.searchsorted(ends, tile, right=True)
+    inside = tile_experts.clamp(max=experts - 1)
+    tile_starts = starts[inside] + (tile - (ends - tiles)[inside]) * rows
+    by_size = torch.sort(counts, descending=True, stable=True).indices
+    return Routing(keys, order, starts, by_size, tile_experts, tile_starts, rows)
+
+
+class Activation(NamedTuple):
+    """What a kernel makes of a gate and the other factor; `limit` is None where there is none."""
+
+    gelu: bool
+    limit: float | None
+
+
+class MoEKernels:
+    """A language's kernels of a mixture of experts.
+
+    Rows of a sorted tensor, ``[T·K, ...]``, are sorted slots; those of slots without an expert are neither written nor
+    read. Weights and what is given to the op have any strides, everything else is contiguous.
+    """
+
+    def rows(self, slots: int, experts: int, x: Tensor) -> int:
+        """How many sorted slots a block has."""
+        raise NotImplementedError
+
+    def route(self, indices: Tensor, experts: int, rows: int) -> Routing:
+        """The same as the function `route`."""
+        return route(indices, experts, rows)
+
+    def up(
+        self,
+        factors: Tensor | None,
+        activated: Tensor | None,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        routing: Routing,
+        activation: Activation,
+    ) -> None:
+        """Write both factors of each slot, and act(gate)·up.
+
+        Args:
+            factors: sorted ``[T·K, 2·C]``, the gates and then the others, or None. One beyond the limit is infinite, so
+                that backward sees it, however it is rounded.
+            activated: sorted ``[T·K, C]``, or None.
+            x: ``[T, H]``.
+            gate: ``[E, C, H]``.
+            up: ``[E, C, H]``, with gate's strides.
+            routing: of the slots.
+            activation: the activation.
+        """
+        raise NotImplementedError
+
+    def product(
+        self, result: Tensor, left: Tensor, weight: Tensor, routing: Routing, scale: Tensor | None, add: bool
+    ) -> None:
+        """Write left · weightᵀ of each slot, for `sum_slots` alone.
+
+        Args:
+            result: float32 ``[T·K, N]``, in the order that `sum_slots` reads.
+            left: sorted ``[T·K, C]``; rows may lie apart.
+            weight: ``[E, N, C]``.
+            routing: of the slots.
+            scale: ``[T·K]``, by the order of the slots, to multiply rows with; or None.
+            add: to what `result` holds.
+        """
+        raise NotImplementedError
+
+    def gradient(
+        self,
+        dfactors: Tensor | None,
+        weighted: Tensor | None,
+        sums: Tensor | None,
+        dy: Tensor,
+        down: Tensor,
+        factors: Tensor,
+        expert_weights: Tensor,
+        routing: Routing,
+        activation: Activation,
+    ) -> None:
+        """Write what follows from d = dy · down of each slot; what is None is not wanted.
+
+        Args:
+            dfactors: sorted ``[T·K, 2·C]``, the gradients of `factors`.
+            weighted: sorted ``[T·K, C]``, the activated products times the slot's weight. They need no d.
+            sums: float32 ``[T·K, B]``, in the order of the slots: parts of Σ d·act(gate)·up over all columns. B is
+                `parts` of C.
+            dy: ``[T, H]``.
+            down: ``[E, H, C]``.
+            factors: as `up` wrote them.
+            expert_weights: ``[T·K]``, contiguous.
+            routing: of the slots.
+            activation: the activation.
+        """
+        raise NotImplementedError
+
+    def parts(self, columns: int, x: Tensor) -> int:
+        """How many sums `gradient` writes for each slot: at most one for 16 columns, and one more."""
+        raise NotImplementedError
+
+    def weight_gradient(self, result: Tensor, left: Tensor, right: Tensor, routing: Routing, gathers: str) -> None:
+        """Write leftᵀ · right over each expert's slots; 0 where there are none.
+
+        Args:
+            result: ``[E, M, N]``, with any strides.
+            left: ``[..., M]``.
+            right: ``[..., N]``.
+            routing: of the slots.
+            gathers: ``"left"`` or ``"right"``: the one whose rows are tokens. The other one's are sorted slots.
+        """
+        raise NotImplementedError
+
+    def sum_slots(self, result: Tensor, slots: Tensor, routing: Routing, marks: bool) -> None:
+        """Write, for each token, the sum over its slots.
+
+        Args:
+            result: ``[T, N]``, contiguous.
+            slots: float32 ``[T·K, N]``.
+            routing: of the slots.
+            marks: whether a token with an index out of range gets NaN; else 0.
+        """
+        raise NotImplementedError
+
+
+class Plan(NamedTuple):
+    """What a memory budget leaves: how many tokens forward takes at a time, how many columns backward, and if forward keeps
+    both factors of all.
+    """
+
+    tokens: int
+    columns: int
+    keeps: bool
+
+
+def plan_of(needs: Needs, x: Tensor, gate_up_weight: Tensor, indices: Tensor, memory_budget: int | None) -> Plan:
+    """Within a budget that is at least `least_memory`."""
+    tokens, columns = x.shape[0], gate_up_weight.shape[1] // 2
+    if memory_budget is None:
+        return Plan(tokens, columns, True)
+
+    def room(tokens: int, columns: int, x_grad: bool) -> int:
+        return temporary_memory(tokens, columns, x, gate_up_weight, indices, x_grad=x_grad)
+
+    if room(tokens, columns, True) <= memory_budget:
+        return Plan(tokens, columns, True)
+    none = room(0, columns, True)
+    few = min(tokens, (memory_budget - none) // (room(1, columns, True) - none))
+    if True not in needs:
+        return Plan(few, columns, False)
+    none = room(tokens, 0, needs[0])
+    narrow = min(columns, (memory_budget - none) // (room(tokens, 1, needs[0]) - none))
+    return Plan(few, narrow // 16 * 16 if narrow > 16 else narrow, False)
+
+
+class FusedMoE:
+    """`fused_moe` by a language's kernels."""
+
+    def __init__(self, kernels: MoEKernels) -> None:
+        self.kernels = kernels
+
+    def forward(
+        self,
+        needs: Needs,
+        x: Tensor,
+        gate_up_weight: Tensor,
+        down_weight: Tensor,
+        expert_indices: Tensor,
+        expert_weights: Tensor,
+        *,
+        activation: str = "silu",
+        limit: float | None = None,
+        memory_budget: int | None = None,
+    ) -> tuple[Tensor, Saved]:
+        """The contract's, for a kernel file."""
+        kernels, tokens = self.kernels, x.shape[0]
+        act = activation_of(activation, limit)
+        gate, up = gate_up_weight.chunk(2, 1)
+        plan = plan_of(needs, x, gate_up_weight, expert_indices, memory_budget)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        weights = expert_weights.contiguous()
+        keeps = plan.keeps and True in needs
+        routing = factors = None
+        for first, last in spans(tokens, plan.tokens):
+            some = x[first:last]
+            routing = self._route(expert_indices[first:last], gate, some)
+            factors = some.new_empty(routing.slots, 2 * gate.shape[1]) if keeps else None
+            activated = some.new_empty(routing.slots, gate.shape[1])
+            kernels.up(factors, activated, some, gate, up, routing, act)
+            slots = torch.empty(routing.slots, x.shape[1], dtype=torch.float32, device=x.device)
+            kernels.product(slots, activated, down_weight, routing, weights[first:last].view(-1), add=False)
+            del activated
+            kernels.sum_slots(y[first:last], slots, routing, marks=True)
+            del slots
+        if True not in needs:
+            return y, ()
+        kept = routing[:-1] if plan.tokens >= tokens and routing is not None else (None,) * 6
+        return y, (x, gate_up_weight, down_weight, expert_indices, expert_weights, factors, *kept)
+
+    def backward(
+        self,
+        needs: Needs,
+        saved: Saved,
+        dy: Tensor,
+        *,
+        activation: str,
+        limit: float | None,
+        memory_budget: int | None,
+    ) -> tuple[Tensor | None, ...]:
+        """The contract's, for a kernel file."""
+        kernels = self.kernels
+        x, gate_up_weight, down_weight, expert_indices, expert_weights, factors, *kept = saved
+        gate, up = gate_up_weight.chunk(2, 1)
+        act = activation_of(activation, limit)
+        plan = plan_of(needs, x, gate_up_weight, expert_indices, memory_budget)
+        if kept[0] is None:
+            routing = self._route(expert_indices, gate, x)
+        else:
+            routing = Routing(*kept, kernels.rows(expert_indices.numel(), gate.shape[0], x))
+        slots, columns = routing.slots, gate.shape[1]
+        weights = expert_weights.contiguous().view(-1)
+        wants_x, wants_first, wants_second, wants_weights = needs
+        dfirst = torch.empty_like(gate_up_weight) if wants_first else None
+        dsecond = torch.empty_like(down_weight) if wants_second else None
+        dslots = torch.empty(slots, x.shape[1], dtype=torch.float32, device=x.device) if wants_x else None
+        dweights = None
+        for first, last in spans(columns, plan.columns):
+            some_gate, some_up, some_down = gate[:, first:last], up[:, first:last], down_weight[:, :, first:last]
+            wide = last - first
+            if not plan.keeps:
+                factors = x.new_empty(slots, 2 * wide)
+                kernels.up(factors, None, x, some_gate, some_up, routing, act)
+            dfactors = x.new_empty(slots, 2 * wide) if wants_x or wants_first else None
+            weighted = x.new_empty(slots, wide) if wants_second else None
+            sums = None
+            if wants_weights:  # those of slots without an expert are 0
+                sums = torch.zeros(slots, kernels.parts(wide, x), dtype=torch.float32, device=x.device)
+            kernels.gradient(dfactors, weighted, sums, dy, some_down, factors, weights, routing, act)
+            if sums is not None:
+                part = sums.sum(1)
+                dweights = part if dweights is None else dweights + part
+            if dsecond is not None and weighted is not None:
+                kernels.weight_gradient(dsecond[:, :, first:last], dy, weighted, routing, "left")
+            del weighted
+            if dfactors is None:
+                continue
+            for half, (weight, from_row) in enumerate(((some_gate, first), (some_up, columns + first))):
+                both = dfactors[:, half * wide : (half + 1) * wide]
+                if wide == columns:  # both halves at once
+                    if half:
+                        break
+                    both, weight = dfactors, gate_up_weight
+                if dfirst is not None:
+                    rows = dfirst[:, from_row : from_row + both.shape[1]]
+                    kernels.weight_gradient(rows, both, x, routing, "right")
+                if dslots is not None:
+                    kernels.product(dslots, both, weight.transpose(1, 2), routing, None, add=half > 0 or first > 0)
+            del dfactors
+        dx = None
+        if dslots is not None:
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            kernels.sum_slots(dx, dslots, routing, marks=False)
+        if dweights is not None:
+            dweights = dweights.view(expert_weights.shape).to(expert_weights.dtype)
+        return dx, dfirst, dsecond, dweights
+
+    def _route(self, indices: Tensor, weight: Tensor, x: Tensor) -> Routing:
+        experts = weight.shape[0]
+        return self.kernels.route(indices, experts, self.kernels.rows(indices.numel(), experts, x))
+
+
+def activation_of(activation: str, limit: float | None) -> Activation:
+    """The options that kernels take."""
+    return Activation(activation == "gelu_tanh", None if limit is None else float(limit))
+
+
+def spans(size: int, most: int) -> list[tuple[int, int]]:
+    """The spans of at most so many elements that make up a size."""
+    if most >= size:  # also so that a dynamic size stays dynamic while torch.compile traces
+        return [(0, size)]
+    return [(first, min(size, first + most)) for first in range(0, size, most)]

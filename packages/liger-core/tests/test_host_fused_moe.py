@@ -1,0 +1,180 @@
+"""The host code of fused_moe, by kernels in PyTorch that take what a language's take."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from liger_core.host import fused_moe as host
+from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing, plan_of, route
+from liger_core.ops.fused_moe import fused_moe, temporary_memory
+
+NAMES = ("x", "gate_up_weight", "down_weight", "expert_weights")
+
+
+class Kernels(MoEKernels):
+    """The formulas, over the blocks of the tables. What must not be read is NaN."""
+
+    def rows(self, slots: int, experts: int, x: Tensor) -> int:
+        return 2
+
+    def blocks(self, routing: Routing) -> Any:
+        ends = routing.starts[1:]
+        for expert, first in zip(routing.tile_experts.tolist(), routing.tile_starts.tolist(), strict=True):
+            if expert < len(ends):
+                rows = torch.arange(first, min(first + routing.rows, int(ends[expert])))
+                yield expert, rows, routing.order[rows]
+
+    def up(
+        self,
+        factors: Tensor | None,
+        activated: Tensor | None,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        routing: Routing,
+        activation: Activation,
+    ) -> None:
+        for made in (factors, activated):
+            if made is not None:
+                made.fill_(torch.nan)
+        for expert, rows, slots in self.blocks(routing):
+            found = x[slots // routing.per_token]
+            gates, ups = found @ gate[expert].T, found @ up[expert].T
+            if factors is not None:
+                factors[rows] = torch.cat((gates, ups), 1)
+            if activated is not None:
+                activated[rows] = F.silu(gates) * ups
+
+    def product(
+        self, result: Tensor, left: Tensor, weight: Tensor, routing: Routing, scale: Tensor | None, add: bool
+    ) -> None:
+        if not add:
+            result.fill_(torch.nan)
+        for expert, rows, slots in self.blocks(routing):
+            part = (left[rows] @ weight[expert].T).float() * (1.0 if scale is None else scale[slots, None].float())
+            result[slots] = result[slots] + part if add else part
+
+    def gradient(
+        self,
+        dfactors: Tensor | None,
+        weighted: Tensor | None,
+        sums: Tensor | None,
+        dy: Tensor,
+        down: Tensor,
+        factors: Tensor,
+        expert_weights: Tensor,
+        routing: Routing,
+        activation: Activation,
+    ) -> None:
+        for expert, rows, slots in self.blocks(routing):
+            both = factors[rows].detach().requires_grad_()
+            gates, ups = both.chunk(2, 1)
+            d, share = dy[slots // routing.per_token] @ down[expert], expert_weights[slots, None]
+            with torch.enable_grad():
+                products = F.silu(gates) * ups
+            if weighted is not None:
+                weighted[rows] = (share * products).detach()
+            if sums is not None:
+                sums[slots] = (d * products).detach().float().view(len(rows), sums.shape[1], -1).sum(2)
+            if dfactors is not None:
+                dfactors[rows] = torch.autograd.grad(products, both, d * share)[0]
+
+    def parts(self, columns: int, x: Tensor) -> int:
+        return 1
+
+    def weight_gradient(self, result: Tensor, left: Tensor, right: Tensor, routing: Routing, gathers: str) -> None:
+        result.zero_()
+        for expert, rows, slots in self.blocks(routing):
+            token = slots // routing.per_token
+            of_left, of_right = (token, rows) if gathers == "left" else (rows, token)
+            result[expert] += left[of_left].T @ right[of_right]
+
+    def sum_slots(self, result: Tensor, slots: Tensor, routing: Routing, marks: bool) -> None:
+        experts = routing.by_size.shape[0]
+        found = slots.view(*routing.keys.shape, -1).masked_fill((routing.keys >= experts)[..., None], 0.0)
+        if marks:
+            found = found.masked_fill((routing.keys > experts)[..., None], torch.nan)
+        result.copy_(found.sum(1))
+
+
+def arguments() -> dict[str, Any]:
+    torch.manual_seed(0)
+    indices = torch.tensor([[0, 3], [3, 3], [-1, 1], [0, 0], [-1, -1], [1, 3], [0, 5]])
+    return {
+        "x": torch.randn(7, 6),
+        "gate_up_weight": torch.randn(6, 40, 6),
+        "down_weight": torch.randn(6, 6, 20),
+        "expert_indices": indices,
+        "expert_weights": torch.rand(7, 2),
+    }
+
+
+def gradients(given: dict[str, Any], needs: tuple[bool, ...], budget: int | None, dy: Tensor) -> list[Tensor | None]:
+    """Of the host code, where `needs` says so; and that its result is the reference's."""
+    moe = FusedMoE(Kernels())
+    options: dict[str, Any] = {"activation": "silu", "limit": None, "memory_budget": budget}
+    y, saved = moe.forward(needs, **given, **options)
+    torch.testing.assert_close(y, fused_moe.reference(**given))
+    return list(moe.backward(needs, saved, dy, **options))
+
+
+def budget_of(given: dict[str, Any], columns: int) -> int:
+    return temporary_memory(7, columns, given["x"], given["gate_up_weight"], given["expert_indices"], x_grad=True)
+
+
+@pytest.mark.parametrize("columns", [None, 20, 19, 7, 1])
+def test_budgets_change_no_value(columns: int | None) -> None:
+    """With less than all, columns are taken in spans, forward goes by tokens, and the factors are made again."""
+    given = arguments()
+    leaves = {name: given[name].requires_grad_() for name in NAMES}
+    dy = torch.randn(7, 6)
+    expected = torch.autograd.grad(fused_moe.reference(**given), list(leaves.values()), dy)
+    given = {name: value.detach() for name, value in given.items()}
+    found = gradients(given, (True,) * 4, None if columns is None else budget_of(given, columns), dy)
+    torch.testing.assert_close(found, list(expected), rtol=1e-5, atol=1e-4)  # of gradients up to 100
+
+
+@pytest.mark.parametrize("wanted", range(1, 16))
+def test_only_what_is_wanted_is_made(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen weights take no product and no memory of theirs; frozen tokens no row to be summed."""
+    given, needs = arguments(), tuple(bool(wanted >> i & 1) for i in range(4))
+    calls: list[str] = []
+    for name in ("product", "weight_gradient"):
+        kernel = getattr(Kernels, name)
+        monkeypatch.setattr(Kernels, name, lambda *a, of=kernel, name=name, **k: (calls.append(name), of(*a, **k)))
+    made = gradients(given, needs, None, torch.randn(7, 6))
+    assert [gradient is not None for gradient in made] == list(needs)
+    assert calls.count("product") == 1 + needs[0]
+    assert calls.count("weight_gradient") == needs[1] + needs[2]
+
+
+def test_the_plan_fits_its_budget() -> None:
+    """The most tokens and columns that there is room for; columns in vectors where there are many."""
+    given = arguments()
+    x, weight, indices = given["x"], given["gate_up_weight"], given["expert_indices"]
+    every = (True,) * 4
+    assert plan_of(every, x, weight, indices, None) == (7, 20, True)
+    assert plan_of(every, x, weight, indices, budget_of(given, 20)) == (7, 20, True)
+    assert plan_of(every, x, weight, indices, budget_of(given, 20) - 1) == (6, 16, False)
+    assert plan_of(every, x, weight, indices, budget_of(given, 1)) == (1, 1, False)
+    assert plan_of((False,) * 4, x, weight, indices, budget_of(given, 1)) == (1, 20, False)
+
+
+def test_slots_are_sorted_and_divided() -> None:
+    """Of one expert in order; those without an expert last; a token with an index out of range has none."""
+    indices = torch.tensor([[2, 0], [2, 2], [-1, 0], [3, 1], [0, 2]])
+    routing = route(indices, 3, 2)
+    assert routing.keys.tolist() == [[2, 0], [2, 2], [3, 0], [4, 4], [0, 2]]
+    assert routing.order.tolist() == [1, 5, 8, 0, 2, 3, 9, 4, 6, 7]
+    assert routing.starts.tolist() == [0, 3, 3, 7]
+    assert routing.by_size.tolist() == [2, 0, 1]
+    assert routing.tile_experts.tolist() == [0, 0, 2, 2, 3, 3, 3, 3]
+    assert routing.tile_starts.tolist()[:4] == [0, 2, 3, 5]
+
+
+def test_spans_cover_a_size_once() -> None:
+    assert host.spans(5, 7) == [(0, 5)]
+    assert host.spans(5, 2) == [(0, 2), (2, 4), (4, 5)]

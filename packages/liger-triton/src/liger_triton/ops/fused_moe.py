@@ -1,0 +1,399 @@
+"""Mixture of experts: blocks of the slots of one expert, sorted, meet blocks of its weights; rows are gathered in the loads.
+
+Each block of rows knows its expert from a table. The gradient of a weight is one program's sum over the expert's slots, so no
+result depends on an order of programs. Experts with many slots come first.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core import fused_moe
+from liger_core.contract import implements
+from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing
+from liger_triton.ops._device import shared_memory
+from liger_triton.ops._launch import kernel
+from liger_triton.ops._rows import in_vectors, power_of_2
+from liger_triton.ops.geglu import _gelu
+
+TILES_IN_TURN = 8
+"""Blocks of rows whose programs run together on all blocks of columns, so that what they load is still in the L2 cache."""
+
+
+@triton.jit
+def _silu(xs):
+    """silu(x) = x·σ(x), and its derivative."""
+    sigmoid = tl.sigmoid(xs)
+    return xs * sigmoid, sigmoid * (1.0 + xs * (1.0 - sigmoid))
+
+
+@triton.jit
+def _activate(gate, GELU: tl.constexpr):
+    if GELU:
+        return _gelu(gate)
+    else:
+        return _silu(gate)
+
+
+@triton.jit
+def _place(tiles, columns, COLUMNS: tl.constexpr, TURN: tl.constexpr):
+    """This program's block of rows, and its block of columns."""
+    blocks = tl.cdiv(columns, COLUMNS)
+    turn = tl.program_id(0) // (TURN * blocks)
+    rest = tl.program_id(0) % (TURN * blocks)
+    size = tl.minimum(tiles - turn * TURN, TURN)
+    return turn * TURN + rest % size, rest // size
+
+
+@triton.jit
+def _rows(starts, tile_starts, tile, expert, ROWS: tl.constexpr):
+    """The sorted slots of a block, and which of them it has; the others are the last one again, to load without a mask."""
+    row = tl.load(tile_starts + tile) + tl.arange(0, ROWS)
+    last = tl.load(starts + expert + 1)
+    return tl.minimum(row, last - 1), row < last
+
+
+@triton.jit
+def _left(left, start, depth, EVEN: tl.constexpr, DEPTH: tl.constexpr):
+    """A block of the left operand, zero past the depth."""
+    if EVEN:
+        return tl.load(left)
+    else:
+        return tl.load(left, (start + tl.arange(0, DEPTH) < depth)[None, :], other=0.0)
+
+
+@triton.jit
+def _right(right, start, depth, inside, EVEN: tl.constexpr, WHOLE: tl.constexpr, DEPTH: tl.constexpr):
+    """A block of the right operand, zero past the depth and the columns."""
+    if EVEN and WHOLE:
+        return tl.load(right)
+    elif EVEN:
+        return tl.load(right, inside[None, :], other=0.0)
+    else:
+        return tl.load(right, (start + tl.arange(0, DEPTH) < depth)[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _both(here, inside, WHOLE: tl.constexpr):
+    if WHOLE:
+        return here[:, None]
+    else:
+        return here[:, None] & inside[None, :]
+
+
+@kernel(do_not_specialize=["tiles", "experts"])
+def _up(
+    factors, activated, x, gate, up, order, starts, tile_experts, tile_starts, experts, tiles, per_token, columns, depth,
+    limit, x_row, x_column, weight_expert, weight_row, weight_column,
+    GELU: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    tile, block = _place(tiles, columns, COLUMNS, TURN)
+    expert = tl.load(tile_experts + tile)
+    if expert < experts:
+        row, here = _rows(starts, tile_starts, tile, expert, ROWS)
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < columns
+        token = tl.load(order + row) // per_token
+        k = tl.arange(0, DEPTH).to(tl.int64)
+        lefts = x + token[:, None] * x_row + k[None, :] * x_column
+        at = expert * weight_expert + column.to(tl.int64)[None, :] * weight_row + k[:, None] * weight_column
+        first, second = gate + at, up + at
+        gates = tl.zeros((ROWS, COLUMNS), tl.float32)
+        ups = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, depth, DEPTH):
+            xs = _left(lefts, start, depth, EVEN, DEPTH)
+            ws = _right(first, start, depth, inside, EVEN, WHOLE, DEPTH)
+            gates = tl.dot(xs, ws, gates, input_precision="ieee")
+            ws = _right(second, start, depth, inside, EVEN, WHOLE, DEPTH)
+            ups = tl.dot(xs, ws, ups, input_precision="ieee")
+            lefts += tl.cast(x_column, tl.int64) * DEPTH
+            first += tl.cast(weight_column, tl.int64) * DEPTH
+            second += tl.cast(weight_column, tl.int64) * DEPTH
+        both = _both(here, inside, WHOLE)
+        if limit is not None:
+            bound = tl.cast(limit, tl.float32)
+        if factors is not None:
+            place = (factors + row[:, None] * (2 * columns)) + column[None, :]
+            if limit is None:
+                tl.store(place, gates, both)
+                tl.store(place + columns, ups, both)
+            else:
+                infinity = float("inf")
+                tl.store(place, tl.where(gates > bound, infinity, gates), both)
+                clamped = tl.where(ups > bound, infinity, tl.where(ups < -bound, -infinity, ups))
+                tl.store(place + columns, clamped, both)
+        if activated is not None:
+            if limit is not None:
+                gates = tl.where(gates > bound, bound, gates)
+                ups = tl.where(ups > bound, bound, tl.where(ups < -bound, -bound, ups))
+            acts, _ = _activate(gates, GELU)
+            tl.store((activated + row[:, None] * columns) + column[None, :], acts * ups, both)
+
+
+@kernel(do_not_specialize=["tiles", "experts"])
+def _product(
+    result, left, weight, order, starts, tile_experts, tile_starts, scale, experts, tiles, columns, depth,
+    left_row, weight_expert, weight_row, weight_column,
+    ADD: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    tile, block = _place(tiles, columns, COLUMNS, TURN)
+    expert = tl.load(tile_experts + tile)
+    if expert < experts:
+        row, here = _rows(starts, tile_starts, tile, expert, ROWS)
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < columns
+        k = tl.arange(0, DEPTH).to(tl.int64)
+        lefts = left + row[:, None] * left_row + k[None, :]
+        weights = (
+            weight + expert * weight_expert + column.to(tl.int64)[None, :] * weight_row + k[:, None] * weight_column
+        )
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, depth, DEPTH):
+            xs = _left(lefts, start, depth, EVEN, DEPTH)
+            ws = _right(weights, start, depth, inside, EVEN, WHOLE, DEPTH)
+            sums = tl.dot(xs, ws, sums, input_precision="ieee")
+            lefts += DEPTH
+            weights += tl.cast(weight_column, tl.int64) * DEPTH
+        slot = tl.load(order + row)
+        if scale is not None:
+            sums *= tl.load(scale + slot).to(tl.float32)[:, None]
+        both = _both(here, inside, WHOLE)
+        at = (result + slot[:, None] * columns) + column[None, :]
+        if ADD:
+            sums += tl.load(at, both, other=0.0)
+        tl.store(at, sums, both)
+
+
+@kernel(do_not_specialize=["tiles", "experts", "parts"])
+def _gradient(
+    dfactors, weighted, sums, dy, down, factors, expert_weights, order, starts, tile_experts, tile_starts,
+    experts, tiles, per_token, columns, depth, parts, limit, dy_row, dy_column, down_expert, down_row, down_column,
+    GELU: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    tile, block = _place(tiles, columns, COLUMNS, TURN)
+    expert = tl.load(tile_experts + tile)
+    if expert < experts:
+        row, here = _rows(starts, tile_starts, tile, expert, ROWS)
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < columns
+        slot = tl.load(order + row)
+        k = tl.arange(0, DEPTH).to(tl.int64)
+        left = dy + (slot // per_token)[:, None] * dy_row + k[None, :] * dy_column
+        right = down + expert * down_expert + column.to(tl.int64)[None, :] * down_column + k[:, None] * down_row
+        d = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, depth, DEPTH):
+            ds = _left(left, start, depth, EVEN, DEPTH)
+            ws = _right(right, start, depth, inside, EVEN, WHOLE, DEPTH)
+            d = tl.dot(ds, ws, d, input_precision="ieee")
+            left += tl.cast(dy_column, tl.int64) * DEPTH
+            right += tl.cast(down_row, tl.int64) * DEPTH
+        both = _both(here, inside, WHOLE)
+        at = (factors + row[:, None] * (2 * columns)) + column[None, :]
+        gates = tl.load(at, both, other=0.0).to(tl.float32)
+        ups = tl.load(at + columns, both, other=0.0).to(tl.float32)
+        share = tl.load(expert_weights + slot).to(tl.float32)[:, None]
+        if limit is not None:
+            bound = tl.cast(limit, tl.float32)
+            gate_free = gates < float("inf")
+            up_free = tl.abs(ups) < float("inf")
+            gates = tl.where(gates > bound, bound, gates)
+            ups = tl.where(ups > bound, bound, tl.where(ups < -bound, -bound, ups))
+        acts, slopes = _activate(gates, GELU)
+        if sums is not None:
+            tl.store(sums + slot * parts + block, tl.sum(tl.where(inside[None, :], d * (acts * ups), 0.0), 1), here)
+        if weighted is not None:
+            tl.store((weighted + row[:, None] * columns) + column[None, :], share * (acts * ups), both)
+        if dfactors is not None:
+            d *= share
+            dgates, dups = d * ups * slopes, d * acts
+            if limit is not None:
+                dgates, dups = tl.where(gate_free, dgates, 0.0), tl.where(up_free, dups, 0.0)
+            place = (dfactors + row[:, None] * (2 * columns)) + column[None, :]
+            tl.store(place, dgates, both)
+            tl.store(place + columns, dups, both)
+
+
+@kernel
+def _weight_gradient(
+    result, left, right, order, starts, by_size, per_token, rows, columns,
+    result_expert, result_row, result_column, left_row, left_column, right_row, right_column,
+    LEFT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    TURN: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(rows, ROWS)
+    programs = tiles * tl.cdiv(columns, COLUMNS)
+    expert = tl.load(by_size + tl.program_id(0) // programs)
+    program = tl.program_id(0) % programs
+    turn = program // (TURN * tl.cdiv(columns, COLUMNS))
+    rest = program % (TURN * tl.cdiv(columns, COLUMNS))
+    size = tl.minimum(tiles - turn * TURN, TURN)
+    row = (turn * TURN + rest % size) * ROWS + tl.arange(0, ROWS)
+    column = rest // size * COLUMNS + tl.arange(0, COLUMNS)
+    left += row.to(tl.int64)[:, None] * left_column
+    right += column.to(tl.int64)[None, :] * right_column
+    last = tl.load(starts + expert + 1)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(tl.load(starts + expert), last, DEPTH):
+        place = start + tl.arange(0, DEPTH)
+        here = place < last
+        token = tl.load(order + place, here, other=0) // per_token
+        of_left, of_right = (token, place) if LEFT else (place, token)
+        if WHOLE:
+            xs = tl.load(left + of_left[None, :] * left_row, here[None, :], other=0.0)
+            ys = tl.load(right + of_right[:, None] * right_row, here[:, None], other=0.0)
+        else:
+            xs = tl.load(left + of_left[None, :] * left_row, here[None, :] & (row < rows)[:, None], other=0.0)
+            ys = tl.load(right + of_right[:, None] * right_row, here[:, None] & (column < columns)[None, :], other=0.0)
+        sums = tl.dot(xs, ys, sums, input_precision="ieee")
+    result += (
+        expert * result_expert + row.to(tl.int64)[:, None] * result_row + column.to(tl.int64)[None, :] * result_column
+    )
+    if WHOLE:
+        tl.store(result, sums)
+    else:
+        tl.store(result, sums, (row < rows)[:, None] & (column < columns)[None, :])
+
+
+@kernel
+def _sum_slots(
+    result, slots, keys, experts, tokens, per_token, columns, MARKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    blocks = tl.cdiv(columns, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (token < tokens)[:, None] & (column < columns)
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for i in range(0, per_token):
+        slot = token * per_token + i
+        key = tl.load(keys + slot, token < tokens, other=0)
+        sums += tl.load(slots + slot[:, None] * columns + column, inside & (key < experts)[:, None], other=0.0)
+        if MARKS:
+            sums = tl.where((key > experts)[:, None], float("nan"), sums)
+    tl.store(result + token[:, None] * columns + column, sums, inside)
+
+
+class Kernels(MoEKernels):
+    """Launches Triton's kernels."""
+
+    def rows(self, slots: int, experts: int, x: Tensor) -> int:
+        each = slots // experts
+        if x.element_size() == 4:
+            return 64 if each >= 32 else 16
+        return 128 if each >= 64 else 64 if each >= 24 else 16
+
+    def up(
+        self,
+        factors: Tensor | None,
+        activated: Tensor | None,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        routing: Routing,
+        activation: Activation,
+    ) -> None:
+        experts, columns, depth = gate.shape
+        width, deep, named = _tile(x, routing.rows, columns, depth, "up")
+        tiles = routing.tile_experts.shape[0]
+        _up[(tiles * ((columns + width - 1) // width),)](
+            factors, activated, x, gate, up, *_tables(routing), experts, tiles, routing.per_token, columns, depth,
+            activation.limit, *x.stride(), *gate.stride(), GELU=activation.gelu, EVEN=not depth % deep,
+            WHOLE=not columns % width,
+            ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
+        )  # fmt: skip
+
+    def product(
+        self, result: Tensor, left: Tensor, weight: Tensor, routing: Routing, scale: Tensor | None, add: bool
+    ) -> None:
+        experts, columns, depth = weight.shape
+        width, deep, named = _tile(left, routing.rows, columns, depth, "product")
+        tiles = routing.tile_experts.shape[0]
+        _product[(tiles * ((columns + width - 1) // width),)](
+            result, left, weight, *_tables(routing), scale, experts, tiles, columns, depth,
+            left.stride(0), *weight.stride(), ADD=add, EVEN=not depth % deep, WHOLE=not columns % width,
+            ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
+        )  # fmt: skip
+
+    def gradient(
+        self,
+        dfactors: Tensor | None,
+        weighted: Tensor | None,
+        sums: Tensor | None,
+        dy: Tensor,
+        down: Tensor,
+        factors: Tensor,
+        expert_weights: Tensor,
+        routing: Routing,
+        activation: Activation,
+    ) -> None:
+        experts, depth, columns = down.shape
+        width, deep, named = _tile(dy, routing.rows, columns, depth, "gradient")
+        tiles = routing.tile_experts.shape[0]
+        depth = depth if dfactors is not None or sums is not None else 0
+        _gradient[(tiles * ((columns + width - 1) // width),)](
+            dfactors, weighted, sums, dy, down, factors, expert_weights, *_tables(routing), experts, tiles,
+            routing.per_token, columns, depth, self.parts(columns, dy), activation.limit, *dy.stride(), *down.stride(),
+            GELU=activation.gelu, EVEN=not depth % deep, WHOLE=not columns % width,
+            ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
+        )  # fmt: skip
+
+    def parts(self, columns: int, x: Tensor) -> int:
+        width = _width(x, columns, "gradient")
+        return (columns + width - 1) // width
+
+    def weight_gradient(self, result: Tensor, left: Tensor, right: Tensor, routing: Routing, gathers: str) -> None:
+        experts, rows, columns = result.shape
+        high = min(power_of_2(rows, 16), 64 if left.element_size() == 4 else 128)
+        width, deep, named = _tile(left, high, columns, 64, "weight_gradient")
+        programs = ((rows + high - 1) // high) * ((columns + width - 1) // width)
+        _weight_gradient[(programs * experts,)](
+            result, left, right, routing.order, routing.starts, routing.by_size, routing.per_token, rows, columns,
+            *result.stride(), *left.stride(), *right.stride(), LEFT=gathers == "left",
+            WHOLE=not (rows % high or columns % width),
+            ROWS=high, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
+        )  # fmt: skip
+
+    def sum_slots(self, result: Tensor, slots: Tensor, routing: Routing, marks: bool) -> None:
+        tokens, columns = result.shape
+        block = min(power_of_2(columns, 16), 1024)
+        rows = 1024 // block
+        programs = (tokens + rows - 1) // rows * ((columns + block - 1) // block)
+        experts = routing.by_size.shape[0]
+        _sum_slots[(programs,)](
+            result, slots, routing.keys, experts, tokens, routing.per_token, columns,
+            MARKS=marks, ROWS=rows, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+
+def _tables(routing: Routing) -> tuple[Tensor, ...]:
+    return routing.order, routing.starts, routing.tile_experts, routing.tile_starts
+
+
+WIDTHS = {"up": (128, 64), "product": (128, 128), "gradient": (64, 32), "weight_gradient": (256, 128)}
+"""Columns of a block with 2-byte operands, on chips with more than 200 KiB of shared memory, and on others. More of them would
+spill registers: `_up` has two blocks of sums, and `_gradient` needs the factors beside its own."""
+
+
+def _width(x: Tensor, columns: int, kind: str) -> int:
+    """Columns of a block."""
+    most = 64 if x.element_size() == 4 else WIDTHS[kind][shared_memory(x.device) <= 200 << 10]
+    return min(power_of_2(columns, 16), most)
+
+
+def _tile(x: Tensor, rows: int, columns: int, depth: int, kind: str) -> tuple[int, int, dict[str, int]]:
+    """Columns of a block, how deep its operands are at a time, and how to launch its program."""
+    width = _width(x, columns, kind)
+    deep = min(power_of_2(depth, 16), 32 if x.element_size() == 4 else 64)
+    if not in_vectors(columns, depth):
+        width, deep = min(width, 64), min(deep, 32)
+    stage = (rows + width * (1 + (kind == "up"))) * deep * x.element_size()
+    stages = max(1, min(3, shared_memory(x.device) // stage))
+    warps = 8 if rows * width >= (4096 if x.element_size() == 4 or kind == "gradient" else 8192) else 4
+    return width, deep, {"num_warps": warps, "num_stages": stages}
+
+
+_host = FusedMoE(Kernels())
+forward = implements(fused_moe)(_host.forward)
+backward = _host.backward

@@ -94,11 +94,13 @@ def on_mesh(mesh: DeviceMesh) -> Any:
 def divide_products(model: Any, mesh: DeviceMesh) -> None:
     """Tensor parallelism within the blocks, sequence parallelism between them, and a divided vocabulary."""
     heads = model.blocks[0].heads
+    if model.size.experts:
+        raise ValueError("--tp divides no experts: take --fsdp, or a preset without them")
     if any(count % mesh.size() for count in heads):
         raise ValueError(f"--tp {mesh.size()} doesn't divide {min(heads)} heads")
     columns = ColwiseParallel(input_layouts=Shard(1))  # a local tensor comes out: of some heads, or some columns
     rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-    plan = {"qkv": columns, "attention_out": rows, "gate_up": columns, "down": rows}
+    plan = {"qkv": columns, "attention_out": rows, "mlp.gate_up": columns, "mlp.down": rows}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             for packed, sizes in packed_rows(model):

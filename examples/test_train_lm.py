@@ -18,14 +18,27 @@ from torch import Tensor
 SMALL = replace(train_lm.PRESETS["tiny"], hidden=32, layers=2, feed_forward=64, context=32, batch=4, steps=6)
 
 
-def test_the_script_trains_draws_and_agrees(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("preset", "op"), [("tiny", "swiglu"), ("moe", "fused_moe")])
+def test_the_script_trains_draws_and_agrees(preset: str, op: str, tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
-    command = [sys.executable, train_lm.__file__, "--steps", "3", "--device", "cpu", "--output", str(picture)]
+    command = [
+        sys.executable,
+        train_lm.__file__,
+        "--preset",
+        preset,
+        "--steps",
+        "3",
+        "--device",
+        "cpu",
+        "--output",
+        str(picture),
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The trainings agree" in done.stdout
+    assert f"{op}.py" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -122,6 +135,16 @@ class NoGateGradient(train_lm.Plain):
         return train_lm.Plain.swiglu(gate.detach(), up)
 
 
+class NoGradientToRouter(train_lm.Plain):
+    """Its fused_moe is right, but gives the router no gradient."""
+
+    @staticmethod
+    def fused_moe(
+        x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, expert_indices: Tensor, expert_weights: Tensor
+    ) -> Tensor:
+        return train_lm.Plain.fused_moe(x, gate_up_weight, down_weight, expert_indices, expert_weights.detach())
+
+
 class NoGradientToHead(train_lm.Plain):
     """Its loss is right, but gives the head no gradient."""
 
@@ -142,6 +165,13 @@ def test_liger_core_agrees(tied: bool, mixed: bool) -> None:
     assert train_lm.disagreements(both, train_lm.GRADIENT_TOLERANCE[torch.bfloat16 if mixed else torch.float32]) == []
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_experts_agree(mixed: bool) -> None:
+    both = [gradients(ops, experts=5, feed_forward=16, mixed=mixed) for ops in (train_lm.liger, train_lm.Plain)]
+    assert "gradient of blocks.1.mlp.router.weight" in both[0]
+    assert train_lm.disagreements(both, train_lm.GRADIENT_TOLERANCE[torch.bfloat16 if mixed else torch.float32]) == []
+
+
 @pytest.mark.parametrize(
     ("broken", "mixed"),
     [
@@ -150,11 +180,13 @@ def test_liger_core_agrees(tied: bool, mixed: bool) -> None:
         (NoGateGradient, False),
         (NoGateGradient, True),
         (NoGradientToHead, True),
+        (NoGradientToRouter, False),
     ],
 )
 def test_a_broken_op_is_caught(broken: type[train_lm.Plain], mixed: bool) -> None:
     allowed = train_lm.GRADIENT_TOLERANCE[torch.bfloat16 if mixed else torch.float32]
-    both = [gradients(ops, tied=False, mixed=mixed) for ops in (broken, train_lm.Plain)]
+    experts = 4 if broken is NoGradientToRouter else 0
+    both = [gradients(ops, tied=False, mixed=mixed, experts=experts) for ops in (broken, train_lm.Plain)]
     assert train_lm.disagreements(both, allowed), f"{broken.__doc__} No gradient differs by more than {allowed}."
 
 

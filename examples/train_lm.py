@@ -17,7 +17,7 @@ import sysconfig
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,18 @@ class Plain:
         return F.silu(gate) * up
 
     @staticmethod
+    def fused_moe(
+        x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, expert_indices: Tensor, expert_weights: Tensor
+    ) -> Tensor:
+        y = torch.zeros_like(x)
+        for expert in range(gate_up_weight.shape[0]):
+            token, slot = torch.where(expert_indices == expert)
+            gate, up = F.linear(x[token], gate_up_weight[expert]).chunk(2, -1)
+            z = F.linear(Plain.swiglu(gate, up), down_weight[expert])
+            y = y.index_add(0, token, (z * expert_weights[token, slot, None]).to(y.dtype))
+        return y
+
+    @staticmethod
     def fused_linear_cross_entropy(x: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, linear_weight).float(), target)
 
@@ -82,24 +94,58 @@ class Preset:
     bytes_per_token: int  # 2: every pair of bytes is a token, for a vocabulary as large as that of a language model
     mixed: bool = False  # float32 weights, bfloat16 autocast
     tied: bool = True
+    # Pictures keep the settings that they were drawn with as text, which these are left out of.
+    experts: int = field(default=0, repr=False)  # 0: one network for all tokens
+    per_token: int = field(default=2, repr=False)  # experts of a token
 
 
 PRESETS = {
     "tiny": Preset(128, 4, 4, 2, 344, context=128, batch=16, steps=300, learning_rate=1e-3, bytes_per_token=1),
+    "moe": Preset(64, 2, 4, 2, 64, context=64, batch=8, steps=100, learning_rate=2e-3, bytes_per_token=1, experts=8),
     "100m": Preset(768, 8, 12, 4, 2048, 1024, 16, steps=300, learning_rate=6e-4, bytes_per_token=2, mixed=True),
 }
 
 
+class FeedForward(nn.Module):
+    """A SwiGLU network."""
+
+    def __init__(self, size: Preset, ops: Any) -> None:
+        super().__init__()
+        self.ops = ops
+        self.gate_up = nn.Linear(size.hidden, 2 * size.feed_forward, bias=False)
+        self.down = nn.Linear(size.feed_forward, size.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self.ops.swiglu(gate, up))
+
+
+class Experts(nn.Module):
+    """SwiGLU networks, of which a router gives each token a few."""
+
+    def __init__(self, size: Preset, ops: Any) -> None:
+        super().__init__()
+        self.ops, self.per_token = ops, size.per_token
+        self.router = nn.Linear(size.hidden, size.experts, bias=False)
+        self.gate_up_weight = nn.Parameter(torch.empty(size.experts, 2 * size.feed_forward, size.hidden))
+        self.down_weight = nn.Parameter(torch.empty(size.experts, size.hidden, size.feed_forward))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        shares, indices = self.router(rows).float().softmax(-1).topk(self.per_token)
+        shares = shares / shares.sum(-1, keepdim=True)
+        return self.ops.fused_moe(rows, self.gate_up_weight, self.down_weight, indices, shares).view_as(x)
+
+
 class Block(nn.Module):
-    """Causal attention with grouped queries, then a SwiGLU network. Its input is normalised already."""
+    """Causal attention with grouped queries, then a SwiGLU network, or several. Its input is normalised already."""
 
     def __init__(self, size: Preset, ops: Any) -> None:
         super().__init__()
         self.ops, self.width, self.heads = ops, size.hidden // size.heads, (size.heads, size.kv_heads, size.kv_heads)
         self.qkv = nn.Linear(size.hidden, sum(self.heads) * self.width, bias=False)
         self.attention_out = nn.Linear(size.hidden, size.hidden, bias=False)
-        self.gate_up = nn.Linear(size.hidden, 2 * size.feed_forward, bias=False)
-        self.down = nn.Linear(size.feed_forward, size.hidden, bias=False)
+        self.mlp = (Experts if size.experts else FeedForward)(size, ops)
         self.mlp_norm = nn.Parameter(torch.ones(size.hidden))
         self.next_norm = nn.Parameter(torch.ones(size.hidden))
 
@@ -110,9 +156,7 @@ class Block(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = self.attention_out(attended.transpose(1, 2).flatten(2))
         x, residual = self.ops.fused_add_rms_norm(x, residual, self.mlp_norm)
-        gate, up = self.gate_up(x).chunk(2, -1)
-        x = self.down(self.ops.swiglu(gate, up))
-        return self.ops.fused_add_rms_norm(x, residual, self.next_norm)
+        return self.ops.fused_add_rms_norm(self.mlp(x), residual, self.next_norm)
 
 
 class Llama(nn.Module):
@@ -129,8 +173,8 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block(size, ops) for _ in range(size.layers))
         self.head = self.embedding if size.tied else nn.Parameter(torch.empty_like(self.embedding))
         for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                into_residual = name.endswith(("attention_out.weight", "down.weight"))
+            if weight.dim() > 1:
+                into_residual = name.endswith(("attention_out.weight", "down.weight", "down_weight"))
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * size.layers) if into_residual else 0.02)
         width = size.hidden // size.heads
         frequency = 10_000.0 ** -(torch.arange(0, width, 2) / width)
@@ -328,7 +372,9 @@ def draw(names: Sequence[str], curves: Sequence[list[float]], path: Path) -> Non
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0 when the trainings agree, 1 when they don't, 2 when they can't run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="sizes: tiny for a CPU, 100m for a GPU")
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="tiny", help="sizes: tiny, and moe with experts, for a CPU; 100m for a GPU"
+    )
     parser.add_argument("--steps", type=int, help="optimizer steps of each training (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", type=torch.device, help="such as cuda:1 (default: the accelerator, else cpu)")
@@ -358,7 +404,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--fsdp and --tp take several processes: torchrun --nproc-per-node 2 examples/train_lm.py --fsdp"
             )
         liger.use(options.language)
-        console.print(kernels_table(device))
+        body = tuple("fused_moe" if size.experts and name == "swiglu" else name for name in BODY)
+        console.print(kernels_table(device, (*body, "fused_linear_cross_entropy")))
     except (liger.Unsupported, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

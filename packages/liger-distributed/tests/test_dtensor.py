@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from liger_conformance.running import complete, incoming_of, name_results
 from liger_core.contract import Op, ops
 from liger_core.dimensions import independent
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import sharding_table  # noqa: E402  a command of the repository, which is no package
 
 
 @functools.cache
@@ -126,7 +130,7 @@ def independent_names() -> list[tuple[str, str]]:
 def test_a_divided_dimension(pool: Pool, name: str, over: str) -> None:
     """Nothing is sent forward, except for the count of the labels that a mean divides by."""
     forward, _ = pool.run(divided, name, over, {})[0]
-    assert forward == (["all_reduce"] if name in ("jsd", "fused_linear_jsd") and over == "n" else [])
+    assert forward == (["all_reduce"] if over in sharding_table.counted(ops[name]) else [])
 
 
 GATHER = ["all_gather_into_tensor"]
@@ -278,22 +282,10 @@ def test_what_is_gathered_is_said_once(pool: Pool) -> None:
     assert said == "softmax gathers x: it is placed (Shard(dim=2),), and taken (Replicate(),)"
 
 
-def table() -> str:
-    """What each op divides: from its declaration and its rule, which the tests above hold it to."""
-    from liger_distributed.rules import RULES
-
-    rows = ["| op | sends nothing forward | by a rule |", "|---|---|---|"]
-    for name, op in sorted(ops.items()):
-        assert op.dimensions is not None
-        written = [dim for names in op.dimensions.tensors.values() for dim in names]
-        free = [f"`{dim}`" for dim in dict.fromkeys(written) if independent(dim) and not dim.endswith("'")]
-        more = [f"`{dim}`" for dim in (RULES[name].divides if name in RULES else ())]
-        rows.append(f"| `{name}` | {' '.join(free)} | {' '.join(more)} |")
-    return "\n".join(rows)
-
-
 def test_the_readme_has_the_table_of_ops() -> None:
-    assert table() in README.read_text(encoding="utf-8"), f"the README takes this table:\n{table()}"
+    """From declarations and rules, which the tests above hold the ops to."""
+    text = sharding_table.README.read_text(encoding="utf-8")
+    assert text == sharding_table.written(text), "run: uv run python tools/sharding_table.py"
 
 
 def remembered() -> tuple[int, str]:

@@ -109,6 +109,6 @@ def test_the_public_interface_is_checked_strictly() -> None:
     strict = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pyright"]["strict"]
     exported = [getattr(liger_core, name) for name in liger_core.__all__]
     functions = [op.reference if op in ops.values() else op for op in exported] + [opaque, *map(type, ops.values())]
-    files = {name_of(Path(inspect.getsourcefile(function) or "")) for function in functions}
+    files = {name_of(Path(inspect.getsourcefile(inspect.unwrap(function)) or "")) for function in functions}
     missing = sorted(file for file in files if not any(file == name or file.startswith(f"{name}/") for name in strict))
     assert not missing, f"add {', '.join(missing)} to tool.pyright.strict"

@@ -57,6 +57,7 @@ CASES = (
     "refused",
     "one_op",
     "kernels",
+    "remade",
     "out_of_range",
     "huge",
     "compiled",
@@ -374,6 +375,8 @@ def _concerns(target: Target, options: dict[str, Any], config: pytest.Config) ->
     if options.get("spills") and not (spills.of(str(target)) or spills.losses_of(str(target))):
         return False
     if options.get("kernels") and target.backend is None:
+        return False
+    if options.get("remade") and target.op.remade is None:
         return False
     if options.get("out_of_range") and all(bad.error is not IndexError for bad in cases_of(target.op.name).bad):
         return False

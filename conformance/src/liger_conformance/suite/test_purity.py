@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 import liger_core
 from liger_conformance.case import QUICK, Case
@@ -27,6 +28,9 @@ from liger_conformance.running import (
     with_leaves,
 )
 from liger_conformance.suite.test_values import arguments_of, need_accelerator
+from liger_core import lean
+from liger_core.contract import Remade
+from liger_core.remade import active
 
 
 def snapshot(values: dict[str, Any]) -> dict[str, Tensor]:
@@ -172,6 +176,77 @@ def test_backward_twice(target: Target, case: Case, dtype: torch.dtype) -> None:
         )
     for name, one, two in zip(names, first, second, strict=True):
         require(same_bits(one, two), f"the gradient of {name} differs the second time")
+
+
+class User(torch.autograd.Function):
+    """Saves what it is given, as a linear layer does, and says in backward whether that is what it was."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, found: list[bool]) -> Tensor:
+        ctx.save_for_backward(result)
+        ctx.expected, ctx.found = result.clone(), found
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (result,) = ctx.saved_tensors
+        ctx.found.append(same_bits(result, ctx.expected) and result.stride() == ctx.expected.stride())
+        return grads[0], None
+
+
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=2, remade=True)
+def test_results_made_again(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """In `liger_core.lean` whoever saves a result keeps no memory: it is made again, with all its bits."""
+    op, remade, found = target.op, target.op.remade, list[bool]()
+    assert remade is not None
+    arguments = complete(op, arguments_of(target, case, dtype))
+    names = present(op, arguments)
+    arguments = with_leaves(op, arguments, names)
+    own = {n: t for n, t in arguments.items() if isinstance(t, Tensor)}
+    # What backward doesn't keep has to be a result that can be made again itself.
+    lent = {name for name in own if name not in remade.kept and name not in remade.instead}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        return kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+
+    def kept_bytes() -> int:
+        places = {own[name].untyped_storage()._cdata for name in lent}
+        return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in places)
+
+    def run(user: bool) -> tuple[list[Tensor], list[Tensor]]:
+        given = dict(arguments)
+        for name in lent if (keeper := active()) is not None else ():
+            given[name] = own[name].clone()
+            keeper.remember(Remade("x"), {"x": own[name]}, {}, given[name], lambda x: x.clone())
+        results = differentiable_results(op, name_results(op, op(**given)))
+        several = 1 if remade.instead else len(results)
+        outputs = [User.apply(y, found) if user else y for y in list(results.values())[:several]]
+        return outputs, list(incoming_for(op, results).values())[:several]
+
+    def gradients() -> tuple[Tensor | None, ...]:
+        outputs, incoming = run(user=True)
+        return torch.autograd.grad(outputs, [own[n] for n in names], incoming, allow_unused=True)
+
+    with only(target):
+        expected = gradients()
+        with lean():
+            actual = gradients()
+        with saved_tensors_hooks(keep, lambda t: t):
+            outputs = run(user=False)
+            alone = kept_bytes()
+            kept.clear()
+            with lean():
+                outputs = run(user=True)
+    for name, one, two in zip(names, expected, actual, strict=True):
+        require(one is two or same_bits(one, two), f"the gradient of {name} differs")
+    assert all(found), "what was made again is not the result"
+    if target.backend is None:  # in there it keeps its arguments, and no intermediate results
+        alone = max(alone, sum(t.nbytes for name, t in own.items() if name not in lent))
+    if remade.instead:
+        alone += outputs[0][0][:1].nbytes  # a row of what takes the place of an argument
+    used = kept_bytes()
+    require(used <= alone, f"with a user of {len(outputs[0])} results it keeps {used} bytes, and {alone} without")
 
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)

@@ -7,6 +7,7 @@ from liger_core.calling import get_op
 from liger_core.devices import infer_device
 from liger_core.dispatch import use
 from liger_core.losses.policy import GRPOOutput
+from liger_core.memory import lean
 from liger_core.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_core.ops.distillation import DistillationOutput, distillation
 from liger_core.ops.dyt import dyt
@@ -68,6 +69,7 @@ __all__ = [
     "jsd",
     "kl_div",
     "layer_norm",
+    "lean",
     "list_overridden_ops",
     "llama4_rope",
     "logit_statistics",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C import _has_storage, _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
-from liger_core import modes
+from liger_core import modes, remade
 from liger_core.declaration import Arguments, Declaration, Needs
 
 Saved = tuple[Any, ...]
@@ -102,10 +102,12 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             once = strides = None
             if saved and type(saved[-1]) is Once:
                 *saved, once = saved
-            if not traced and _top_saved_tensors_default_hooks(True) is not None:
-                strides = _strides(saved)
-                if once is not None:
-                    once.take()  # activation checkpointing, or another hook that keeps no tensors: backward makes them anew
+            if not traced and (hooks := _top_saved_tensors_default_hooks(True)) is not None:
+                keeper = remade.keeper_of(hooks)
+                if keeper is None or keeper.outer is not None:
+                    strides = _strides(saved)
+                    if once is not None:
+                        once.take()  # activation checkpointing, or another hook that keeps no tensors: backward makes them anew
             ctx.call = needs, options, once, strides, parts
             ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
@@ -140,7 +142,7 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
                 return (None,) * (1 + len(tensors))
             kept = ctx.saved_tensors  # read once: checkpointing gives them no second time
             if strides is not None:
-                kept = tuple(map(_laid_out, kept, strides))
+                kept = tuple([t if t is None else remade.laid_out(t, s) for t, s in zip(kept, strides, strict=True)])
             saved = kept if once is None else (*kept, once)
             if traced:
                 found = kernel.backward(needs, saved, *grads, **options)
@@ -183,6 +185,9 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
     # named.apply, but for 1.8 of its 6.7 µs: it asks whether a torch.func transform is active, as `Op.call` has done.
     apply = super(torch.autograd.Function, named).apply  # pyright: ignore[reportAttributeAccessIssue]
 
+    def forward(**arguments: Any) -> Any:
+        return kernel.forward(nothing, **arguments)[0]
+
     def run(arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /) -> Any:
         result: Any
         if needs == nothing:
@@ -198,7 +203,13 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             result = apply((needs, arguments, options, parts), *parts.given)
         elif modes.compiling():
             given = [arguments[name] for name in tensors]
-            result = named.apply((needs, None, tuple(options.values()), None), *given)
+            call = needs, None, tuple(options.values()), None
+            if op.remade is not None and remade.state.lean:
+                from torch.utils.checkpoint import checkpoint
+
+                result = checkpoint(named.apply, call, *given, use_reentrant=False, context_fn=remade.recomputing)
+            else:
+                result = named.apply(call, *given)
             if isinstance(result, tuple):
                 kept = keeps_gradient or (True,) * len(result)
                 result = tuple(
@@ -206,6 +217,9 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
                 )
         else:
             result = apply((needs, arguments, options, None), *[arguments[name] for name in tensors])
+            if op.remade is not None and (keeper := remade.active()) is not None:
+                given = {name: arguments[name] for name in tensors}
+                keeper.remember(op.remade, given, options, result, forward)
         if op.result is not None and isinstance(result, tuple):
             return op.result(*result)
         return result
@@ -215,17 +229,6 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
 
 def _strides(saved: Sequence[Tensor | None]) -> list[tuple[int, ...]]:
     return [() if tensor is None else tensor.stride() for tensor in saved]
-
-
-def _laid_out(tensor: Tensor | None, strides: tuple[int, ...]) -> Tensor | None:
-    """A tensor with its dimensions in memory as they are in one of these `strides`; without gaps, if it isn't it already.
-
-    Hooks of saved tensors, such as those that offload, may return another layout than they got.
-    """
-    if tensor is None or tensor.stride() == strides:
-        return tensor
-    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-    return tensor.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
 
 
 # Dynamo (torch 2.13) traces neither a None among a Function's results nor marks of some of them as non-differentiable.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 
-from liger_core import dispatch, modes, tensors
+from liger_core import dispatch, modes, remade, tensors
 from liger_core.autograd import Parts
 from liger_core.backend import Unsupported, backends
 from liger_core.declaration import Arguments, Declaration, Needs, declared
@@ -116,7 +116,7 @@ class Op(Declaration[P, R]):
         if route is None:
             # Under autocast its inputs are cast already.
             with torch.autocast(device, enabled=False) if autocast else nullcontext():
-                return self.reference(**arguments)
+                return self._run_reference(arguments)
         grad = torch.is_grad_enabled()
         needs = tuple(
             [grad and arguments[name] is not None and arguments[name].requires_grad for name in self.differentiable]
@@ -130,6 +130,22 @@ class Op(Declaration[P, R]):
                 remembered.clear()
             remembered[key] = Ready(route, device, needs, options, self._complex(arguments))
         return route.run(arguments, needs, options)
+
+    def _run_reference(self, arguments: Arguments) -> R:
+        """The reference's result. Inside of `lean` it keeps its arguments alone for backward, as a kernel does."""
+        if self.remade is None or modes.compiling() or not modes.plain() or (keeper := remade.active()) is None:
+            return self.reference(**arguments)
+        if not any(t is not None and t.requires_grad for t in self._pick_tensors(arguments)):
+            return self.reference(**arguments)
+        import torch.utils.checkpoint as torch_checkpoint
+
+        checkpoint = cast("Any", torch_checkpoint).checkpoint
+        result = checkpoint(self.reference, use_reentrant=False, preserve_rng_state=False, **arguments)
+        if torch.is_grad_enabled():
+            given = {name: arguments[name] for name in self.tensors}
+            options = {name: arguments[name] for name in self.options}
+            keeper.remember(self.remade, given, options, result, self.reference)
+        return cast("R", result)
 
     def call_parts(self, demand: str | None, arguments: Arguments, parts: Parts) -> Any:
         """Run a kernel on plain parts of tensors that are not plain, and record it for these.

@@ -16,6 +16,7 @@ from liger_core.calling import by_name as by_name
 from liger_core.calling import ops as ops
 from liger_core.declaration import Needs as Needs
 from liger_core.modes import compiling as compiling
+from liger_core.remade import Remade as Remade
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +31,7 @@ def op(
     grad_results: tuple[str, ...] | None = None,
     autocast: tuple[str, ...] = (),
     dimensions: str | None = None,
+    remade: Remade | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]: ...
 @overload
 def op(
@@ -39,6 +41,7 @@ def op(
     grad_results: tuple[str, ...] | None = None,
     autocast: tuple[str, ...] = (),
     dimensions: str | None = None,
+    remade: Remade | None = None,
     overloads: type[C],
 ) -> Callable[[Callable[P, R]], OverloadedOp[P, R, C]]: ...
 def op(
@@ -48,6 +51,7 @@ def op(
     grad_results: tuple[str, ...] | None = None,
     autocast: tuple[str, ...] = (),
     dimensions: str | None = None,
+    remade: Remade | None = None,
     overloads: type[Any] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make a reference function a contract.
@@ -62,12 +66,13 @@ def op(
             autocast off; every other tensor keeps its dtype.
         dimensions: which dimensions are independent, such as ``"x: ... H, weight: H -> ... H"``; `Dimensions` says how
             it is read. What divides a call among processes reads it.
+        remade: for a cheap op, how its results are made again from what backward keeps; `lean` reads it.
         overloads: for type checkers, a class whose ``__call__`` has an overload for each type of result.
     """
     kind: Any = Op if overloads is None else OverloadedOp
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
-        return kind(reference, differentiable, result, grad_results, autocast, dimensions)
+        return kind(reference, differentiable, result, grad_results, autocast, dimensions, remade)
 
     return decorate
 

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from liger_core import tensors
 from liger_core.dimensions import parse
+from liger_core.remade import Remade
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,6 +42,7 @@ class Declaration(Generic[P, R]):
         keeps_gradient: for each field of `result`, whether it has a gradient; None when every returned value has.
         autocast: the tensors that are cast to the autocast dtype in an autocast region.
         dimensions: which dimensions of its tensors are independent, or None where it doesn't say.
+        remade: how its results are made again from what backward keeps, or None where that isn't cheap.
         tensors: the parameters that are tensors; those of them that may be None are `optional`.
         options: the other parameters.
     """
@@ -53,6 +55,7 @@ class Declaration(Generic[P, R]):
         grad_results: tuple[str, ...] | None,
         autocast: tuple[str, ...],
         dimensions: str | None = None,
+        remade: Remade | None = None,
     ) -> None:
         self.name = reference.__name__
         self.reference: Callable[..., R] = reference
@@ -84,6 +87,13 @@ class Declaration(Generic[P, R]):
         self.dimensions = (
             None if dimensions is None else parse(dimensions, self.name, self.tensors, self.options, returned)
         )
+
+        self.remade = remade
+        for name in () if remade is None else (*remade.kept, *remade.instead):
+            if name not in self.tensors:
+                raise ValueError(
+                    f"{self.name}: remade names {name!r}; it takes tensor arguments, {', '.join(self.tensors)}"
+                )
 
         self._checks: Callable[..., None] = _no_check
         self._check_values: Callable[..., None] | None = None

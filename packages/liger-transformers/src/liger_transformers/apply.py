@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from liger_transformers import leaves
 from liger_transformers.experts import experts as mixture_experts
 from liger_transformers.head import Lazy, head_of, swap_head
+from liger_transformers.lean import layer
 from liger_transformers.rotary import OPS as ROTARY_OPS
 from liger_transformers.rotary import rotary
 from liger_transformers.swap import original_class, replaced_by, swapped_for
@@ -39,7 +40,7 @@ class Report:
         """Swapped modules by op, without options."""
         counts: dict[str, int] = {}
         for (_, op), count in self.swapped.items():
-            for name in names(op):
+            for name in names(op) if op != "lean" else ():
                 counts[name] = counts.get(name, 0) + count
         return counts
 
@@ -69,6 +70,7 @@ def apply(
     loss: bool = True,
     trl: bool = False,
     lazy: Lazy = False,
+    lean: bool = False,
     strict: bool = True,
 ) -> Report:
     """Let a transformers model train on liger_core's ops. Only this instance changes, and `restore` undoes it.
@@ -94,6 +96,7 @@ def apply(
         lazy: let logits leave the model before they are computed, in training without labels; ``"always"`` in evaluation
             too, for reference models. Log-probabilities, entropies and cross-entropies of such logits are an op each, and
             whatever else is done to them makes them first.
+        lean: run the model's layers in `liger_core.lean`: less memory, for the price of another forward of its norms and gates.
         strict: raise when nothing is swapped; False logs a warning.
 
     Returns:
@@ -117,10 +120,13 @@ def apply(
         "geglu": glu,
         "relu_squared": glu,
         "fused_moe": experts,
+        "lean": lean,
     }
     for module in list(model.modules()):
         if rms_norm or layer_norm:
             _become(module, leaves.norm(module), wanted, report)
+        if lean:
+            _become(module, layer(module), wanted, report)
         if rope:
             _become(module, rotary(module), wanted, report)
         _become(module, mixture_experts(module), wanted, report)

@@ -3,11 +3,16 @@
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.contract import op
+from liger_core.contract import Remade, op
 from liger_core.ops.rms_norm import CASTING_MODES, rms_norm
 
 
-@op(differentiable=("x", "residual", "weight"), dimensions="x: ... H, residual: ... H, weight: H -> ... H, ... H")
+@op(
+    differentiable=("x", "residual", "weight"),
+    dimensions="x: ... H, residual: ... H, weight: H -> ... H, ... H",
+    # y again: of h, to which −0 adds nothing.
+    remade=Remade("weight", x=lambda made: made[1], residual=lambda made: _negative_zeros(made[1])),
+)
 def fused_add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -58,3 +63,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, ca
     checks.shape("fused_add_rms_norm", "weight", weight, x.shape[-1:], "x's last dimension")
     checks.number("fused_add_rms_norm", eps=eps, offset=offset)
     checks.one_of("fused_add_rms_norm", CASTING_MODES, casting_mode=casting_mode)
+
+
+def _negative_zeros(like: Tensor) -> Tensor:
+    return like.new_full(like.shape[-1:], -0.0).expand_as(like)

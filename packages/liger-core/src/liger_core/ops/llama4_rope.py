@@ -5,10 +5,14 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.checks import FLOATS
-from liger_core.contract import op, upcast
+from liger_core.contract import Remade, op, upcast
 
 
-@op(differentiable=("q", "k"), dimensions="q: b s h D, k: b s h' D, freqs_cis: s * -> b s h D, b s h' D")
+@op(
+    differentiable=("q", "k"),
+    dimensions="q: b s h D, k: b s h' D, freqs_cis: s * -> b s h D, b s h' D",
+    remade=Remade("freqs_cis"),
+)
 def llama4_rope(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply each pair of neighbouring columns, as a complex number, by its frequency's.
 

@@ -1,0 +1,67 @@
+"""Layers that keep less for backward, alone and inside of gradient checkpointing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import batch, build, classes
+from torch import Tensor, nn
+
+import liger_transformers
+
+
+def gradients(model: nn.Module) -> tuple[dict[str, Tensor], int]:
+    """Of a step, and the bytes that it keeps for them beside the model's own."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        return kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = model(**batch()).loss
+    size = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
+    kept.clear()
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, size
+
+
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
+def test_gradients_are_equal_and_less_is_kept(kind: str, checkpointing: dict[str, Any] | None) -> None:
+    model = build(kind).train()
+    liger_transformers.apply(model)
+    leaner = copy.deepcopy(model)
+    report = liger_transformers.apply(leaner, lean=True)
+    layers = {what: count for (what, op), count in report.swapped.items() if op == "lean"}
+    assert sum(layers.values()) == 2, report
+    assert "lean" not in report.ops
+    for each in (model, leaner) if checkpointing is not None else ():
+        each.gradient_checkpointing_enable(checkpointing)
+    (expected, most), (actual, least) = gradients(model), gradients(leaner)
+    assert {*actual} == {*expected}
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert least < most if checkpointing is None else least <= most
+    liger_transformers.restore(leaner)
+    assert classes(leaner.modules()) == classes(build(kind).modules())
+
+
+def test_a_layer_whose_forward_is_bound_is_left() -> None:
+    model = build("llama")
+    model.model.layers[0].forward = model.model.layers[0].forward
+    report = liger_transformers.apply(model, lean=True)
+    assert report.swapped["LlamaDecoderLayer", "lean"] == 1
+    assert any(what == "LlamaDecoderLayer" and "bound to the instance" in why for what, why in report.left)
+
+
+def test_under_compile_the_layers_are_one_graph() -> None:
+    model = build("llama").train()
+    liger_transformers.apply(model, lean=True)
+    inputs = batch()
+    torch.compiler.reset()
+    compiled = torch.compile(lambda: model(**inputs).loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(), model(**inputs).loss)

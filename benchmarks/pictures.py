@@ -170,7 +170,7 @@ def op_picture(name: str, op: Op) -> Figure:
         _lines(axes, op, mode, "ms")
         axes.set_title(f"{mode}, ms", fontsize=10)
     _lines(panels[2], op, MODES[1], "peak_mib")
-    panels[2].set_title("peak memory beyond inputs, MiB (1: at most 1)", fontsize=10)
+    panels[2].set_title("peak memory beyond inputs, MiB", fontsize=10)
     handles = {
         line.get_label(): line
         for axes in panels
@@ -230,9 +230,11 @@ def draw(ops: Mapping[str, Op], paths: Sequence[Path], directory: Path = PICTURE
         figure = heat_map(ops) if name == HEAT_MAP else op_picture(name, ops[name])
         drawn = io.BytesIO()
         figure.savefig(drawn, dpi=90)
-        # 64 colours are enough for lines and text, and take a third of the bytes.
+        # A palette is enough for lines and text, and takes a third of the bytes.
         with Image.open(drawn) as picture:
-            picture.convert("RGB").quantize(64).save(directory / f"{name}.png", optimize=True, pnginfo=info)
+            picture.convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE).save(
+                directory / f"{name}.png", optimize=True, pnginfo=info
+            )
 
 
 def page(ops: Mapping[str, Op], heads: Sequence[Mapping[str, str]]) -> str:

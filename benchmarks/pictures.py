@@ -1,4 +1,4 @@
-"""Pictures of what was measured, drawn from the records of `compare.py` and from nothing else.
+"""Pictures of what was measured, drawn from the records of `compare.py` and `end_to_end.py` and from nothing else.
 
     python benchmarks/pictures.py                    docs/pictures/*.png
     python benchmarks/pictures.py --page FILE.html   the same as one interactive page, which needs plotly and no network
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PICTURES = Path(__file__).parent.parent / "docs/pictures"
 HEAT_MAP = "best-peer"
+END_TO_END = "end-to-end"
 
 GROUPS = ("small", "medium", "large")
 MODES = ("forward", "forward+backward")
@@ -43,6 +44,19 @@ LIMITS = {"NVIDIA H200": (4250.0, 790.0)}
 matrices. Both were measured there by PyTorch 2.11."""
 
 
+WAYS = {
+    "plain": ("PyTorch", PEERS["eager"]),
+    "compile": ("torch.compile", PEERS["compile"]),
+    "liger": ("liger-kernel 0.8.5", PEERS["liger"]),
+    "triton": ("liger", OURS["ours-triton"]),
+    "cutile": ("liger, cuTile", OURS["ours-cutile"]),
+    "triton-compile": ("liger, torch.compile", "#6aaed6"),
+    "triton-lean": ("liger, lean", "#08306b"),
+    "triton-lean-compile": ("liger, lean, torch.compile", "#4292c6"),
+}
+"""The ways of `end_to_end.py`, from top to bottom, as a reader of a picture knows them."""
+
+
 class Cell(NamedTuple):
     """What one provider did in one case and mode."""
 
@@ -55,16 +69,16 @@ Op = dict[tuple[str, str], dict[str, Cell]]
 """The cells of an op by case and mode, then by provider."""
 
 
-def sources() -> list[Path]:
-    """The records of `compare.py`, the newest measurement of an op last."""
-    found = records.RECORDS.glob("*-compare-*.csv")
+def sources(kind: str, directory: Path) -> list[Path]:
+    """The records of a kind, the newest measurement of an op last."""
+    found = directory.glob(f"*-{kind}-*.csv")
     # A run of a few ops is a second look at them, so it comes after the run of all ops of that day.
     return sorted(found, key=lambda path: (path.name[:10], -len(ops_in(records.read_csv(path)[1])), path.name))
 
 
 def ops_in(rows: Sequence[Mapping[str, str]]) -> set[str]:
     """The ops that a record has."""
-    return {row["op"] for row in rows}
+    return {row["op"] for row in rows if "op" in row}
 
 
 def read(paths: Sequence[Path]) -> dict[str, Op]:
@@ -94,13 +108,12 @@ def _cell(row: Mapping[str, str], chip: str) -> Cell:
     return Cell(ms, max(float(row["peak_mib"]), 1.0) if row["peak_mib"] else None, limit)
 
 
-def digest(paths: Sequence[Path]) -> str:
-    """What a picture depends on: the records and this file."""
-    summed = hashlib.sha256(Path(__file__).read_bytes())
-    for path in paths:
-        summed.update(path.name.encode())
-        summed.update(path.read_bytes())
-    return summed.hexdigest()
+def whole_steps(paths: Sequence[Path]) -> dict[str, Mapping[str, str]]:
+    """The rows of a whole step of the first model that `end_to_end.py` lists, by way; of two of one way, the later."""
+    rows = [row for path in paths for row in records.read_csv(path)[1] if row["ms"] and not row["checkpointing"]]
+    model = rows[0]["model"] if rows else None
+    found = {row["way"]: row for row in rows if row["model"] == model}
+    return {way: found[way] for way in WAYS if way in found}
 
 
 def made_of(path: Path) -> str | None:
@@ -151,6 +164,32 @@ def heat_map(ops: Mapping[str, Op]) -> Figure:
     axes.set_title("The best peer's time over ours: blue, ours is faster", fontsize=11, pad=12)
     for side in axes.spines.values():
         side.set_visible(False)
+    return figure
+
+
+def end_to_end_picture(steps: Mapping[str, Mapping[str, str]]) -> Figure:
+    """Time and peak memory of one training step, a bar for each way."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 0.5 * len(steps) + 1.3), layout="constrained")
+    names, colours = zip(*(WAYS[way] for way in steps), strict=True)
+    panels = figure.subplots(1, 2, sharey=True)
+    panels[0].invert_yaxis()
+    for axes, key, unit in zip(panels, ("ms", "peak_gb"), ("ms", "GB"), strict=True):
+        values = [float(row[key]) for row in steps.values()]
+        bars = axes.barh(range(len(steps)), values, color=colours, height=0.65)
+        axes.bar_label(bars, [f"{value:.0f} ms" if unit == "ms" else f"{value:.1f} GB" for value in values], padding=4)
+        axes.set_xlim(0, max(values) * 1.2)
+        axes.set_yticks(range(len(steps)), names)
+        axes.tick_params(left=False)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.set_title("time of a step" if unit == "ms" else "peak memory", fontsize=10)
+    row = next(iter(steps.values()))
+    billions = int(row["parameters"]) / 1e9
+    figure.suptitle(
+        f"One training step of a Llama of {billions:.1f} B parameters, {row['tokens']} tokens, bfloat16", fontsize=11
+    )
     return figure
 
 
@@ -211,23 +250,51 @@ def limit(op: Op, case: str, mode: str) -> float | None:
     return next((cell.limit_ms for cell in op.get((case, mode), {}).values() if cell.limit_ms), None)
 
 
-def names(ops: Mapping[str, Op]) -> Iterator[str]:
-    """The pictures, without their suffix."""
-    yield HEAT_MAP
-    yield from ops
+class Records(NamedTuple):
+    """What all pictures are drawn from: the ops, the whole steps, and the files that these were read from."""
+
+    ops: Mapping[str, Op]
+    steps: Mapping[str, Mapping[str, str]]
+    paths: Sequence[Path]
+
+    @classmethod
+    def of(cls, directory: Path = records.RECORDS) -> Records:
+        """The records in a folder."""
+        compared, steps = sources("compare", directory), sources("end-to-end", directory)
+        return cls(read(compared), whole_steps(steps), [*compared, *steps])
+
+    @property
+    def names(self) -> list[str]:
+        """The pictures, without their suffix."""
+        return [*[END_TO_END] * bool(self.steps), *[HEAT_MAP] * bool(self.ops), *self.ops]
+
+    @property
+    def digest(self) -> str:
+        """What a picture depends on: the records and this file."""
+        summed = hashlib.sha256(Path(__file__).read_bytes())
+        for path in self.paths:
+            summed.update(path.name.encode())
+            summed.update(path.read_bytes())
+        return summed.hexdigest()
+
+    def picture(self, name: str) -> Figure:
+        """One of `names`."""
+        if name == END_TO_END:
+            return end_to_end_picture(self.steps)
+        return heat_map(self.ops) if name == HEAT_MAP else op_picture(name, self.ops[name])
 
 
-def draw(ops: Mapping[str, Op], paths: Sequence[Path], directory: Path = PICTURES) -> None:
-    """Draw every picture, and remove those of ops that no record has."""
+def draw(everything: Records, directory: Path = PICTURES) -> None:
+    """Draw every picture, and remove those that no record has."""
     directory.mkdir(parents=True, exist_ok=True)
-    for stale in set(directory.glob("*.png")) - {directory / f"{name}.png" for name in names(ops)}:
+    for stale in set(directory.glob("*.png")) - {directory / f"{name}.png" for name in everything.names}:
         stale.unlink()
     from PIL import Image, PngImagePlugin
 
     info = PngImagePlugin.PngInfo()
-    info.add_text("Digest", digest(paths))
-    for name in names(ops):
-        figure = heat_map(ops) if name == HEAT_MAP else op_picture(name, ops[name])
+    info.add_text("Digest", everything.digest)
+    for name in everything.names:
+        figure = everything.picture(name)
         drawn = io.BytesIO()
         figure.savefig(drawn, dpi=90)
         # A palette is enough for lines and text, and takes a third of the bytes.
@@ -237,11 +304,12 @@ def draw(ops: Mapping[str, Op], paths: Sequence[Path], directory: Path = PICTURE
             )
 
 
-def page(ops: Mapping[str, Op], heads: Sequence[Mapping[str, str]]) -> str:
-    """One page of all records, self-contained: an op is chosen from a list, a provider by a click on its name."""
+def page(everything: Records) -> str:
+    """One page of all records of ops, self-contained: an op is chosen from a list, a provider by a click on its name."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
+    ops, heads = everything.ops, [records.read_csv(path)[0] for path in everything.paths]
     shown = [*((mode, "ms") for mode in MODES), (MODES[1], "peak_mib")]
     figure = make_subplots(
         rows=1, cols=3, subplot_titles=[*(f"{m}, ms" for m in MODES), "peak memory beyond inputs, MiB"]
@@ -293,12 +361,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, metavar="FILE.html", help="write one interactive page, and no pictures")
     options = parser.parse_args(words)
-    paths = sources()
-    ops = read(paths)
+    everything = Records.of()
     if options.page:
-        options.page.write_text(page(ops, [records.read_csv(path)[0] for path in paths]), encoding="utf-8")
+        options.page.write_text(page(everything), encoding="utf-8")
     else:
-        draw(ops, paths)
+        draw(everything)
 
 
 if __name__ == "__main__":

@@ -20,39 +20,64 @@ def rows(times: dict[str, float], spread: str = "") -> list[dict[str, str]]:
     return [blank | {"provider": provider, "ms": str(ms)} for provider, ms in times.items()]
 
 
+def write(directory: Path, name: str, found: Sequence[dict[str, str]], columns: Sequence[str] = COLUMNS) -> Path:
+    """A record of an H200."""
+    head = {"machine": "NVIDIA H200, a processor", "versions": "torch 2"}
+    return records.write_csv(directory / f"2026-01-02-{name}-h200", head, found, columns)
+
+
 def test_pictures_are_of_the_records() -> None:
-    paths = pictures.sources()
-    wanted = pictures.digest(paths)
-    names = set(pictures.names(pictures.read(paths)))
-    stale = [name for name in sorted(names) if pictures.made_of(pictures.PICTURES / f"{name}.png") != wanted]
+    everything = pictures.Records.of()
+    wanted = everything.digest
+    stale = [name for name in everything.names if pictures.made_of(pictures.PICTURES / f"{name}.png") != wanted]
     assert not stale, "run: python benchmarks/pictures.py"
-    extra = {path.stem for path in pictures.PICTURES.glob("*.png")} - names
+    extra = {path.stem for path in pictures.PICTURES.glob("*.png")} - set(everything.names)
     assert not extra, "no record has these: run python benchmarks/pictures.py"
 
 
 def test_a_picture_of_other_records_is_stale(tmp_path: Path) -> None:
-    head = {"machine": "NVIDIA H200, a processor", "versions": "torch 2"}
-    path = records.write_csv(
-        tmp_path / "2026-01-02-compare-h200", head, rows({"ours-triton": 1.0, "eager": 2.0}), COLUMNS
-    )
-    pictures.draw(pictures.read([path]), [path], tmp_path)
+    path = write(tmp_path, "compare", rows({"ours-triton": 1.0, "eager": 2.0}))
+    everything = pictures.Records.of(tmp_path)
+    pictures.draw(everything, tmp_path)
     drawn = tmp_path / "rms_norm.png"
-    assert pictures.made_of(drawn) == pictures.digest([path])
+    assert pictures.made_of(drawn) == everything.digest
     path.write_text(path.read_text().replace("2.0", "2.5"))
-    assert pictures.made_of(drawn) != pictures.digest([path])
+    assert pictures.made_of(drawn) != everything.digest
     assert pictures.made_of(tmp_path / "swiglu.png") is None
 
 
-def test_the_last_measurement_of_an_op_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "RECORDS", tmp_path)
-    head = {"machine": "NVIDIA H200, a processor", "versions": "torch 2"}
+def test_the_last_measurement_of_an_op_counts(tmp_path: Path) -> None:
     whole = [row | {"op": op} for op in ("rms_norm", "swiglu") for row in rows({"ours-triton": 1.0, "eager": 2.0})]
-    again = rows({"ours-triton": 0.5, "eager": 2.0})
-    records.write_csv(tmp_path / "2026-01-02-compare-a-second-look-h200", head, again, COLUMNS)
-    records.write_csv(tmp_path / "2026-01-02-compare-h200", head, whole, COLUMNS)
-    found = pictures.read(pictures.sources())
+    write(tmp_path, "compare-a-second-look", rows({"ours-triton": 0.5, "eager": 2.0}))
+    write(tmp_path, "compare", whole)
+    found = pictures.Records.of(tmp_path).ops
     ratios = {op: pictures.ratio(found[op], "large", "forward") for op in found}
     assert ratios == {"rms_norm": (4.0, "eager"), "swiglu": (2.0, "eager")}
+
+
+def test_whole_steps_are_of_one_model_and_without_checkpointing(tmp_path: Path) -> None:
+    columns = ("model", "way", "tokens", "checkpointing", "parameters", "ms", "peak_gb")
+    step = {
+        "model": "a",
+        "way": "liger",
+        "tokens": "8 x 8",
+        "checkpointing": "",
+        "parameters": "9",
+        "ms": "2",
+        "peak_gb": "3",
+    }
+    found = [
+        step,
+        step | {"way": "triton", "ms": "1"},
+        step | {"model": "b", "way": "plain"},
+        step | {"way": "compile", "ms": ""},
+    ]
+    write(tmp_path, "end-to-end", [*found, step | {"checkpointing": "yes", "ms": "9"}], columns)
+    everything = pictures.Records.of(tmp_path)
+    assert {way: row["ms"] for way, row in everything.steps.items()} == {"liger": "2", "triton": "1"}
+    assert everything.names == [pictures.END_TO_END]
+    pictures.draw(everything, tmp_path)
+    assert pictures.made_of(tmp_path / f"{pictures.END_TO_END}.png") == everything.digest
 
 
 def test_the_limit_is_the_machine_s() -> None:
@@ -80,7 +105,7 @@ def test_the_page_draws_itself_without_a_network(tmp_path: Path) -> None:
     ]
     command += ["--virtual-time-budget=8000", "--dump-dom", page.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    first = next(iter(pictures.read(pictures.sources())))
+    first = next(iter(pictures.Records.of().ops))
     assert dom.count('class="scatterlayer') == 3, "a panel is missing"
     assert 'class="point"' in dom
     assert f">{first}</text>" in dom

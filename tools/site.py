@@ -22,7 +22,6 @@ CORE = ROOT / "packages/liger-core/src/liger_core"
 sys.path.append(str(ROOT / "benchmarks"))
 
 import pictures  # noqa: E402 - benchmarks/ is no package
-import records  # noqa: E402
 
 LANGUAGES = {"Triton": "liger-triton", "cuTile": "liger-cutile", "triton-ascend": "liger-triton-ascend"}
 
@@ -66,8 +65,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def measured_page() -> str:
     """The records as one interactive page, which stands beside the others as it is."""
-    paths = pictures.sources()
-    return pictures.page(pictures.read(paths), [records.read_csv(path)[0] for path in paths])
+    return pictures.page(pictures.Records.of())
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -298,7 +298,9 @@ def launch_forward(
     if weight is not None:
         weight = weight.contiguous()
     rounds, native = casting_mode != "gemma", casting_mode == "none"
-    if columns <= (LONGEST_FORWARD if in_vectors(columns, x_stride, residual_stride) else LONGEST_FORWARD // 2):
+    # 64 columns a thread of x + residual in float32 would spill registers.
+    longest = LONGEST_FORWARD if residual is None or x.element_size() == 2 else LONGEST_FORWARD // 2
+    if columns <= (longest if in_vectors(columns, x_stride, residual_stride) else LONGEST_FORWARD // 2):
         tile_rows, block, warps = _tile_of_forward(columns, residual is not None, x.element_size(), x.device)
         _forward[((rows + tile_rows - 1) // tile_rows,)](
             y, h, inverse_rms, x, residual, weight, rows, columns, x_stride, residual_stride, eps, offset,

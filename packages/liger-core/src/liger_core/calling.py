@@ -47,6 +47,19 @@ class Ready(NamedTuple):
     complex: tuple[str, ...]
 
 
+class _Itself:
+    """Dynamo up to torch 2.11 follows a `__get__` of Python, and fails at an op that an instance has for attribute.
+
+    One of C it leaves alone: so this looks, and is no less called by Python.
+    """
+
+    def __call__(self, op: Any, owner: Any, kind: Any = None) -> Any:
+        return op
+
+    def __get__(self, op: Any, kind: Any = None) -> Any:
+        return object.__repr__
+
+
 class Op(Declaration[P, R]):
     """An op. Calling it runs the best kernel installed for the tensors' device, or the reference."""
 
@@ -59,9 +72,14 @@ class Op(Declaration[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.call(dispatch.state.demand, args, kwargs)
 
-    def __get__(self, owner: Any, kind: Any = None) -> Self:
-        """The op itself, as an attribute of a class too. By it `help` takes an op for the function that it is."""
-        return self
+    if TYPE_CHECKING:
+
+        def __get__(self, owner: Any, kind: Any = None) -> Self:
+            """The op itself, as an attribute of a class too. By it `help` takes an op for the function that it is."""
+            ...
+
+    else:
+        __get__ = _Itself()
 
     def call(self, demand: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Check the arguments, then run the language that `demand` names, or the best one.

@@ -29,6 +29,8 @@ PACKAGES = (
     "liger-triton",
     "liger-triton-ascend",
     "liger-cutile",
+    "liger-transformers",
+    "transformers",
     "liger-kernel",
     "quack-kernels",
     "nvidia-cutlass-dsl",

@@ -1,0 +1,45 @@
+"""Products of float32 matrices on tensor cores that multiply bfloat16: each operand is the sum of three bfloat16 numbers."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _split(a):
+    """Three bfloat16 numbers for each float32, which is their sum; the largest first."""
+    high = a.to(tl.bfloat16)
+    rest = a - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def product(a, b, total, ROUGH: tl.constexpr = False):
+    """total + a · b, each a float32, bfloat16 or float16 matrix, as exact as in float32; ROUGH: to a relative 2⁻¹⁶.
+
+    Tensor cores cut off what they add up, at each step: so a call's sum starts at zero, and is added to `total` with
+    rounding. What is small is added up first.
+    """
+    nothing = total * 0.0  # a zero that isn't known: else the compiler would start at `total`
+    if a.dtype == tl.bfloat16:
+        if b.dtype == tl.bfloat16:
+            return total + tl.dot(a, b, nothing)
+        else:
+            high, middle, low = _split(b.to(tl.float32))
+            if ROUGH:
+                return total + tl.dot(a, high, tl.dot(a, middle, nothing))
+            else:
+                return total + tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low, nothing)))
+    elif b.dtype == tl.bfloat16:
+        high, middle, low = _split(a.to(tl.float32))
+        if ROUGH:
+            return total + tl.dot(high, b, tl.dot(middle, b, nothing))
+        else:
+            return total + tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b, nothing)))
+    else:
+        a_high, a_middle, a_low = _split(a.to(tl.float32))
+        b_high, b_middle, b_low = _split(b.to(tl.float32))
+        sums = nothing
+        if not ROUGH:
+            sums = tl.dot(a_low, b_high, tl.dot(a_high, b_low, tl.dot(a_middle, b_middle, sums)))
+        return total + tl.dot(a_high, b_high, tl.dot(a_middle, b_high, tl.dot(a_high, b_middle, sums)))

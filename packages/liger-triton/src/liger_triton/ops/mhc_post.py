@@ -1,0 +1,118 @@
+"""Mixing of residual streams: a program has all streams of a row, so that each is read once; backward goes along the row."""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from liger_core import mhc_post
+from liger_core.contract import Needs, Saved, implements
+from liger_triton.ops._launch import kernel
+from liger_triton.ops._rows import as_rows, power_of_2
+
+MOST_ELEMENTS = 4096
+"""Of the new streams of one program: eight columns of four streams a thread."""
+
+BACKWARD_ELEMENTS = 2048
+"""The same of a program that also holds the old streams and sums of their products: four columns of four streams a thread."""
+
+EACH = 4
+"""Neighbouring columns of a thread, which it adds up by itself until the row ends."""
+
+STAGES = 3
+"""Of a program's tiles one is worked on, and the others are on their way to shared memory."""
+
+
+@kernel
+def _forward(
+    y, f, x, post, res, streams, columns, blocks, f_stride, x_stride, STREAMS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    new = tl.arange(0, STREAMS)
+    taken = tl.load(post + row * streams + new, new < streams, other=0.0).to(tl.float32)
+    fs = tl.load(f + row * f_stride + column, inside, other=0.0).to(tl.float32)
+    ys = taken[:, None] * fs[None, :]
+    for old in tl.static_range(STREAMS):
+        there = old < streams
+        part = tl.load(res + (row * streams + old) * streams + new, there & (new < streams), other=0.0).to(tl.float32)
+        xs = tl.load(x + (row * streams + old) * x_stride + column, there & inside, other=0.0).to(tl.float32)
+        ys += part[:, None] * xs[None, :]
+    at = (row * streams + new)[:, None] * columns + column[None, :]
+    tl.store(y + at, ys, (new < streams)[:, None] & inside[None, :])
+
+
+@kernel
+def _backward(
+    df, dx, dpost, dres, dy, f, x, post, res, streams, columns, dy_stride, f_stride, x_stride,
+    STREAMS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    stream = tl.arange(0, STREAMS)
+    # Of one stream for each element of the others': [old, new], and [stream, lanes, columns of a lane].
+    here = (stream < streams)[:, None] & (stream < streams)[None, :]
+    place = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    from_row = (row * streams + stream)[:, None, None]
+    taken = tl.load(post + row * streams + stream, stream < streams, other=0.0).to(tl.float32)
+    part = tl.load(res + (row * streams + stream)[:, None] * streams + stream[None, :], here, other=0.0).to(tl.float32)
+    of_pairs = tl.zeros((STREAMS, STREAMS, LANES), tl.float32)
+    of_streams = tl.zeros((STREAMS, LANES), tl.float32)
+    for start in tl.range(0, columns, LANES * EACH, num_stages=STAGES):
+        column = start + place
+        inside = (stream < streams)[:, None, None] & (column < columns)[None, :, :]
+        dys = tl.load(dy + from_row * dy_stride + column[None, :, :], inside, other=0.0).to(tl.float32)
+        if dpost is not None:
+            fs = tl.load(f + row * f_stride + column, column < columns, other=0.0).to(tl.float32)
+            of_streams += tl.sum(dys * fs[None, :, :], 2)
+        if dres is not None:
+            xs = tl.load(x + from_row * x_stride + column[None, :, :], inside, other=0.0).to(tl.float32)
+            of_pairs += tl.sum(xs[:, None, :, :] * dys[None, :, :, :], 3)
+        if dx is not None:
+            dxs = tl.sum(part[:, :, None, None] * dys[None, :, :, :], 1)
+            tl.store(dx + from_row * columns + column[None, :, :], dxs, inside)
+        if df is not None:
+            dfs = tl.sum(taken[:, None, None] * dys, 0)
+            tl.store(df + row * columns + column, dfs, column < columns)
+    if dpost is not None:
+        tl.store(dpost + row * streams + stream, tl.sum(of_streams, 1), stream < streams)
+    if dres is not None:
+        at = dres + (row * streams + stream)[:, None] * streams + stream[None, :]
+        tl.store(at, tl.sum(of_pairs, 2), here)
+
+
+@implements(mhc_post)
+def forward(needs: Needs, f: Tensor, x: Tensor, post: Tensor, res: Tensor) -> tuple[Tensor, Saved]:
+    streams, columns = x.shape[-2:]
+    rows = x.numel() // (streams * columns)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    saved = (f, x, post, res) if True in needs else ()
+    f, f_stride = as_rows(f)
+    x, x_stride = as_rows(x)
+    padded = power_of_2(streams, 1)
+    block = min(power_of_2(columns), max(MOST_ELEMENTS // padded, 16))
+    blocks = (columns + block - 1) // block
+    _forward[(rows * blocks,)](
+        y, f, x, post.contiguous(), res.contiguous(), streams, columns, blocks, f_stride, x_stride,
+        STREAMS=padded, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return y, saved
+
+
+def backward(needs: Needs, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+    f, x, post, res = saved
+    streams, columns = x.shape[-2:]
+    rows = x.numel() // (streams * columns)
+    df, dx, dpost, dres = (
+        torch.empty_like(like, memory_format=torch.contiguous_format) if wanted else None
+        for wanted, like in zip(needs, saved, strict=True)
+    )
+    dy, dy_stride = as_rows(dy)
+    f, f_stride = as_rows(f)
+    x, x_stride = as_rows(x)
+    padded = power_of_2(streams, 1)
+    lanes = min(power_of_2(columns), max(BACKWARD_ELEMENTS // padded, 16 * EACH)) // EACH
+    _backward[(rows,)](
+        df, dx, dpost, dres, dy, f, x, post.contiguous(), res.contiguous(), streams, columns, dy_stride, f_stride, x_stride,
+        STREAMS=padded, LANES=lanes, EACH=EACH, STAGES=STAGES, num_warps=4,
+    )  # fmt: skip
+    return df, dx, dpost, dres

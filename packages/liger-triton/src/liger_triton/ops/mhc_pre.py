@@ -1,0 +1,444 @@
+"""Hyper-connections before a layer: one product of all streams with a narrow matrix, then the rest of each row from it.
+
+The product is shared out by rows and columns, and the sum of squares is made beside it. Then programs that make h and
+programs that make the coefficients run in one launch. Backward first sums dh · x of each stream, runs Sinkhorn's steps backwards
+for each row, and then goes over the streams once for dx and dweight.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core import mhc_pre
+from liger_core.contract import Needs, Saved, implements
+from liger_core.ops.mhc_pre import MHCPre
+from liger_triton.ops._device import sm_count
+from liger_triton.ops._launch import kernel
+from liger_triton.ops._rows import as_rows, in_vectors, multiply, power_of_2
+from liger_triton.ops._three_parts import product
+
+PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_WARPS = 128, 64, 8
+"""A tile of x in the forward product, and its warps. On an H200 (triton 3.6), 16384 rows of 4 streams of 7168 columns take, in
+bfloat16, 0.334 ms; with half the rows and warps, which read the weight twice as often, 0.529."""
+
+GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_WARPS = 32, 64, 4
+"""The same of the products of backward."""
+
+FEW = 32
+"""Rows and columns of the former where each element has an address of its own in registers, and for more than four streams. The
+latter then takes half as many rows; and in float32."""
+
+PROGRAMS = 8
+"""Of a product, for each multiprocessor. The same with half the rows: 0.431 ms, with four programs 0.529."""
+
+FEWEST_COLUMNS = 512
+"""Columns of a program of the forward product: fewer make more partial sums than they save time."""
+
+COEFFICIENTS = 1024
+"""Elements of res, of the rows whose coefficients a program makes."""
+
+MOST_ELEMENTS = 4096
+"""Of x, of a program that makes h."""
+
+EACH = 8
+"""Neighbouring columns of a thread, which it adds up by itself until the row ends."""
+
+
+@triton.jit
+def _by_columns(p, valid, eps):
+    """Each column of ``[rows, n, n]`` divided by its sum, and the sums."""
+    sums = tl.sum(p, 1, keep_dims=True) + eps
+    return tl.where(valid, p / sums, 0.0), sums
+
+
+@triton.jit
+def _by_rows(p, valid, eps):
+    sums = tl.sum(p, 2, keep_dims=True) + eps
+    return tl.where(valid, p / sums, 0.0), sums
+
+
+@triton.jit
+def _softmax(logits, valid):
+    """Over the last dimension of ``[rows, n, n]``; 0 where it isn't valid."""
+    shifted = tl.where(valid, logits, -float("inf"))
+    largest = tl.max(shifted, 2, keep_dims=True)
+    e = tl.where(valid, tl.exp(shifted - tl.where(largest == -float("inf"), 0.0, largest)), 0.0)
+    sums = tl.sum(e, 2, keep_dims=True)
+    return tl.where(valid, e / sums, 0.0)
+
+
+@triton.jit
+def _back(d, o, sums, valid, axis: tl.constexpr):
+    """The gradient of what was divided by its sum along an axis, of that of the quotients o."""
+    return tl.where(valid, (d - tl.sum(multiply(d, o, 1), axis, keep_dims=True)) / sums, 0.0)
+
+
+@triton.jit
+def _squares(partial, row, splits, count, inside):
+    """Of a row, or of several, the sum of squares."""
+    total = tl.load(partial + (row * splits) * (count + 1) + count, inside, other=0.0)
+    for split in range(1, splits):
+        total += tl.load(partial + (row * splits + split) * (count + 1) + count, inside, other=0.0)
+    return total
+
+
+@triton.jit
+def _products(partial, at, splits, count, inside):
+    """The products at these places of the first partial sums."""
+    total = tl.load(partial + at, inside, other=0.0)
+    for split in range(1, splits):
+        total += tl.load(partial + split * (count + 1) + at, inside, other=0.0)
+    return total
+
+
+@triton.jit
+def _scaled(m, alpha, bias, which, first, places, inside):
+    """alpha · m + bias of some of the products."""
+    scale = tl.load(alpha + which).to(tl.float32)
+    return scale * m + tl.load(bias + first + places, inside, other=0.0).to(tl.float32)
+
+
+@kernel
+def _multiply(
+    partial, x, weight, rows, columns, count, share, splits, x_stride, weight_stride,
+    ROWS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0) % splits
+    row = (tl.program_id(0) // splits).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    number = tl.arange(0, COUNT).to(tl.int64)
+    sums = tl.zeros((ROWS, COUNT), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(split * share, tl.minimum(columns, split * share + share), BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        xs = tl.load(x + row[:, None] * x_stride + column[None, :], inside, other=0.0)
+        at = weight + number[None, :] * weight_stride + column[:, None]
+        ws = tl.load(at, (number < count)[None, :] & (column < columns)[:, None], other=0.0)
+        wide = xs.to(tl.float32)
+        squares += wide * wide
+        sums = product(xs, ws, sums)
+    at = partial + (row * splits + split) * (count + 1)
+    tl.store(at[:, None] + number[None, :], sums, (row < rows)[:, None] & (number < count)[None, :])
+    tl.store(at + count, tl.sum(squares, 1), row < rows)
+
+
+@triton.jit
+def _make_h(
+    h, x, partial, bias, alpha, program, streams, width, count, splits, blocks, x_stride, norm_eps, pre_eps,
+    STREAMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of a row."""
+    stream = tl.arange(0, STREAMS)
+    there = stream < streams
+    row = (program // blocks).to(tl.int64)
+    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    at = x + row * x_stride + (stream * width)[:, None] + column[None, :]
+    xs = tl.load(at, there[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
+    r = tl.rsqrt(_squares(partial, row, splits, count, True) / (streams * width) + norm_eps)
+    ms = _products(partial, row * splits * (count + 1) + stream, splits, count, there) * r
+    taken = tl.where(there, tl.sigmoid(_scaled(ms, alpha, bias, 0, 0, stream, there)) + pre_eps, 0.0)
+    tl.store(h + row * width + column, tl.sum(taken[:, None] * xs, 0), column < width)
+
+
+@triton.jit
+def _make_coefficients(
+    pre, post, res, m, partial, bias, alpha, rows, streams, width, count, splits, iterations, norm_eps, sinkhorn_eps, pre_eps,
+    post_multiplier, HEAD: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of several rows, all that is not h."""
+    stream = tl.arange(0, STREAMS)
+    there = stream < streams
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    some = inside[:, None] & there[None, :]
+    r = tl.rsqrt(_squares(partial, row, splits, count, inside) / (streams * width) + norm_eps)
+    first = (row * splits * (count + 1))[:, None]
+    at = row[:, None] * streams + stream[None, :]
+    ms = _products(partial, first + stream[None, :], splits, count, some) * r[:, None]
+    z = _scaled(ms, alpha, bias, 0, 0, stream[None, :], there[None, :])
+    tl.store(pre + at, tl.sigmoid(z) + pre_eps, some)
+    if m is not None:
+        tl.store(m + row[:, None] * (count + 1) + stream[None, :], ms, some)
+        tl.store(m + row * (count + 1) + count, r, inside)
+    if not HEAD:
+        second = _products(partial, first + streams + stream[None, :], splits, count, some) * r[:, None]
+        z = _scaled(second, alpha, bias, 1, streams, stream[None, :], there[None, :])
+        tl.store(post + at, post_multiplier * tl.sigmoid(z), some)
+        pair = stream[None, :, None] * streams + stream[None, None, :]
+        valid = there[None, :, None] & there[None, None, :]
+        every = inside[:, None, None] & valid
+        third = _products(partial, first[:, :, None] + 2 * streams + pair, splits, count, every) * r[:, None, None]
+        if m is not None:
+            tl.store(m + row[:, None] * (count + 1) + streams + stream[None, :], second, some)
+            tl.store(m + row[:, None, None] * (count + 1) + 2 * streams + pair, third, every)
+        logits = _scaled(third, alpha, bias, 2, 2 * streams, pair, valid)
+        p, _ = _by_columns(tl.where(valid, _softmax(logits, valid) + sinkhorn_eps, 0.0), valid, sinkhorn_eps)
+        for _step in range(1, iterations):
+            p, _ = _by_rows(p, valid, sinkhorn_eps)
+            p, _ = _by_columns(p, valid, sinkhorn_eps)
+        tl.store(res + row[:, None, None] * streams * streams + pair, p, every)
+
+
+@kernel
+def _mix(
+    h, pre, post, res, m, x, partial, bias, alpha, rows, streams, width, count, splits, blocks, x_stride, iterations,
+    norm_eps, sinkhorn_eps, pre_eps, post_multiplier,
+    HEAD: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    norm_eps, sinkhorn_eps = tl.cast(norm_eps, tl.float32), tl.cast(sinkhorn_eps, tl.float32)
+    pre_eps, post_multiplier = tl.cast(pre_eps, tl.float32), tl.cast(post_multiplier, tl.float32)
+    tiles = tl.cdiv(rows, ROWS)
+    # The coefficients come first: a program of theirs takes the longest.
+    if tl.program_id(0) < tiles:
+        _make_coefficients(
+            pre, post, res, m, partial, bias, alpha, rows, streams, width, count, splits, iterations, norm_eps,
+            sinkhorn_eps, pre_eps, post_multiplier, HEAD, STREAMS, ROWS,
+        )  # fmt: skip
+    else:
+        _make_h(
+            h, x, partial, bias, alpha, tl.program_id(0) - tiles, streams, width, count, splits, blocks, x_stride,
+            norm_eps, pre_eps, STREAMS, BLOCK,
+        )  # fmt: skip
+
+
+@kernel
+def _sum_streams(
+    dots, dh, x, streams, width, dh_stride, x_stride, STREAMS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    stream = tl.arange(0, STREAMS)
+    place = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    sums = tl.zeros((STREAMS, LANES), tl.float32)
+    for start in range(0, width, LANES * EACH):
+        column = start + place
+        dhs = tl.load(dh + row * dh_stride + column, column < width, other=0.0).to(tl.float32)
+        at = x + row * x_stride + (stream * width)[:, None, None] + column[None, :, :]
+        inside = (stream < streams)[:, None, None] & (column < width)[None, :, :]
+        sums += tl.sum(tl.load(at, inside, other=0.0).to(tl.float32) * dhs[None, :, :], 2)
+    tl.store(dots + row * streams + stream, tl.sum(sums, 1), stream < streams)
+
+
+@kernel
+def _coefficients_backward(
+    plan, rest, partial, dots, dpre, dpost, dres, m, bias, alpha, rows, streams, width, count, iterations, sinkhorn_eps, pre_eps,
+    post_multiplier, HEAD: tl.constexpr, STREAMS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    sinkhorn_eps, pre_eps = tl.cast(sinkhorn_eps, tl.float32), tl.cast(pre_eps, tl.float32)
+    post_multiplier = tl.cast(post_multiplier, tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    stream = tl.arange(0, STREAMS)
+    there = stream < streams
+    some = inside[:, None] & there[None, :]
+    kept = m + row[:, None] * (count + 1)
+    planned = plan + row[:, None] * COUNT
+    sums = partial + tl.program_id(0) * (count + 3)
+    at = row[:, None] * streams + stream[None, :]
+    r = tl.load(m + row * (count + 1) + count, inside, other=0.0)
+
+    ms = tl.load(kept + stream[None, :], some, other=0.0)
+    s = tl.sigmoid(_scaled(ms, alpha, bias, 0, 0, stream[None, :], there[None, :]))
+    d = tl.zeros((ROWS, STREAMS), tl.float32)
+    if dots is not None:
+        d += tl.load(dots + at, some, other=0.0)
+    if dpre is not None:
+        d += tl.load(dpre + at, some, other=0.0)
+    d = tl.where(some, d * (s * (1.0 - s)), 0.0)
+    tl.store(rest + row[:, None] * (streams + 1) + stream[None, :], s + pre_eps, some)
+    g = d * tl.load(alpha).to(tl.float32)
+    tl.store(planned + stream[None, :], g * r[:, None], some)
+    tl.store(sums + stream, tl.sum(d, 0), there)
+    tl.store(sums + count, tl.sum(tl.sum(multiply(d, ms, 1), 1), 0))
+    through_r = tl.sum(multiply(g, ms, 1), 1)
+    if not HEAD:
+        ms = tl.load(kept + streams + stream[None, :], some, other=0.0)
+        s = tl.sigmoid(_scaled(ms, alpha, bias, 1, streams, stream[None, :], there[None, :]))
+        d = tl.zeros((ROWS, STREAMS), tl.float32)
+        if dpost is not None:
+            d += tl.load(dpost + at, some, other=0.0)
+        d = tl.where(some, d * (post_multiplier * s * (1.0 - s)), 0.0)
+        g = d * tl.load(alpha + 1).to(tl.float32)
+        tl.store(planned + streams + stream[None, :], g * r[:, None], some)
+        tl.store(sums + streams + stream, tl.sum(d, 0), there)
+        tl.store(sums + count + 1, tl.sum(tl.sum(multiply(d, ms, 1), 1), 0))
+        through_r += tl.sum(multiply(g, ms, 1), 1)
+
+        pair = stream[None, :, None] * streams + stream[None, None, :]
+        valid = there[None, :, None] & there[None, None, :]
+        every = inside[:, None, None] & valid
+        ms = tl.load(kept[:, :, None] + 2 * streams + pair, every, other=0.0)
+        d = tl.zeros((ROWS, STREAMS, STREAMS), tl.float32)
+        if dres is not None:
+            d += tl.load(dres + row[:, None, None] * streams * streams + pair, every, other=0.0)
+            e = _softmax(_scaled(ms, alpha, bias, 2, 2 * streams, pair, valid), valid)
+            begun = tl.where(valid, e + sinkhorn_eps, 0.0)
+            start, start_sums = _by_columns(begun, valid, sinkhorn_eps)
+            for done in range(1, iterations):
+                # What an iteration began with is made again from the start: it takes fewer registers than to keep all.
+                p = start
+                for _step in range(1, iterations - done):
+                    p, _ = _by_rows(p, valid, sinkhorn_eps)
+                    p, _ = _by_columns(p, valid, sinkhorn_eps)
+                p, row_sums = _by_rows(p, valid, sinkhorn_eps)
+                o, column_sums = _by_columns(p, valid, sinkhorn_eps)
+                d = _back(d, o, column_sums, valid, 1)
+                d = _back(d, p, row_sums, valid, 2)
+            d = _back(d, start, start_sums, valid, 1)
+            d = multiply(e, d - tl.sum(multiply(d, e, 1), 2, keep_dims=True), 1)
+            d = tl.where(every, d, 0.0)
+        g = d * tl.load(alpha + 2).to(tl.float32)
+        tl.store(planned[:, :, None] + 2 * streams + pair, g * r[:, None, None], every)
+        at_pair = tl.reshape(pair, (STREAMS, STREAMS))
+        tl.store(sums + 2 * streams + at_pair, tl.sum(d, 0), there[:, None] & there[None, :])
+        tl.store(sums + count + 2, tl.sum(tl.sum(tl.sum(multiply(d, ms, 1), 2), 1), 0))
+        through_r += tl.sum(tl.sum(multiply(g, ms, 1), 2), 1)
+    tl.store(rest + row * (streams + 1) + streams, through_r * r * r / (streams * width), inside)
+
+
+@kernel
+def _gradients(
+    dx, partial, dh, x, weight, plan, rest, rows, streams, width, count, splits, dh_stride, x_stride, weight_stride,
+    ROUGH: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    split, blocks = tl.program_id(0) % splits, tl.cdiv(width, BLOCK)
+    stream = tl.program_id(0) // splits // blocks
+    of_stream = tl.program_id(0) // splits % blocks * BLOCK + tl.arange(0, BLOCK)
+    column, within = stream * width + of_stream, of_stream < width
+    number = tl.arange(0, COUNT).to(tl.int64)
+    counted = number < count
+    if dx is not None:
+        ws = tl.load(
+            weight + number[:, None] * weight_stride + column[None, :], counted[:, None] & within[None, :], other=0.0
+        )
+    dweight = tl.zeros((BLOCK, COUNT), tl.float32)
+    for tile in range(split, tl.cdiv(rows, ROWS), splits):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & within[None, :]
+        xs = tl.load(x + row[:, None] * x_stride + column[None, :], inside, other=0.0)
+        gs = tl.load(plan + row[:, None] * COUNT + number[None, :], (row < rows)[:, None], other=0.0)
+        if dx is not None:
+            dxs = product(gs, ws, tl.zeros((ROWS, BLOCK), tl.float32), ROUGH)
+            dxs -= tl.load(rest + row * (streams + 1) + streams, row < rows, other=0.0)[:, None] * xs.to(tl.float32)
+            if dh is not None:
+                dhs = tl.load(dh + row[:, None] * dh_stride + of_stream[None, :], inside, other=0.0).to(tl.float32)
+                dxs += tl.load(rest + row * (streams + 1) + stream, row < rows, other=0.0)[:, None] * dhs
+            tl.store(dx + row[:, None] * (streams * width) + column[None, :], dxs, inside)
+        if partial is not None:
+            dweight = product(tl.trans(xs), gs, dweight)
+    if partial is not None:
+        at = partial + (split * count + number)[None, :] * (streams * width) + column[:, None]
+        tl.store(at, dweight, counted[None, :] & within[:, None])
+
+
+@implements(mhc_pre)
+def forward(
+    needs: Needs,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    alpha: Tensor,
+    *,
+    iterations: int = 20,
+    norm_eps: float = 1e-6,
+    sinkhorn_eps: float = 1e-6,
+    pre_eps: float = 0.0,
+    post_multiplier: float = 2.0,
+) -> tuple[MHCPre, Saved]:
+    leading, (streams, width), count = x.shape[:-2], x.shape[-2:], weight.shape[0]
+    columns, head = streams * width, count == streams
+    rows = x.numel() // columns
+    given = x, weight, bias, alpha
+    h = x.new_empty((*leading, width))
+    pre = x.new_empty((*leading, streams), dtype=torch.float32)
+    post = None if head else torch.empty_like(pre)
+    res = None if head else x.new_empty((*leading, streams, streams), dtype=torch.float32)
+    m = x.new_empty((rows, count + 1), dtype=torch.float32) if True in needs else None
+
+    x, x_stride = as_rows(x.flatten(-2))
+    weight, weight_stride = as_rows(weight)
+    tile_rows, block, warps = PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_WARPS
+    if count > 32 or not in_vectors(columns, x_stride, weight_stride):
+        tile_rows, block, warps = FEW, FEW, 4
+    tiles = (rows + tile_rows - 1) // tile_rows
+    splits = max(1, min(sm_count(x.device) * PROGRAMS // tiles, columns // FEWEST_COLUMNS))
+    share = ((columns + splits - 1) // splits + block - 1) // block * block
+    splits = (columns + share - 1) // share
+    partial = x.new_empty((rows, splits, count + 1), dtype=torch.float32)
+    _multiply[(tiles * splits,)](
+        partial, x, weight, rows, columns, count, share, splits, x_stride, weight_stride,
+        ROWS=tile_rows, COUNT=power_of_2(count), BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    padded = power_of_2(streams, 1)
+    block = min(power_of_2(width), max(MOST_ELEMENTS // padded, 16))
+    blocks = (width + block - 1) // block
+    coefficient_rows = max(1, COEFFICIENTS // max(16, padded * padded))
+    _mix[((rows + coefficient_rows - 1) // coefficient_rows + rows * blocks,)](
+        h, pre, post, res, m, x, partial, bias.contiguous(), alpha.contiguous(), rows, streams, width, count, splits, blocks,
+        x_stride, iterations, norm_eps, sinkhorn_eps, pre_eps, post_multiplier,
+        HEAD=head, STREAMS=padded, ROWS=coefficient_rows, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return MHCPre(h, pre, post, res), () if m is None else (*given, m)
+
+
+def backward(
+    needs: Needs,
+    saved: Saved,
+    dh: Tensor | None,
+    dpre: Tensor | None,
+    dpost: Tensor | None,
+    dres: Tensor | None,
+    *,
+    iterations: int,
+    norm_eps: float,
+    sinkhorn_eps: float,
+    pre_eps: float,
+    post_multiplier: float,
+) -> tuple[Tensor | None, ...]:
+    needs_x, needs_weight, needs_bias, needs_alpha = needs
+    x, weight, bias, alpha, m = saved
+    streams, width, count = *x.shape[-2:], weight.shape[0]
+    columns, head = streams * width, count == streams
+    rows, padded = x.numel() // columns, power_of_2(streams, 1)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+    x, x_stride = as_rows(x.flatten(-2))
+    dots, dh_stride = None, 0
+    if dh is not None:
+        dh, dh_stride = as_rows(dh)
+        dots = x.new_empty((rows, streams), dtype=torch.float32)
+        lanes = min(power_of_2(width), max(MOST_ELEMENTS // padded, 16 * EACH)) // EACH
+        _sum_streams[(rows,)](
+            dots, dh, x, streams, width, dh_stride, x_stride, STREAMS=padded, LANES=lanes, EACH=EACH, num_warps=4
+        )
+    dpre, dpost, dres = (None if d is None else d.contiguous() for d in (dpre, dpost, dres))
+    m = m.contiguous()
+    # Of a whole number of vectors, the last ones zero: no element is masked.
+    plan = x.new_zeros((rows, power_of_2(count)), dtype=torch.float32)
+    rest = x.new_empty((rows, streams + 1), dtype=torch.float32)
+    coefficient_rows = max(1, COEFFICIENTS // max(16, padded * padded))
+    tiles = (rows + coefficient_rows - 1) // coefficient_rows
+    small = x.new_empty((tiles, count + 3), dtype=torch.float32)
+    _coefficients_backward[(tiles,)](
+        plan, rest, small, dots, dpre, dpost, dres, m, bias.contiguous(), alpha.contiguous(), rows, streams, width, count,
+        iterations, sinkhorn_eps, pre_eps, post_multiplier,
+        HEAD=head, STREAMS=padded, COUNT=power_of_2(count), ROWS=coefficient_rows, num_warps=4,
+    )  # fmt: skip
+    dbias = small[:, :count].sum(0).to(bias.dtype) if needs_bias else None
+    dalpha = small[:, count : count + alpha.numel()].sum(0).to(alpha.dtype) if needs_alpha else None
+    if not (needs_x or needs_weight):
+        return None, None, dbias, dalpha
+
+    weight_rows, weight_stride = as_rows(weight)
+    tile_rows, block, warps = GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_WARPS
+    if count > 32 or x.dtype is torch.float32 or not in_vectors(width, x_stride, weight_stride, dh_stride):
+        tile_rows, block, warps = FEW // 2, FEW, 4 if count <= 32 else 8
+    blocks = streams * ((width + block - 1) // block)
+    splits = max(1, min(sm_count(x.device) * PROGRAMS // blocks, (rows + tile_rows - 1) // tile_rows))
+    partial = x.new_empty((splits, count, columns), dtype=torch.float32) if needs_weight else None
+    _gradients[(blocks * splits,)](
+        dx, partial, dh, x, weight_rows, plan, rest, rows, streams, width, count, splits, dh_stride, x_stride, weight_stride,
+        ROUGH=x.dtype is not torch.float32, COUNT=power_of_2(count), ROWS=tile_rows, BLOCK=block,
+        num_warps=warps,
+    )  # fmt: skip
+    dweight = None if partial is None else partial.sum(0).to(weight.dtype)
+    return dx, dweight, dbias, dalpha

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Train every model type of transformers for one step, plain and swapped, and write down what was swapped: docs/models.md.
 
-    tools/models_table.py                        all types, about ten minutes; writes the page
+    tools/models_table.py                        all types, about ten minutes; writes the page, or under an older transformers
+                                                 than the page's its counts alone
     tools/models_table.py --check                the same, and fails instead of writing when the page would change
     tools/models_table.py --rows FILE            the first, and keeps what each type gave; those that FILE has aren't run again
     tools/models_table.py --rows FILE llama      these types alone, and no page
 
-Each type is built from one tiny configuration with random weights, in float32. A type that this configuration doesn't build,
+Each type is built from a tiny configuration with random weights, in float32. A type that the configuration doesn't build,
 or that takes more than 20 seconds, is named on the page with the reason, and nothing is claimed of it.
 """
 
@@ -17,6 +18,7 @@ import copy
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -198,44 +200,74 @@ def _close(want: torch.Tensor, got: torch.Tensor) -> bool:
 
 def norms(row: Row) -> str:
     """The norms' options, without the classes."""
-    found = sorted({line.partition(": ")[2] for line in row.swapped if "norm" in line.partition(": ")[2]})
-    return ", ".join(
-        op.replace("rms_norm(offset=", "rms ").replace(", casting_mode='", " ").rstrip(")'") for op in found
-    )
+    ops = {line.partition(": ")[2] for line in row.swapped}
+    return ", ".join(sorted(NORM.sub(r"rms \1 \2", op) for op in ops if "norm" in op))
 
 
-def page(rows: list[Row]) -> str:
-    """The page."""
+NORM = re.compile(r"rms_norm\(offset=(\S+), casting_mode='(\w+)'\)")
+COUNTS = re.compile(r"^\| (\d+\.\d+\.\d+) \| \d+ \|.*$", re.M)
+"""The counts of one transformers."""
+
+
+def counts(rows: list[Row]) -> str:
+    """The line of this transformers in the page's first table."""
     ran = [row for row in rows if not row.verdict.startswith("not ")]
     equal = [row for row in ran if row.verdict == "equal"]
-    fused = [row for row in equal if row.calls.get("fused_linear_cross_entropy")]
+    dense = [row.name for row in equal if not row.calls.get("fused_linear_cross_entropy")]
+    fused = f"{len(equal) - len(dense)}{', all but ' + ', '.join(dense) if dense else ''}"
+    return f"| {transformers.__version__} | {len(rows)} | {len(ran)} | {len(equal)} | {fused} |"
+
+
+def page(rows: list[Row], before: str) -> str:
+    """The page, with what `before` says of other versions of transformers; of an older one its line alone changes."""
+    lines = {match[1]: match[0] for match in COUNTS.finditer(before)}
+    lines[transformers.__version__] = counts(rows)
+    newest = max(lines, key=_order)
+    table = "\n".join(lines[version] for version in sorted(lines, key=_order, reverse=True))
+    if newest == transformers.__version__:
+        return _page(rows, table)
+    matches = [*COUNTS.finditer(before)]
+    return before[: matches[0].start()] + table + before[matches[-1].end() :]
+
+
+def _order(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def line(row: Row) -> str:
+    """The line of a type in the page's second table."""
+    calls = Counter(row.calls)
+    cells = [
+        row.name if row.verdict == "equal" else f"{row.name}: {row.verdict}",
+        norms(row),
+        calls["rms_norm"] + calls["layer_norm"] or "",
+        calls["rope"] + calls["qwen2vl_mrope"] + calls["llama4_rope"] or "",
+        calls["swiglu"] + calls["geglu"] + calls["relu_squared"] or "",
+        "fused" if calls["fused_linear_cross_entropy"] else "dense",
+        "; ".join(row.left),
+    ]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _page(rows: list[Row], table: str) -> str:
+    ran = [row for row in rows if not row.verdict.startswith("not ")]
     lines = [
         "<!-- Written by tools/models_table.py -->", "", "# Models", "",
         "For whoever asks whether a Hugging Face model type runs on liger_core's ops, and which of its parts do.", "",
-        f"`tools/models_table.py` built every CausalLM and ImageTextToText type of transformers {transformers.__version__}",
-        "from one tiny configuration, and trained it for one step, plain and swapped, in float32 on a CPU.", "",
-        "| types | built and run | loss and every gradient equal | loss fused |", "|---|---|---|---|",
-        f"| {len(rows)} | {len(ran)} | {len(equal)} | {len(fused)} |", "",
-        "A number is how often a step called the op. `rms 1 gemma` is `rms_norm(offset=1, casting_mode='gemma')`.", "",
-        "| model type | norms | norm calls | rope | swiglu, geglu | loss | left as it is |", "|---|---|---|---|---|---|---|",
+        "`tools/models_table.py` built every CausalLM and ImageTextToText type of transformers from a tiny configuration, and",
+        "trained it for one step, plain and swapped, in float32 on a CPU. The counts, and the type whose logits are made:", "",
+        "| transformers | types | built and run | loss and every gradient equal | loss fused |", "|---|---|---|---|---|",
+        table, "",
+        f"The rest of this page is about {transformers.__version__}. A number is how often a step called the op.",
+        "`rms 1 gemma` is `rms_norm(offset=1, casting_mode='gemma')`. `apply(model, experts=True)` was not asked for.", "",
+        "| model type | norms | norm calls | rope | activations | loss | left as it is |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for row in ran:
-        calls = Counter(row.calls)
-        cells = [
-            row.name if row.verdict == "equal" else f"{row.name}: {row.verdict}",
-            norms(row),
-            calls["rms_norm"] + calls["layer_norm"] or "",
-            calls["rope"] + calls["qwen2vl_mrope"] or "",
-            calls["swiglu"] + calls["geglu"] or "",
-            "fused" if calls["fused_linear_cross_entropy"] else "dense",
-            "; ".join(row.left),
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += map(line, ran)
     lines += [
         "",
         "## Not run",
         "",
-        "This configuration doesn't fit these types; most have no `labels`, or sizes of their own.",
+        "These configurations don't fit these types; most have no `labels`, or sizes of their own.",
         "",
     ]
     reasons: dict[str, list[str]] = {}
@@ -272,13 +304,14 @@ def main() -> int:
                 with options.rows.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(known[name]) + "\n")
         rows.append(known[name])
-    if options.check and page(rows) != PAGE.read_text(encoding="utf-8"):
+    before = PAGE.read_text(encoding="utf-8")
+    if options.check and page(rows, before) != before:
         print(
             "docs/models.md is not what this transformers gives: run tools/models_table.py and look at the difference"
         )
         return 1
     if not options.names and not options.check:
-        PAGE.write_text(page(rows), encoding="utf-8")
+        PAGE.write_text(page(rows, before), encoding="utf-8")
     return any(row.verdict.startswith("DIFFERS") for row in rows)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -17,6 +20,7 @@ import liger_transformers
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/migrating-from-liger-kernel.md"
+MODELS = ROOT / "docs/models.md"
 
 
 def test_migration_page() -> None:
@@ -34,11 +38,53 @@ def test_migration_page() -> None:
     assert {"rope", "rms_norm", "layer_norm", "glu", "loss"} <= {*flags}
 
 
+def table() -> Any:
+    """tools/models_table.py as a module."""
+    spec = importlib.util.spec_from_file_location("models_table", ROOT / "tools/models_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PAGE_IS_OLD = "docs/models.md is not what this transformers gives: run tools/models_table.py and look at the difference"
+
+
+def test_models_page_has_this_transformers() -> None:
+    """It counts every type, and of the newest transformers it names every type."""
+    tool, text = table(), MODELS.read_text(encoding="utf-8")
+    every = {*tool.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *tool.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    lines = {match[1]: match[0] for match in tool.COUNTS.finditer(text)}
+    version = transformers.__version__
+    assert lines.get(version, "").startswith(f"| {version} | {len(every)} | "), PAGE_IS_OLD
+    if version == max(lines, key=tool._order):
+        named = {
+            name for row in re.findall(r"^(?:\| ([\w.-]+) \||- not [^:]*: \w+: (.*)$)", text, re.M) for name in row
+        }
+        named = {name for names in named for name in names.split(", ")}
+        assert every <= named, f"{PAGE_IS_OLD}: it lacks {sorted(every - named)}"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "glm", "gpt_oss", "nemotron", "qwen3_5_text"])
+def test_models_page_is_current(name: str) -> None:
+    """Rows of a few types, of every kind of swap, are what these types give now."""
+    tool, text = table(), MODELS.read_text(encoding="utf-8")
+    if f"The rest of this page is about {transformers.__version__}." not in text:
+        pytest.skip(f"the rows of docs/models.md are of another transformers than {transformers.__version__}")
+    before = signal.signal(signal.SIGPROF, tool._stop)
+    try:
+        row = tool.compare(name)
+    finally:
+        signal.signal(signal.SIGPROF, before)
+    assert tool.line(row) in text.splitlines(), PAGE_IS_OLD
+
+
 @pytest.mark.slow
 def test_models_page() -> None:
     """All types are equal, and a change of transformers or of a swap shows as a difference."""
-    text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
-    if f"of transformers {transformers.__version__}\n" not in text:
+    text = MODELS.read_text(encoding="utf-8")
+    if f"| {transformers.__version__} | " not in text:
         pytest.skip(f"docs/models.md is of another transformers than {transformers.__version__}")
     done = subprocess.run([sys.executable, ROOT / "tools/models_table.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

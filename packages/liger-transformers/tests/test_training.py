@@ -184,6 +184,29 @@ def test_compile(name: str) -> None:
     assert_same(want, (output, {key.removeprefix("_orig_mod."): gradient for key, gradient in gradients.items()}))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs take an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+def test_cuda_graphs(name: str) -> None:
+    """A step is one graph of Dynamo and two of CUDA, whose replays give the plain model's loss and gradients."""
+    model, inputs = build(name).cuda(), batch()
+    del inputs["attention_mask"]
+    inputs = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    if name == "qwen3_moe":
+        model.set_experts_implementation("batched_mm")
+    want = run(copy.deepcopy(model), inputs)
+    liger_transformers.apply(model)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        output, gradients = run(compiled, inputs)
+        assert_same(want, (output, {key.removeprefix("_orig_mod."): gradient for key, gradient in gradients.items()}))
+    assert (counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]) == (1, 0)
+
+
 def test_compiled_code_is_the_ops() -> None:
     """Dynamo must not find the original function under the name that a rotary swap binds."""
     model = build("llama")

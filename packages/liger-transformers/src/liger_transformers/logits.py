@@ -158,14 +158,31 @@ class Logits(Promise):
             return self._new(grad=False, base=self, view=Tensor.detach)
         return NotImplemented
 
-    def _new(self, **changes: Any) -> Logits:
-        same = {"terms": self.terms, "outer": self.outer, "dtype": self._dtype, "autocast": self.autocast}
-        return Logits(**{**same, "grad": self.grad and torch.is_grad_enabled(), **changes})
+    def _new(
+        self,
+        *,
+        terms: tuple[Term, ...] | None = None,
+        outer: float | None = None,
+        dtype: torch.dtype | None = None,
+        grad: bool = True,
+        base: Promise | None = None,
+        view: Callable[[Tensor], Tensor] | None = None,
+    ) -> Logits:
+        """These logits, but for what is given. `grad` False takes the gradient away."""
+        return Logits(
+            self.terms if terms is None else terms,
+            self.outer if outer is None else outer,
+            dtype or self._dtype,
+            self.autocast,
+            grad and self.grad and torch.is_grad_enabled(),
+            base,
+            view,
+        )
 
     def _scaled(self, factor: float) -> Logits:
         if self.outer is not None:
             return self._new(outer=self.outer * factor)
-        return self._new(terms=tuple(term._replace(scale=term.scale * factor) for term in self.terms))
+        return self._new(terms=tuple([Term(x, head, scale * factor, v) for x, head, scale, v in self.terms]))
 
     def _plus(self, other: Logits, sign: float) -> Any:
         alike = self.shape == other.shape and self._dtype == other._dtype and self.autocast == other.autocast

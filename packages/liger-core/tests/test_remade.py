@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -310,3 +311,33 @@ def test_compiled(toys: None, language: str, around: str) -> None:
     assert less.count(rows) == 1 < kept.count(rows), f"without and with lean these are kept: {kept}, {less}"
     for found, value in zip(actual, expected, strict=True):
         torch.testing.assert_close(found, value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_layers_divided_by_fsdp(tmp_path: Path) -> None:
+    """FSDP2 frees a layer's whole weights after its forward, and gathers them again before its backward."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    class Lean(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with lean():
+                return super().forward(x)
+
+    plain, divided = (nn.Sequential(kind(), kind()) for kind in (Block, Lean))
+    x = draw(4, 5, 8, seed=7).requires_grad_()
+    plain(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in divided:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(divided, mesh=mesh)
+        divided(x).square().sum().backward()
+        for one, two in zip(plain.parameters(), divided.parameters(), strict=True):
+            assert torch.equal(two.grad.full_tensor(), one.grad)  # type: ignore[union-attr]
+        assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()

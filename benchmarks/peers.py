@@ -28,6 +28,12 @@ class Eager:
     """PyTorch's own function where there is one, else the formula, in float32 where bfloat16 would not do."""
 
     @staticmethod
+    def attn_res(blocks: Tensor, partial: Tensor, query: Tensor, weight: Tensor) -> Tensor:
+        v = torch.cat((blocks, partial[None]))
+        scores = F.rms_norm(v, v.shape[-1:], weight, 1e-6) @ query
+        return torch.einsum("n...,n...d->...d", torch.softmax(scores.float(), 0).to(v.dtype), v)
+
+    @staticmethod
     def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), target)
 
@@ -98,6 +104,10 @@ class Eager:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=near)
 
     @staticmethod
+    def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight), down_weight)
+
+    @staticmethod
     def geglu(gate: Tensor, up: Tensor) -> Tensor:
         return F.gelu(gate, approximate="tanh") * up
 
@@ -149,6 +159,10 @@ class Eager:
         lse = z.logsumexp(-1)
         log_p = z - lse[:, None]
         return lse, z.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    @staticmethod
+    def modulated_rms_norm(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, 1e-6) * (1 + scale) + shift
 
     @staticmethod
     def poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -256,6 +270,9 @@ def liger(module: str = "liger_kernel.ops") -> Functions:
         return ops.LigerMHCPreFunction.apply(x, coefficients[0]), *coefficients
 
     return {
+        "attn_res": lambda blocks, partial, query, weight: ops.LigerAttnResFunction.apply(
+            torch.cat((blocks, partial[None])), query, weight, 1e-6
+        ),
         "cross_entropy": lambda logits, target: ops.LigerCrossEntropyFunction.apply(logits, target, None)[0],
         "dyt": lambda x, alpha, gamma, beta: ops.LigerDyTFunction.apply(x, alpha, gamma, beta),
         "embedding": lambda indices, weight: ops.LigerEmbeddingFunction.apply(weight, indices),
@@ -275,6 +292,9 @@ def liger(module: str = "liger_kernel.ops") -> Functions:
         "fused_neighborhood_attention": lambda q, k, v: ops.LigerFusedNeighborhoodAttentionFunction.apply(
             q, k, v, 7, 1, None
         ),
+        "gated_mlp": lambda x, gate_weight, up_weight, down_weight: ops.LigerMLPFunction.apply(
+            x[None], gate_weight, up_weight, down_weight, 1.0, 1.0
+        )[0],
         "geglu": lambda gate, up: ops.LigerGELUMulFunction.apply(gate, up),
         "group_norm": lambda x, num_groups, weight, bias: ops.LigerGroupNormFunction.apply(
             x, weight, bias, x.shape[1], num_groups, 1e-5
@@ -294,6 +314,9 @@ def liger(module: str = "liger_kernel.ops") -> Functions:
         "llama4_rope": lambda q, k, freqs_cis: ops.LigerLlama4RopeFunction.apply(q, k, freqs_cis),
         "mhc_post": lambda f, x, post, res: ops.LigerMHCPostResFunction.apply(x, f, post, res.transpose(-1, -2)),
         "mhc_pre": mhc_pre,
+        "modulated_rms_norm": lambda x, weight, scale, shift: ops.LigerModulatedRMSNormFunction.apply(
+            x, weight, scale, shift, 1e-6, 0.0, "llama", False
+        ),
         "poly_norm": lambda x, weight, bias: ops.LigerPolyNormFunction.apply(x, weight, bias, 1e-6, False),
         "qwen2vl_mrope": lambda q, k, cos, sin, mrope_section: ops.LigerQwen2VLMRopeFunction.apply(
             q, k, cos, sin, [*mrope_section]

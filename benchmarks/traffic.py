@@ -43,6 +43,7 @@ class Product(NamedTuple):
 
 
 MOVES = {
+    "attn_res": Moves({"blocks": 1, "partial": 1, "result": 1}, {"blocks": 2, "partial": 2, "result": 1}),
     "cross_entropy": Moves({"logits": 1}, {"logits": 2}),
     "distillation": Moves({"student_logits": 1, "teacher_logits": 1}, {"student_logits": 2, "teacher_logits": 1}),
     "dyt": Moves({"x": 2}, {"x": 3}),
@@ -59,6 +60,7 @@ MOVES = {
     "logit_statistics": Moves({"logits": 1}, {"logits": 2}),
     "mhc_post": Moves({"x": 1, "f": 1, "result": 1}, {"x": 2, "f": 2, "result": 1}),
     "mhc_pre": Moves({"x": 1, "result": 1}, {"x": 2, "result": 1}),
+    "modulated_rms_norm": Moves({"x": 2}, {"x": 3}),
     "poly_norm": Moves({"x": 2}, {"x": 3}),
     "qwen2vl_mrope": Moves({"q": 2, "k": 2}, {"q": 2, "k": 2}),
     "relu_squared": Moves({"x": 2}, {"x": 3}),
@@ -80,6 +82,11 @@ PRODUCTS = {
     "fused_linear_distillation": (
         Product("student_x", "student_weight", 1, 2),
         Product("teacher_x", "teacher_weight", 1, 0),
+    ),
+    "gated_mlp": (
+        Product("x", "gate_weight", 1, 2),
+        Product("x", "up_weight", 1, 2),
+        Product("result", "gate_weight", 1, 2),
     ),
     "fused_linear_jsd": (Product("student_x", "student_weight", 1, 2), Product("teacher_x", "teacher_weight", 1, 0)),
 }

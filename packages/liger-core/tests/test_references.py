@@ -32,8 +32,8 @@ def used(file: str) -> set[str]:
 @pytest.mark.parametrize("name", sorted(ops))
 def test_every_reference_is_tested(name: str) -> None:
     files = ("test_references_losses.py", "test_losses.py", "test_distillation.py")
-    # Tests of their own, in test_references_basic.py and below.
-    here = {"rms_norm", "fused_linear_logit_statistics", "fused_moe"}
+    # Tests of their own, in test_references_basic.py, test_gated_mlp.py and below.
+    here = {"rms_norm", "fused_linear_logit_statistics", "fused_moe", "attn_res", "gated_mlp", "modulated_rms_norm"}
     tested = in_small() | here | set().union(*map(used, files))
     assert name in tested, f"add {name} to SMALL in test_references_basic.py, or tests to {', '.join(files)}"
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_core
 from liger_core.contract import Op, by_name
+from liger_core.ops.attn_res import attn_res
 from liger_core.ops.dyt import dyt
 from liger_core.ops.embedding import embedding
 from liger_core.ops.fused_add_rms_norm import fused_add_rms_norm
@@ -23,6 +24,7 @@ from liger_core.ops.layer_norm import layer_norm
 from liger_core.ops.llama4_rope import llama4_rope
 from liger_core.ops.mhc_post import mhc_post
 from liger_core.ops.mhc_pre import mhc_pre
+from liger_core.ops.modulated_rms_norm import modulated_rms_norm
 from liger_core.ops.poly_norm import poly_norm
 from liger_core.ops.qwen2vl_mrope import qwen2vl_mrope
 from liger_core.ops.relu_squared import relu_squared
@@ -155,6 +157,44 @@ def test_dyt(beta: bool) -> None:
     assert_agree(
         dyt, other, {"x": randn(2, 3, 7), "alpha": randn(1), "gamma": randn(7), "beta": randn(7) if beta else None}
     )
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("partial", [True, False])
+def test_attn_res(weight: bool, partial: bool) -> None:
+    def other(blocks: Tensor, partial: Tensor | None, query: Tensor, weight: Tensor | None) -> Tensor:
+        sources = [*blocks.unbind(), *([] if partial is None else [partial])]
+        scores = [(query * F.rms_norm(v, v.shape[-1:], weight, 1e-6)).sum(-1) for v in sources]
+        shares = torch.stack(scores, -1).softmax(-1).unbind(-1)
+        return torch.stack([share[..., None] * v for share, v in zip(shares, sources, strict=True)]).sum(0)
+
+    p, w = randn(2, 3, 7) if partial else None, randn(7) if weight else None
+    assert_agree(attn_res, other, {"blocks": randn(4, 2, 3, 7), "partial": p, "query": randn(7), "weight": w})
+
+
+def test_attn_res_of_a_zero_query_is_the_mean() -> None:
+    blocks, partial = randn(4, 3, 7), randn(3, 7)
+    y = attn_res.reference(blocks, partial, torch.zeros(7).double(), randn(7))
+    torch.testing.assert_close(y, (blocks.sum(0) + partial) / 5)
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("shift", [(7,), (1, 3, 7), None])
+def test_modulated_rms_norm(weight: bool, shift: tuple[int, ...] | None) -> None:
+    def other(x: Tensor, weight: Tensor | None, scale: Tensor, shift: Tensor | None) -> Tensor:
+        y = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+        return torch.addcmul(y if shift is None else y + shift, y, scale)
+
+    w, s = randn(7) if weight else None, None if shift is None else randn(*shift)
+    assert_agree(modulated_rms_norm, other, {"x": randn(2, 3, 7), "weight": w, "scale": randn(2, 1, 7), "shift": s})
+
+
+def test_modulated_rms_norm_keeps_a_small_scale() -> None:
+    """1 + 0.003 is 1 in bfloat16; y has the scale's effect where its own rounding lets it."""
+    x, scale = torch.full((1, 4), 200.0).bfloat16(), torch.full((4,), 0.003).bfloat16()
+    shift = torch.full((4,), -1.0).bfloat16()
+    y = modulated_rms_norm.reference(x, None, scale, shift)
+    torch.testing.assert_close(y, scale.expand(1, 4), rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("gated", [True, False])

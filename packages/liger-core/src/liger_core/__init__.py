@@ -8,6 +8,7 @@ from liger_core.devices import infer_device
 from liger_core.dispatch import use
 from liger_core.losses.policy import GRPOOutput
 from liger_core.memory import lean
+from liger_core.ops.attn_res import attn_res
 from liger_core.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_core.ops.distillation import DistillationOutput, distillation
 from liger_core.ops.dyt import dyt
@@ -19,6 +20,7 @@ from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
 from liger_core.ops.fused_moe import fused_moe
 from liger_core.ops.fused_neighborhood_attention import fused_neighborhood_attention
+from liger_core.ops.gated_mlp import gated_mlp
 from liger_core.ops.geglu import geglu
 from liger_core.ops.group_norm import group_norm
 from liger_core.ops.grpo_loss import grpo_loss
@@ -29,6 +31,7 @@ from liger_core.ops.llama4_rope import llama4_rope
 from liger_core.ops.logit_statistics import LogitStatistics, logit_statistics
 from liger_core.ops.mhc_post import mhc_post
 from liger_core.ops.mhc_pre import MHCPre, mhc_pre
+from liger_core.ops.modulated_rms_norm import modulated_rms_norm
 from liger_core.ops.poly_norm import poly_norm
 from liger_core.ops.qwen2vl_mrope import qwen2vl_mrope
 from liger_core.ops.relu_squared import relu_squared
@@ -47,6 +50,7 @@ __all__ = [
     "LogitStatistics",
     "MHCPre",
     "Unsupported",
+    "attn_res",
     "backends",
     "cross_entropy",
     "distillation",
@@ -60,6 +64,7 @@ __all__ = [
     "fused_linear_logit_statistics",
     "fused_moe",
     "fused_neighborhood_attention",
+    "gated_mlp",
     "geglu",
     "get_current_backend",
     "get_op",
@@ -76,6 +81,7 @@ __all__ = [
     "losses",
     "mhc_post",
     "mhc_pre",
+    "modulated_rms_norm",
     "poly_norm",
     "qwen2vl_mrope",
     "relu_squared",

@@ -9,6 +9,9 @@ UNREACHED = {
     ),
     "compiled* _linear._Linear.add_product: a.device.type == 'npu' and _FLOAT32_RESULT is false": _FLOAT32,
     "compiled* _linear._Linear.add_product: for * in self.chunks(columns, max(self.aligned, *": _FLOAT32,
+    "compiled* modulated_rms_norm._runs: tile_rows >= 2 * m2 is true": (
+        "hundreds of short runs of rows, so that each of a chip's cores has several; the interpreter has 2"
+    ),
     "interpreted _linear._Linear.add_product: a.device.type == 'npu' and _FLOAT32_RESULT is true": _ON_CPU,
     "interpreted _linear._Linear.add_product: for * in self.chunks(columns, max(1, room // width)) *": _ON_CPU,
     "interpreted _linear._Linear.product: * is true": _ON_CPU,

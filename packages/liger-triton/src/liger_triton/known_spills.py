@@ -9,6 +9,14 @@ KNOWN_SPILLS = {
         18,
         "rows of up to 8192 columns that are not a multiple of 16: each is fetched ahead in small pieces",
     ),
+    "attn_res-triton-sm_* attn_res._backward[*BLOCK=8192*": (
+        16,
+        "up to 16 registers where a thread holds a source, dy, query and their sum, and has 128",
+    ),
+    "modulated_rms_norm-triton-sm_1* modulated_rms_norm._backward[*BLOCK=8192*": (
+        10,
+        "two to ten registers where a thread holds two tiles, their factor and both sums, and has 128",
+    ),
     "fused_neighborhood_attention-triton-sm_100 fused_neighborhood_attention._backward_wide[*HEAD=16*": (
         14,
         "heads of 16, which no model has: a thread has all 255 registers",

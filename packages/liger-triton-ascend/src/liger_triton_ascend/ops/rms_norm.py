@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_core import rms_norm
 from liger_core.contract import Needs, Saved, implements
+from liger_triton_ascend.ops._rms import inverse_rms_of, load_scale, rounded, square
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
 
 # Tiles in float32 that are alive at once, by the suite's estimate of the Unified Buffer, two of each that is transferred.
@@ -15,12 +16,6 @@ RESIDUAL_TILES = 1
 """More, with a residual."""
 BACKWARD_TILES = 9
 LONG_TILES = 5
-
-
-@triton.jit
-def _round(value, dtype: tl.constexpr, ROUND: tl.constexpr):
-    """A float32 value, rounded to `dtype` if ROUND."""
-    return value.to(dtype).to(tl.float32) if ROUND else value
 
 
 @triton.jit
@@ -33,31 +28,13 @@ def _load(x, residual, x_at, residual_at, inside):
 
 
 @triton.jit
-def _square(xs, NATIVE: tl.constexpr):
-    wide = xs.to(tl.float32)
-    return _round(wide * wide, xs.dtype, NATIVE)
-
-
-@triton.jit
-def _inverse_rms(sum_of_squares, columns, eps, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    mean = _round(sum_of_squares / columns, dtype, NATIVE)
-    return _round(tl.rsqrt(_round(mean + eps, dtype, NATIVE)), dtype, NATIVE)
-
-
-@triton.jit
-def _load_scale(weight, column, inside, offset, NATIVE: tl.constexpr):
-    """offset + weight."""
-    return _round(offset + tl.load(weight + column, inside, other=0.0).to(tl.float32), weight.dtype.element_ty, NATIVE)
-
-
-@triton.jit
 def _forward(
     y, h, inverse_rms, x, residual, weight, rows, columns, x_stride, residual_stride, eps, offset,
     ROUND: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)[None, :]
     if weight is not None:
-        scale = _load_scale(weight, column, column < columns, offset, NATIVE)
+        scale = load_scale(weight, column, column < columns, offset, NATIVE)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         first = tl.cast(tile, tl.int64) * ROWS
         row = first + tl.arange(0, ROWS)[:, None]
@@ -65,13 +42,13 @@ def _forward(
         xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside)
         if h is not None:
             tl.store(h + row * columns + column, xs, inside)
-        r = _inverse_rms(tl.sum(_square(xs, NATIVE), 1), columns, eps, xs.dtype, NATIVE)
+        r = inverse_rms_of(tl.sum(square(xs, NATIVE), 1), columns, eps, xs.dtype, NATIVE)
         if inverse_rms is not None:
             flat = first + tl.arange(0, ROWS)
             tl.store(inverse_rms + flat, r, flat < rows)
         ys = xs.to(tl.float32) * r[:, None]
         if weight is not None:
-            ys = _round(ys, xs.dtype, ROUND) * scale
+            ys = rounded(ys, xs.dtype, ROUND) * scale
         tl.store(y + row * columns + column, ys, inside)
 
 
@@ -87,8 +64,8 @@ def _forward_long(
         squares = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, columns, BLOCK):
             column = start + lane
-            squares += _square(_load(x, residual, x_at + column, residual_at + column, column < columns), NATIVE)
-        r = _inverse_rms(tl.sum(squares, 0), columns, eps, x.dtype.element_ty, NATIVE)
+            squares += square(_load(x, residual, x_at + column, residual_at + column, column < columns), NATIVE)
+        r = inverse_rms_of(tl.sum(squares, 0), columns, eps, x.dtype.element_ty, NATIVE)
         if inverse_rms is not None:
             tl.store(inverse_rms + row, r)
         for start in range(0, columns, BLOCK):
@@ -99,7 +76,7 @@ def _forward_long(
                 tl.store(h + at + column, xs, inside)
             ys = xs.to(tl.float32) * r
             if weight is not None:
-                ys = _round(ys, xs.dtype, ROUND) * _load_scale(weight, column, inside, offset, NATIVE)
+                ys = rounded(ys, xs.dtype, ROUND) * load_scale(weight, column, inside, offset, NATIVE)
             tl.store(y + at + column, ys, inside)
 
 
@@ -111,7 +88,7 @@ def _backward(
     lane = tl.arange(0, BLOCK)
     column = lane[None, :]
     if weight is not None:
-        scale = _load_scale(weight, column, column < columns, offset, False)
+        scale = load_scale(weight, column, column < columns, offset, False)
     dweight = tl.zeros((BLOCK,), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         first = tl.cast(tile, tl.int64) * ROWS
@@ -150,7 +127,7 @@ def _dx_long(
             inside = column < columns
             g = tl.load(dy + dy_at + column, inside, other=0.0).to(tl.float32)
             if weight is not None:
-                g *= _load_scale(weight, column, inside, offset, False)
+                g *= load_scale(weight, column, inside, offset, False)
             products += g * tl.load(x + x_at + column, inside, other=0.0).to(tl.float32)
         slope = tl.sum(products, 0) / columns * r * r
         for start in range(0, columns, BLOCK):
@@ -158,7 +135,7 @@ def _dx_long(
             inside = column < columns
             g = tl.load(dy + dy_at + column, inside, other=0.0).to(tl.float32)
             if weight is not None:
-                g *= _load_scale(weight, column, inside, offset, False)
+                g *= load_scale(weight, column, inside, offset, False)
             dxs = (g - tl.load(x + x_at + column, inside, other=0.0).to(tl.float32) * slope) * r
             if dh is not None:
                 dxs += tl.load(dh + dh_at + column, inside, other=0.0).to(tl.float32)

@@ -42,8 +42,13 @@ def _total(total, partial, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexp
 
 def total(partial: Tensor, like: Tensor) -> Tensor:
     """The sum of the rows of `partial`, ``float32[P, H]``, in the dtype and shape of `like`, which has H elements."""
-    rows, columns = partial.shape
     result = torch.empty_like(like, memory_format=torch.contiguous_format)
+    write_total(result, partial)
+    return result
+
+
+def write_total(result: Tensor, partial: Tensor) -> None:
+    """Write the sum of the rows of `partial`, ``float32[P, H]``, to `result`, which is contiguous and has H elements."""
+    rows, columns = partial.shape
     # 32 columns are one 128-byte line of each row: the narrowest block, for the most programs.
     _total[((columns + 31) // 32,)](result, partial, rows, columns, ROWS=128, BLOCK=32)
-    return result

@@ -10,6 +10,7 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count, warp_size
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._partial_sums import BYTES_AT_ONCE, COLUMNS_AT_ONCE, STAGES_AT_ONCE, at_once, total
+from liger_triton.ops._rms import inverse_rms_of, load_scale, scaled, square
 from liger_triton.ops._rows import (
     again,
     as_rows,
@@ -31,46 +32,12 @@ LONGEST_SUMMED = 8192
 
 
 @triton.jit
-def _round(value, dtype: tl.constexpr, ROUND: tl.constexpr):
-    """A float32 value, rounded to `dtype` if ROUND."""
-    return value.to(dtype).to(tl.float32) if ROUND else value
-
-
-@triton.jit
 def _load(x, residual, x_at, residual_at, inside, EVICT: tl.constexpr):
     """x, or x + residual rounded to x's dtype."""
     xs = tl.load(x + x_at, inside, other=0.0, eviction_policy=EVICT)
     if residual is not None:
         xs = (xs.to(tl.float32) + tl.load(residual + residual_at, inside, other=0.0).to(tl.float32)).to(xs.dtype)
     return xs
-
-
-@triton.jit
-def _square(xs, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
-    wide = xs.to(tl.float32)
-    return _round(multiply(wide, wide, BLOCK), xs.dtype, NATIVE)
-
-
-@triton.jit
-def _inverse_rms(sum_of_squares, columns, eps, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    mean = _round(sum_of_squares / columns, dtype, NATIVE)
-    # torch.compile passes floats as float64.
-    return _round(tl.rsqrt(_round(mean + tl.cast(eps, tl.float32), dtype, NATIVE)), dtype, NATIVE)
-
-
-@triton.jit
-def _load_scale(weight, column, inside, offset):
-    return tl.cast(offset, tl.float32) + tl.load(weight + column, inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _scaled(xs, r, ws, offset, ROUND: tl.constexpr, NATIVE: tl.constexpr):
-    """x · r · (offset + weight)."""
-    y = xs.to(tl.float32) * r
-    if ws is not None:
-        scale = _round(tl.cast(offset, tl.float32) + ws.to(tl.float32), ws.dtype, NATIVE)
-        y = _round(y, xs.dtype, ROUND) * scale
-    return y
 
 
 @kernel
@@ -88,14 +55,14 @@ def _forward(
     xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside, keep)
     if h is not None:
         tl.store(h + row * columns + column, xs, inside)
-    r = _inverse_rms(tl.sum(_square(xs, NATIVE, BLOCK), 1, keep_dims=True), columns, eps, xs.dtype, NATIVE)
+    r = inverse_rms_of(tl.sum(square(xs, NATIVE, BLOCK), 1, keep_dims=True), columns, eps, xs.dtype, NATIVE)
     if inverse_rms is not None:
         tl.store(inverse_rms + row, r, row < rows)
     if residual is None:
         xs = tl.load(x + row * x_stride + column, inside, other=0.0, eviction_policy="evict_first")
         if weight is not None:
             ws = tl.load(weight + column, column < columns, other=0.0, eviction_policy="evict_last")
-    ys = _scaled(xs, r, ws, offset, ROUND, NATIVE)
+    ys = scaled(xs, r, ws, offset, ROUND, NATIVE)
     tl.store(y + row * columns + column, ys, inside)
 
 
@@ -109,8 +76,8 @@ def _forward_long(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, column < columns, "")
-        squares += _square(xs, NATIVE, BLOCK)
-    r = _inverse_rms(tl.sum(squares), columns, eps, x.dtype.element_ty, NATIVE)
+        squares += square(xs, NATIVE, BLOCK)
+    r = inverse_rms_of(tl.sum(squares), columns, eps, x.dtype.element_ty, NATIVE)
     if inverse_rms is not None:
         tl.store(inverse_rms + row, r)
     for start in range(0, columns, BLOCK):
@@ -120,7 +87,7 @@ def _forward_long(
         if h is not None:
             tl.store(h + row * columns + column, xs, inside)
         ws = None if weight is None else tl.load(weight + column, inside, other=0.0)
-        ys = _scaled(xs, r, ws, offset, ROUND, NATIVE)
+        ys = scaled(xs, r, ws, offset, ROUND, NATIVE)
         tl.store(y + row * columns + column, ys, inside)
 
 
@@ -140,7 +107,7 @@ def _take_rows(
     if dx is not None:
         g = dys
         if weight is not None:
-            g *= _load_scale(weight, column, column < columns, offset) if scale is None else scale
+            g *= load_scale(weight, column, column < columns, offset) if scale is None else scale
         slope = tl.sum(multiply(g, xs, BLOCK), 1, keep_dims=True) / columns * r * r * r
         dxs = g * r - xs * slope
         if dh is not None:
@@ -157,7 +124,7 @@ def _backward(
     column = tl.arange(0, BLOCK)
     scale = None  # from L1 for each tile where registers are short
     if weight is not None and STAGES > 1:
-        scale = _load_scale(weight, column[None, :], column[None, :] < columns, offset)
+        scale = load_scale(weight, column[None, :], column[None, :] < columns, offset)
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         dys, normed = _take_rows(
@@ -174,7 +141,7 @@ def _backward(
 def _load_scale_in_pairs(weight, offset, columns, BLOCK: tl.constexpr):
     """What the first of each pair of columns is multiplied by, and the second."""
     column = tl.arange(0, BLOCK)[None, :]
-    scale = _load_scale(weight, column, column < columns, offset)
+    scale = load_scale(weight, column, column < columns, offset)
     return tl.split(tl.reshape(scale, (1, BLOCK // 2, 2)))
 
 
@@ -260,7 +227,7 @@ def _dx_long(
         inside = column < columns
         g = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
         if weight is not None:
-            g *= _load_scale(weight, column, inside, offset)
+            g *= load_scale(weight, column, inside, offset)
         products += g * tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
     slope = tl.sum(products) / columns * r * r * r
     for start in range(0, columns, BLOCK):
@@ -268,7 +235,7 @@ def _dx_long(
         inside = column < columns
         g = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
         if weight is not None:
-            g *= _load_scale(weight, column, inside, offset)
+            g *= load_scale(weight, column, inside, offset)
         dxs = g * r - tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32) * slope
         if dh is not None:
             dxs += tl.load(dh + row * dh_stride + column, inside, other=0.0).to(tl.float32)

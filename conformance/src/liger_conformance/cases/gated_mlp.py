@@ -1,0 +1,132 @@
+"""Cases of gated_mlp."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.vary import ROWS, Size, Vary
+from liger_core.ops.gated_mlp import ACTIVATIONS
+
+
+def build(
+    make: Make,
+    *,
+    rows: int | tuple[int, ...],
+    hidden: int,
+    inner: int,
+    out: int | None = None,
+    fused: bool = False,
+    size: float = 1.0,
+    **options: Any,
+) -> dict[str, Any]:
+    """With `fused`, gate_weight and up_weight are halves of one tensor."""
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    both = make.randn(2 * inner, hidden) * hidden**-0.5
+    gate_weight, up_weight = both.chunk(2) if fused else (both[:inner].clone(), both[inner:].clone())
+    return {
+        "x": make.randn(*rows, hidden) * size,
+        "gate_weight": gate_weight,
+        "up_weight": up_weight,
+        "down_weight": make.randn(hidden if out is None else out, inner) * inner**-0.5,
+        **options,
+    }
+
+
+def budgets(rows: int | tuple[int, ...], hidden: int, inner: int) -> tuple[int | None, ...]:
+    count = torch.Size(rows if isinstance(rows, tuple) else (rows,)).numel()
+    enough = max(12 * inner, 20 * count + 4 * count * hidden)
+    return None, enough, enough + 40 * count
+
+
+VARY = Vary(
+    sizes={"rows": ROWS, "hidden": Size(most=1 << 12), "inner": Size(most=1 << 12), "out": Size(most=1 << 12)},
+    tensors=("rows hidden", "rows inner", "rows out", "inner hidden", "out inner"),
+    values={
+        "activation": ACTIVATIONS,
+        "fused": (False, True),
+        "gate_multiplier": lambda activation="silu": (1.0, 1.7, -0.3) if activation == "silu" else (1.0,),
+        "down_multiplier": lambda activation="silu": (1.0, 0.85, -2.0) if activation == "silu" else (1.0,),
+        "memory_budget": budgets,
+    },
+)
+
+# 12 rows of 16 by 40: a budget of bfloat16 is 4 · 12 · 16 bytes of x's sum, and 10 · 12 a column.
+SIZES = {"rows": 12, "hidden": 16, "inner": 40}
+
+CASES = (
+    Case("odd", "odd", rows=5, hidden=23, inner=37, out=11),
+    Case("batched", "odd", rows=(2, 3), hidden=16, inner=24),
+    Case("least", "option", memory_budget=888, **SIZES),
+    Case("between", "option", memory_budget=1700, **SIZES),
+    Case("all-fits", "option", memory_budget=1 << 20, **SIZES),
+    Case("without-dx", "option", how=How(wanted=("gate_weight", "down_weight")), memory_budget=900, **SIZES),
+    Case("dx-alone", "option", how=How(wanted=("x",)), memory_budget=1700, **SIZES),
+    Case("no-grad", "option", how=How(wanted=()), memory_budget=900, **SIZES),
+    Case("frozen-x", "option", how=How(wanted=("gate_weight", "up_weight", "down_weight")), **SIZES),
+    Case("frozen-weights", "option", how=How(wanted=("x",)), **SIZES),
+    Case("down-alone", "option", how=How(wanted=("down_weight",)), memory_budget=1700, **SIZES),
+    Case("autocast", "option", how=How(autocast=True), **SIZES),
+    Case("autocast-budget", "option", how=How(autocast=True), memory_budget=1700, **SIZES),
+    Case("gelu", "option", activation="gelu_tanh", rows=4, hidden=24, inner=40),
+    Case("gelu-budget", "option", activation="gelu_tanh", memory_budget=1700, **SIZES),
+    Case("multipliers", "option", gate_multiplier=1.7, down_multiplier=0.85, rows=4, hidden=24, inner=40),
+    Case("multipliers-budget", "option", gate_multiplier=1.7, down_multiplier=0.85, memory_budget=1700, **SIZES),
+    Case("fused-weights", "option", fused=True, memory_budget=1700, **SIZES),
+    Case("one-element", "edge", rows=1, hidden=1, inner=1),
+    Case("vector", "edge", rows=(), hidden=17, inner=12),
+    Case("big-values", "extreme", rows=4, hidden=16, inner=24, size=1e2),
+    Case("uneven-rows", "extreme", rows=6, hidden=16, inner=24, by_row=("x",)),
+    Case("small", "small", rows=2048, hidden=2048, inner=5632),
+    Case("medium", "medium", rows=8192, hidden=4096, inner=14336),
+    Case("large", "large", rows=32768, hidden=4096, inner=14336),
+)
+
+HUGE = Case("huge", "large", rows=(1 << 16) + 3, hidden=512, inner=32768 + 8)
+
+
+def _bad(make: Make, **changed: Any) -> dict[str, Any]:
+    given = {
+        "x": make.randn(3, 4),
+        "gate_weight": make.randn(8, 4),
+        "up_weight": make.randn(8, 4),
+        "down_weight": make.randn(5, 8),
+    }
+    return {**given, **changed}
+
+
+def _budget(make: Make, memory_budget: object) -> dict[str, Any]:
+    return _bad(make, x=make.randn(9, 4).requires_grad_(), memory_budget=memory_budget)
+
+
+BAD = (
+    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 3, 4))),
+    Bad(
+        "up-of-another-dtype",
+        TypeError,
+        ("up_weight", "bfloat16", "float32"),
+        lambda make: _bad(make, up_weight=make.randn(8, 4, dtype=torch.bfloat16)),
+    ),
+    Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
+    Bad("short-gate", ValueError, ("gate_weight", "(8, 3)"), lambda make: _bad(make, gate_weight=make.randn(8, 3))),
+    Bad("short-up", ValueError, ("up_weight", "(7, 4)"), lambda make: _bad(make, up_weight=make.randn(7, 4))),
+    Bad("short-down", ValueError, ("down_weight", "(5, 7)"), lambda make: _bad(make, down_weight=make.randn(5, 7))),
+    Bad("flat-gate", ValueError, ("gate_weight", "1 dimension"), lambda make: _bad(make, gate_weight=make.randn(8))),
+    Bad(
+        "unknown-activation",
+        ValueError,
+        ("activation", "'gelu'", "'gelu_tanh'"),
+        lambda make: _bad(make, activation="gelu"),
+    ),
+    Bad(
+        "multiplier-with-gelu",
+        ValueError,
+        ("gate_multiplier", "1.7"),
+        lambda make: _bad(make, activation="gelu_tanh", gate_multiplier=1.7),
+    ),
+    Bad("budget-not-an-int", TypeError, ("memory_budget", "1000.0"), lambda make: _budget(make, 1000.0)),
+    # 9 rows in float32: 20 · 9 bytes of a column, more than the 96 of a row.
+    Bad(
+        "budget-below-the-least", ValueError, ("memory_budget", "179", "at least 180"), lambda make: _budget(make, 179)
+    ),
+)

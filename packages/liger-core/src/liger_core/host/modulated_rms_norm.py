@@ -1,0 +1,232 @@
+"""Where the scale and the shift of `modulated_rms_norm` lie for each row, and what is kept: all but the kernels.
+
+Dimensions before the last one are merged until three are left. A kernel finds a row's scale and shift by their strides there,
+0 where they are broadcast. The rows that share a scale are a group, and its gradient is a sum over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.contract import Needs, Saved
+
+LEVELS = 3
+"""Dimensions that a kernel goes over."""
+
+
+class Places(NamedTuple):
+    """A row's place is one number in each of three dimensions, of which each is either kept by the scale or not.
+
+    Attributes:
+        kept: sizes of the dimensions, 1 for those over which the scale is broadcast. Their product is the number of groups.
+        shared: sizes of the others, 1 for those that are kept. Their product is the number of rows of a group.
+        scale: strides of the scale.
+        shift: strides of the shift.
+    """
+
+    kept: tuple[int, ...]
+    shared: tuple[int, ...]
+    scale: tuple[int, ...]
+    shift: tuple[int, ...]
+
+    @property
+    def groups(self) -> int:
+        return self.kept[0] * self.kept[1] * self.kept[2]
+
+    @property
+    def members(self) -> int:
+        return self.shared[0] * self.shared[1] * self.shared[2]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple([kept * shared for kept, shared in zip(self.kept, self.shared, strict=True)])
+
+
+class Modulation(NamedTuple):
+    """The scale and the shift of a call, each row's elements adjacent; and where they lie."""
+
+    scale: Tensor
+    shift: Tensor | None
+    places: Places
+
+
+def _sizes(tensor: Tensor, shape: Sequence[int]) -> list[int]:
+    """The sizes of a tensor's dimensions before the last one, with a 1 for each that is missing."""
+    return [1] * (len(shape) - tensor.dim()) + list(tensor.shape[:-1])
+
+
+def places_of(shape: Sequence[int], scale: Tensor, shift: Tensor | None) -> Places | None:
+    """The places of rows, or None where more than three dimensions are left.
+
+    Args:
+        shape: x's.
+        scale: each row's elements adjacent.
+        shift: the same, or None.
+    """
+    kept = _sizes(scale, shape)
+    scales = scale.expand(shape).stride()
+    shifts = (0,) * len(shape) if shift is None else shift.expand(shape).stride()
+    merged: list[tuple[int, bool, int, int]] = []
+    for dim, size in enumerate(shape[:-1]):
+        if size == 1:
+            continue
+        keeps, a, b = True, scales[dim], shifts[dim]
+        if kept[dim] == 1:  # branched on, since in a trace of dynamic sizes what is compared gives a symbol
+            keeps = False
+        if merged:
+            outer, keeps_outer, a_outer, b_outer = merged[-1]
+            if keeps == keeps_outer and a_outer == size * a and b_outer == size * b:
+                merged[-1] = outer * size, keeps, a, b
+                continue
+        merged.append((size, keeps, a, b))
+    if len(merged) > LEVELS:
+        return None
+    merged = [(1, True, 0, 0)] * (LEVELS - len(merged)) + merged
+    return Places(
+        tuple([size if keeps else 1 for size, keeps, _, _ in merged]),
+        tuple([1 if keeps else size for size, keeps, _, _ in merged]),
+        tuple([a for _, _, a, _ in merged]),
+        tuple([b for _, _, _, b in merged]),
+    )
+
+
+def modulation_of(x: Tensor, scale: Tensor, shift: Tensor | None) -> Modulation:
+    """What kernels take. Where dimensions alternate too often, scale and shift are made as large as x."""
+    if scale.stride(-1) != 1:
+        scale = scale.contiguous()
+    if shift is not None and shift.stride(-1) != 1:
+        shift = shift.contiguous()
+    places = places_of(x.shape, scale, shift)
+    if places is None:
+        scale = scale.expand(x.shape).contiguous()
+        shift = None if shift is None else shift.expand(x.shape).contiguous()
+        places = places_of(x.shape, scale, shift)
+        assert places is not None
+    return Modulation(scale, shift, places)
+
+
+def summed(gradient: Tensor, like: Tensor) -> Tensor:
+    """The sum of a float32 gradient over the dimensions in which `like` is broadcast to it, as one of `like`."""
+    dims = [dim for dim, size in enumerate(_sizes(like, gradient.shape)) if size != gradient.shape[dim]]
+    return gradient.sum(dims).reshape(like.shape).to(like.dtype)
+
+
+class ModulatedRMSNormKernels:
+    """What a language launches."""
+
+    def forward(
+        self,
+        y: Tensor,
+        inverse_rms: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        modulation: Modulation,
+        eps: float,
+        offset: float,
+        casting_mode: str,
+    ) -> None:
+        """Write the result, and the inverse RMS of each row.
+
+        Args:
+            y: contiguous, of x's shape.
+            inverse_rms: float32, one per row; or None.
+            x: with any strides.
+            weight: contiguous, or None.
+            modulation: the scale and the shift.
+            eps, offset, casting_mode: the op's.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self,
+        dx: Tensor | None,
+        dweight: Tensor | None,
+        dscale: Tensor | None,
+        dshift: Tensor | None,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        modulation: Modulation,
+        inverse_rms: Tensor | None,
+        offset: float,
+    ) -> None:
+        """Write the gradients that are given; one at least is.
+
+        Args:
+            dx: contiguous, of x's shape.
+            dweight: contiguous ``[H]``.
+            dscale: contiguous, a row of H elements for each group: the sum over the group.
+            dshift: the same; the shift then has the scale's groups.
+            dy: with any strides.
+            x, weight, modulation, offset: as in `forward`. Of `dshift` alone x is not read, and `modulation` may have the
+                shift for a scale.
+            inverse_rms: None if `dshift` is all that is given.
+        """
+        raise NotImplementedError
+
+
+class ModulatedRMSNorm:
+    """The op in a language."""
+
+    def __init__(self, kernels: ModulatedRMSNormKernels) -> None:
+        self.kernels = kernels
+
+    def forward(
+        self,
+        needs: Needs,
+        x: Tensor,
+        weight: Tensor | None,
+        scale: Tensor,
+        shift: Tensor | None,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+    ) -> tuple[Tensor, Saved]:
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        inverse_rms = None
+        if needs[0] or needs[1] or needs[2]:
+            inverse_rms = torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
+        found = modulation_of(x, scale, shift)
+        contiguous = None if weight is None else weight.contiguous()
+        self.kernels.forward(y, inverse_rms, x, contiguous, found, eps, offset, casting_mode)
+        if True not in needs:
+            return y, ()
+        kept = (None, None, None) if inverse_rms is None else (x, weight, scale)
+        return y, (*kept, shift if needs[3] else None, inverse_rms)
+
+    def backward(
+        self, needs: Needs, saved: Saved, dy: Tensor, *, eps: float, offset: float, casting_mode: str
+    ) -> tuple[Tensor | None, ...]:
+        needs_x, needs_weight, needs_scale, needs_shift = needs
+        x, weight, scale, shift, inverse_rms = saved
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+        dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+        dscale = dshift = None
+        if needs_x or needs_weight or needs_scale:
+            found = modulation_of(x, scale, None)
+            whole = found.scale.shape != scale.shape
+            if needs_scale:
+                dscale = _gradient_of(scale, found.scale.shape, whole)
+            if needs_shift and not whole and _sizes(scale, x.shape) == _sizes(shift, x.shape):
+                dshift = _gradient_of(shift, shift.shape, False)
+            contiguous = None if weight is None else weight.contiguous()
+            self.kernels.backward(dx, dweight, dscale, dshift, dy, x, contiguous, found, inverse_rms, offset)
+            if dscale is not None and whole:
+                dscale = summed(dscale, scale)
+        if needs_shift and dshift is None:
+            found = modulation_of(dy, shift, None)
+            whole = found.scale.shape != shift.shape
+            dshift = _gradient_of(shift, found.scale.shape, whole)
+            self.kernels.backward(None, None, None, dshift, dy, dy, None, found, None, offset)
+            if whole:
+                dshift = summed(dshift, shift)
+        return dx, dweight, dscale, dshift
+
+
+def _gradient_of(tensor: Tensor, shape: Sequence[int], whole: bool) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32 if whole else tensor.dtype, device=tensor.device)

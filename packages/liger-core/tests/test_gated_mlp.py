@@ -1,0 +1,186 @@
+"""gated_mlp: its reference, and the shared host code with activations that are PyTorch: gradients, what is kept, memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_core.contract import Needs, Saved
+from liger_core.host.gated_mlp import Activation, GatedMLP
+from liger_core.host.linear import Linear
+from liger_core.ops.gated_mlp import gated_mlp, least_memory, whole_memory
+
+ROWS, HIDDEN, INNER, OUT = 96, 8, 320, 12
+EVERY = (True, True, True, True)
+OPTIONS: dict[str, Any] = {"activation": "silu", "gate_multiplier": 1.0, "down_multiplier": 1.0}
+
+
+def silu(
+    needs: Needs, gate: Tensor, up: Tensor, *, gate_multiplier: float, down_multiplier: float
+) -> tuple[Tensor, Saved]:
+    return F.silu(gate).mul_(up), (gate, up)
+
+
+def silu_backward(
+    needs: Needs, saved: Saved, dy: Tensor, *, gate_multiplier: float, down_multiplier: float
+) -> tuple[Tensor | None, ...]:
+    """Of two tensors that are made, and nothing besides, as kernels do it."""
+    gate, up = saved
+    dgate = torch.ops.aten.silu_backward(dy, gate).mul_(up) if needs[0] else None
+    dup = torch.empty_like(dy) if needs[1] else None
+    if dup is not None:
+        torch.sigmoid(gate, out=dup)
+        dup.mul_(gate).mul_(dy)
+    return dgate, dup
+
+
+def host() -> GatedMLP:
+    activation = Activation(silu, silu_backward)
+    return GatedMLP(Linear(), activation, activation)
+
+
+def arguments(dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (ROWS, HIDDEN), (INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) / 3 for shape in shapes)
+
+
+class Allocated(TorchDispatchMode):
+    """The memory that operations allocate and free, as a list of (storage, bytes or minus bytes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+        self.names: dict[int, int] = {}
+        self.alive: dict[int, int] = {}
+
+    def given(self, *tensors: Tensor) -> None:
+        """These aren't counted, nor views of them."""
+        for tensor in tensors:
+            self.names[tensor.untyped_storage().data_ptr()] = -1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if self.names.get(place) == -1:
+            return
+        if place not in self.names:
+            self.names[place] = len(self.events)
+            self.events.append((self.names[place], size))
+        name = self.names[place]
+        self.alive[name] = self.alive.get(name, 0) + 1
+        weakref.finalize(tensor, self._free, place, name, size)
+
+    def _free(self, place: int, name: int, size: int) -> None:
+        self.alive[name] -= 1
+        if self.alive[name] == 0:
+            self.events.append((name, -size))
+            if self.names.get(place) == name:
+                del self.names[place]
+
+    def peak(self, *results: Tensor | None) -> int:
+        """The most bytes at a time, without those of the results."""
+        apart = {self.names[t.untyped_storage().data_ptr()] for t in results if t is not None}
+        now = most = 0
+        for name, size in self.events:
+            now += 0 if name in apart else size
+            most = max(most, now)
+        return most
+
+
+def test_allocations_are_counted() -> None:
+    x = torch.randn(10, 10)
+    with Allocated() as allocated:
+        allocated.given(x)
+        y = x + 1
+        z = y * 2
+        del y
+        w = z.view(-1) + 1
+    assert allocated.peak(z, w) == 400
+    assert allocated.peak(w) == 800
+
+
+BUDGETS = {"least": 0, "some columns": 40_000, "half": whole_memory(arguments()[0], arguments()[1], True) // 2}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    "needs", [EVERY, (True, False, False, False), (False, True, False, True), (False,) * 4], ids=str
+)
+def test_temporaries_fit_the_budget(budget: str, needs: Needs) -> None:
+    given = arguments()
+    least = least_memory(given[0], given[1], x_grad=needs[0], grad=True in needs)
+    memory = max(BUDGETS[budget], least)
+    with torch.no_grad(), Allocated() as allocated:
+        allocated.given(*given)
+        y, saved = host().forward(needs, *given, memory_budget=memory, **OPTIONS)
+    assert 0 < allocated.peak(y) <= memory
+    assert all(tensor is None or any(tensor is one for one in given) for tensor in saved)  # only x, and the weights
+    if True not in needs:
+        return
+    dy = torch.ones(ROWS, OUT)
+    with torch.no_grad(), Allocated() as allocated:
+        allocated.given(*given, dy)
+        found = host().backward(needs, saved, dy, memory_budget=memory, **OPTIONS)
+    assert memory // 2 < allocated.peak(*found) <= memory
+
+
+@pytest.mark.parametrize("budget", [None, *BUDGETS.values()])
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (3,), (0, 3), (1, 2, 3)], ids=str)
+def test_gradients_by_columns_are_those_of_the_reference(budget: int | None, frozen: tuple[int, ...]) -> None:
+    given = arguments()
+    needs = tuple(i not in frozen for i in range(4))
+    memory = None if budget is None else max(budget, least_memory(given[0], given[1], x_grad=needs[0], grad=True))
+    y, saved = host().forward(needs, *given, memory_budget=memory, **OPTIONS)
+    dy = torch.ones(ROWS, OUT).double()
+    leaves = [t.double().requires_grad_(n) for t, n in zip(given, needs, strict=True)]
+    truth = gated_mlp.reference(*leaves)
+    torch.testing.assert_close(y.double(), truth.detach(), rtol=1e-5, atol=1e-5)
+    expected = iter(torch.autograd.grad(truth, [leaf for leaf in leaves if leaf.requires_grad], dy))
+    for _ in range(2):  # a second backward finds what the first one did
+        found = host().backward(needs, saved, dy.float(), memory_budget=memory, **OPTIONS)
+        assert [t is not None for t in found] == [*needs]
+    for gradient in found:
+        if gradient is not None:
+            torch.testing.assert_close(gradient.double(), next(expected), rtol=1e-5, atol=1e-4)
+
+
+def test_the_error_does_not_grow_with_the_number_of_columns() -> None:
+    given = arguments(torch.bfloat16)
+    leaves = [t.double().requires_grad_() for t in given]
+    dy = torch.ones(ROWS, OUT)
+    truth = torch.autograd.grad(gated_mlp.reference(*leaves), leaves, dy.double())
+    errors = []
+    for memory in (None, least_memory(given[0], given[1], x_grad=True, grad=True)):
+        _, saved = host().forward(EVERY, *given, memory_budget=memory, **OPTIONS)
+        found = host().backward(EVERY, saved, dy.bfloat16(), memory_budget=memory, **OPTIONS)
+        errors.append([(g.double() - t).abs().max() for g, t in zip(found, truth, strict=True) if g is not None])
+    assert all(many <= 1.5 * once for once, many in zip(*errors, strict=True))
+
+
+def test_the_least_budget() -> None:
+    """By the formula of half precision: 6 · I of a row, 4 · N · H + 10 · N of a column."""
+    x, gate_weight, *_ = arguments(torch.bfloat16)
+    assert least_memory(x, gate_weight, x_grad=True, grad=True) == 4 * ROWS * HIDDEN + 10 * ROWS
+    assert least_memory(x, gate_weight, x_grad=False, grad=False) == 6 * INNER
+    assert least_memory(x[:1], gate_weight, x_grad=True, grad=True) == 6 * INNER
+
+
+def test_reference_against_other_code() -> None:
+    x, gate, up, down = arguments(torch.float64)
+    y = gated_mlp(x, gate, up, down, gate_multiplier=1.7, down_multiplier=0.85)
+    torch.testing.assert_close(y, 0.85 * (F.silu(1.7 * x @ gate.T) * (x @ up.T)) @ down.T)
+    y = gated_mlp(x, gate, up, down, activation="gelu_tanh")
+    torch.testing.assert_close(y, F.linear(F.gelu(x @ gate.T, approximate="tanh") * (x @ up.T), down))

@@ -26,6 +26,7 @@ class Pool:
         self._processes: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory()
         self._starts = 0
+        self.patience = PATIENCE
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call a function of a test file's top level in every process; a list of what they return, by rank.
@@ -41,7 +42,7 @@ class Pool:
         answers: list[Any] = []
         for rank, (_, connection) in enumerate(self._processes):
             try:
-                done, answer = connection.recv() if connection.poll(PATIENCE) else (False, "it didn't return")
+                done, answer = connection.recv() if connection.poll(self.patience) else (False, "it didn't return")
             except EOFError:
                 done, answer = False, "it ended; its own output says why"
             if not done:

@@ -48,14 +48,12 @@ class Kernels(MoEKernels):
             if activated is not None:
                 activated[rows] = F.silu(gates) * ups
 
-    def product(
-        self, result: Tensor, left: Tensor, weight: Tensor, routing: Routing, scale: Tensor | None, add: bool
-    ) -> None:
-        if not add:
-            result.fill_(torch.nan)
+    def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
+        result = torch.full((routing.slots, weight.shape[1]), torch.nan) if total is None else total
         for expert, rows, slots in self.blocks(routing):
-            part = (left[rows] @ weight[expert].T).float() * (1.0 if scale is None else scale[slots, None].float())
-            result[slots] = result[slots] + part if add else part
+            part = (left[rows] @ weight[expert].T).float()
+            result[slots] = part if total is None else result[slots] + part
+        return result
 
     def gradient(
         self,
@@ -85,15 +83,21 @@ class Kernels(MoEKernels):
     def parts(self, columns: int, x: Tensor) -> int:
         return 1
 
-    def weight_gradient(self, result: Tensor, left: Tensor, right: Tensor, routing: Routing, gathers: str) -> None:
-        result.zero_()
+    def weight_gradient(
+        self, result: Tensor | None, left: Tensor, right: Tensor, routing: Routing, gathers: str
+    ) -> Tensor:
+        result = (
+            left.new_zeros(len(routing.by_size), left.shape[1], right.shape[1]) if result is None else result.zero_()
+        )
         for expert, rows, slots in self.blocks(routing):
             token = slots // routing.per_token
             of_left, of_right = (token, rows) if gathers == "left" else (rows, token)
             result[expert] += left[of_left].T @ right[of_right]
+        return result
 
-    def sum_slots(self, result: Tensor, slots: Tensor, routing: Routing, marks: bool) -> None:
+    def sum_slots(self, result: Tensor, slots: Tensor, scale: Tensor | None, routing: Routing, marks: bool) -> None:
         experts = routing.by_size.shape[0]
+        slots = slots if scale is None else slots * scale[:, None]
         found = slots.view(*routing.keys.shape, -1).masked_fill((routing.keys >= experts)[..., None], 0.0)
         if marks:
             found = found.masked_fill((routing.keys > experts)[..., None], torch.nan)
@@ -144,7 +148,7 @@ def test_only_what_is_wanted_is_made(wanted: int, monkeypatch: pytest.MonkeyPatc
     calls: list[str] = []
     for name in ("product", "weight_gradient"):
         kernel = getattr(Kernels, name)
-        monkeypatch.setattr(Kernels, name, lambda *a, of=kernel, name=name, **k: (calls.append(name), of(*a, **k)))
+        monkeypatch.setattr(Kernels, name, lambda *a, of=kernel, name=name, **k: (calls.append(name), of(*a, **k))[1])
     made = gradients(given, needs, None, torch.randn(7, 6))
     assert [gradient is not None for gradient in made] == list(needs)
     assert calls.count("product") == 1 + needs[0]
@@ -169,6 +173,7 @@ def test_slots_are_sorted_and_divided() -> None:
     routing = route(indices, 3, 2)
     assert routing.keys.tolist() == [[2, 0], [2, 2], [3, 0], [4, 4], [0, 2]]
     assert routing.order.tolist() == [1, 5, 8, 0, 2, 3, 9, 4, 6, 7]
+    assert routing.places.tolist() == [3, 0, 4, 5, 7, 1, 8, 9, 2, 6]
     assert routing.starts.tolist() == [0, 3, 3, 7]
     assert routing.by_size.tolist() == [2, 0, 1]
     assert routing.tile_experts.tolist() == [0, 0, 2, 2, 3, 3, 3, 3]

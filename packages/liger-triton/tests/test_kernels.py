@@ -8,6 +8,7 @@ import torch
 
 import liger_core
 from liger_conformance.case import Make
+from liger_conformance.cases.fused_moe import build as build_fused_moe
 from liger_conformance.cases.group_norm import build as build_group_norm
 from liger_conformance.cases.grpo_loss import build as build_grpo_loss
 from liger_conformance.cases.jsd import build as build_jsd
@@ -15,6 +16,8 @@ from liger_conformance.cases.logit_statistics import build as build_logit_statis
 from liger_conformance.compare import compare
 from liger_conformance.running import baseline_and_truth, evaluate
 from liger_core.contract import ops
+from liger_core.host.fused_moe import route
+from liger_triton.ops import fused_moe
 
 DEVICE = liger_core.infer_device()
 
@@ -211,6 +214,57 @@ def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypa
         actual = evaluate(op, op, arguments)
     for what, value in actual.items().items():
         compare(what, value, baseline.items()[what], truth.items()[what])
+
+
+@pytest.mark.parametrize("wanted", [None, ("x", "expert_weights"), ("down_weight",)], ids=str)
+def test_products_by_pytorch(wanted: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are taken on Hopper, with experts and tokens that have nothing: the right values and gradients."""
+    taken = []
+    multiply = fused_moe._multiply
+    monkeypatch.setattr(fused_moe, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fused_moe, "_multiply", lambda *operands: (taken.append(operands), multiply(*operands))[1])
+    arguments = build_fused_moe(
+        Make(torch.bfloat16, DEVICE),
+        tokens=40, per_token=3, experts=5, hidden=32, intermediate=16, used=4, dropped=0.3, router_dtype=torch.float32,
+    )  # fmt: skip
+    arguments["expert_indices"][3] = -1
+    op = ops["fused_moe"]
+    baseline, truth = baseline_and_truth(op, arguments, wanted)
+    with liger_core.use("triton"):
+        actual = evaluate(op, op, arguments, wanted)
+    for what, value in actual.items().items():
+        compare(what, value, baseline.items()[what], truth.items()[what])
+    products = {None: 5, ("down_weight",): 2}
+    assert len(taken) == products.get(wanted, 3)
+
+
+@pytest.mark.parametrize(("stride", "fits"), [((64, 1), True), ((1, 64), True), ((60, 1), False), ((64, 2), False)])
+def test_products_by_pytorch_take_rows_of_whole_vectors(
+    stride: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_moe, "is_hopper", lambda device: True)
+    memory = torch.zeros(8192, dtype=torch.bfloat16)
+    assert fused_moe._grouped(memory.as_strided((16, 16), stride)) == fits
+    assert not fused_moe._grouped(memory[1:].as_strided((16, 16), (64, 1)))
+    assert not fused_moe._grouped(memory.half().as_strided((16, 16), (64, 1)))
+
+
+@pytest.mark.parametrize(("tokens", "per_token", "experts"), [(700, 2, 5), (9, 1, 1), (130, 3, 70)])
+@pytest.mark.parametrize("counts", [True, False])
+def test_slots_are_sorted_as_pytorch_sorts_them(
+    tokens: int, per_token: int, experts: int, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By counting, and by PyTorch itself where there are too many; with slots that have no expert, or one out of range."""
+    if not counts:
+        monkeypatch.setattr(fused_moe, "MOST_BLOCKS", 0)
+    make = Make(torch.float32, DEVICE)
+    indices = make.integers(-1, experts, tokens, per_token)
+    indices[1] = experts
+    found, expected = fused_moe.Kernels().route(indices, experts, 16), route(indices, experts, 16)
+    for name in ("keys", "order", "places", "starts", "by_size", "tile_experts"):
+        assert torch.equal(getattr(found, name).long(), getattr(expected, name)), name
+    live = expected.tile_experts < experts
+    assert torch.equal(found.tile_starts[live], expected.tile_starts[live])
 
 
 def test_rows_are_viewed_where_strides_allow() -> None:

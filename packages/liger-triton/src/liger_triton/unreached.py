@@ -2,6 +2,7 @@
 
 _INTERPRETED = "Triton interprets a function, and no Kernel is made of it: tests/test_launch.py"
 _COMPILED = "a compiler that launches nothing gives nothing to remember: tests/test_launch.py"
+_HOPPER = "PyTorch's grouped product is taken on Hopper alone: tests/test_kernels.py"
 _AT_IMPORT = "called when a kernel's file is imported, before any test"
 
 UNREACHED = {
@@ -21,5 +22,14 @@ UNREACHED = {
     "compiled-sm_90 _launch.Kernel._launch: on_amd is true": "no chip of AMD's",
     "interpreted embedding._sort: rows > MOST_RANKED is true": (
         "65537 indices take an interpreter 15 s; compiled, and run on devices, as `huge`"
+    ),
+    "interpreted fused_moe.Kernels.*_grouped(*) is true": _HOPPER,
+    "interpreted fused_moe._clear": _HOPPER,
+    "interpreted fused_moe._gathered": _HOPPER,
+    "interpreted fused_moe._grouped: * is false": _HOPPER,
+    "interpreted fused_moe._in_rows": _HOPPER,
+    "interpreted fused_moe._multiply": _HOPPER,
+    "* fused_moe.Kernels.route: blocks > MOST_BLOCKS or experts > MOST_EXPERTS is true": (
+        "more than 512 experts, or 262144 slots: tests/test_kernels.py"
     ),
 }

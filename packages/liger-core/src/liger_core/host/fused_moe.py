@@ -16,11 +16,13 @@ from liger_core.ops.fused_moe import temporary_memory
 
 
 class Routing(NamedTuple):
-    """Which slots each expert has, and which rows each block of a kernel takes. All of it is int64.
+    """Which slots each expert has, and which rows each block of a kernel takes. All of it but `keys` is int64.
 
     Attributes:
-        keys: ``[T, K]``, each slot's expert. E is none; E + 1 are all slots of a token with an index out of range.
+        keys: ``[T, K]``, each slot's expert, in any integers. E is none; E + 1 are all slots of a token with an index out of
+            range.
         order: ``[T·K]``, the slots sorted by their key, of one key in order.
+        places: ``[T·K]``, where each slot is among the sorted ones.
         starts: ``[E + 1]``, where each expert's slots start among the sorted ones, and where the last ones end.
         by_size: ``[E]``, the experts, those with most slots first: what takes longest is to start first.
         tile_experts: ``[⌈T·K / rows⌉ + E]``, the expert of each block of at most `rows` sorted slots. Those that are left
@@ -31,6 +33,7 @@ class Routing(NamedTuple):
 
     keys: Tensor
     order: Tensor
+    places: Tensor
     starts: Tensor
     by_size: Tensor
     tile_experts: Tensor
@@ -53,6 +56,8 @@ def route(indices: Tensor, experts: int, rows: int) -> Routing:
     keys = keys.masked_fill(outside.any(1, keepdim=True), experts + 1)
     # A stable sort is a counting sort here: keys of few bits take few passes.
     found, order = torch.sort(keys.view(-1).to(torch.int16 if experts < (1 << 15) - 1 else torch.int32), stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.shape[0], device=indices.device)
     each = torch.arange(experts + 1, device=indices.device, dtype=found.dtype)
     starts = torch.searchsorted(found, each)
     counts = starts[1:] - starts[:-1]
@@ -63,7 +68,7 @@ def route(indices: Tensor, experts: int, rows: int) -> Routing:
     inside = tile_experts.clamp(max=experts - 1)
     tile_starts = starts[inside] + (tile - (ends - tiles)[inside]) * rows
     by_size = torch.sort(counts, descending=True, stable=True).indices
-    return Routing(keys, order, starts, by_size, tile_experts, tile_starts, rows)
+    return Routing(keys, order, places, starts, by_size, tile_experts, tile_starts, rows)
 
 
 class Activation(NamedTuple):
@@ -112,18 +117,15 @@ class MoEKernels:
         """
         raise NotImplementedError
 
-    def product(
-        self, result: Tensor, left: Tensor, weight: Tensor, routing: Routing, scale: Tensor | None, add: bool
-    ) -> None:
-        """Write left · weightᵀ of each slot, for `sum_slots` alone.
+    def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
+        """left · weightᵀ of each slot, for `sum_slots` alone: ``[T·K, N]``, in the order that it reads.
 
         Args:
-            result: float32 ``[T·K, N]``, in the order that `sum_slots` reads.
+            total: what this returned before, to add to; or None.
             left: sorted ``[T·K, C]``; rows may lie apart.
             weight: ``[E, N, C]``.
             routing: of the slots.
-            scale: ``[T·K]``, by the order of the slots, to multiply rows with; or None.
-            add: to what `result` holds.
+            last: whether nothing will be added to it. Only then may it have another dtype than float32.
         """
         raise NotImplementedError
 
@@ -159,11 +161,13 @@ class MoEKernels:
         """How many sums `gradient` writes for each slot: at most one for 16 columns, and one more."""
         raise NotImplementedError
 
-    def weight_gradient(self, result: Tensor, left: Tensor, right: Tensor, routing: Routing, gathers: str) -> None:
-        """Write leftᵀ · right over each expert's slots; 0 where there are none.
+    def weight_gradient(
+        self, result: Tensor | None, left: Tensor, right: Tensor, routing: Routing, gathers: str
+    ) -> Tensor:
+        """leftᵀ · right over each expert's slots, ``[E, M, N]``; 0 where there are none.
 
         Args:
-            result: ``[E, M, N]``, with any strides.
+            result: to write it to, with any strides; None: memory of its own.
             left: ``[..., M]``.
             right: ``[..., N]``.
             routing: of the slots.
@@ -171,12 +175,13 @@ class MoEKernels:
         """
         raise NotImplementedError
 
-    def sum_slots(self, result: Tensor, slots: Tensor, routing: Routing, marks: bool) -> None:
-        """Write, for each token, the sum over its slots.
+    def sum_slots(self, result: Tensor, slots: Tensor, scale: Tensor | None, routing: Routing, marks: bool) -> None:
+        """Write, for each token, the sum over its slots, in float32 and rounded once.
 
         Args:
             result: ``[T, N]``, contiguous.
-            slots: float32 ``[T·K, N]``.
+            slots: of `product`.
+            scale: ``[T·K]``, contiguous, by the order of the slots, to multiply rows with; or None.
             routing: of the slots.
             marks: whether a token with an index out of range gets NaN; else 0.
         """
@@ -247,14 +252,13 @@ class FusedMoE:
             factors = some.new_empty(routing.slots, 2 * gate.shape[1]) if keeps else None
             activated = some.new_empty(routing.slots, gate.shape[1])
             kernels.up(factors, activated, some, gate, up, routing, act)
-            slots = torch.empty(routing.slots, x.shape[1], dtype=torch.float32, device=x.device)
-            kernels.product(slots, activated, down_weight, routing, weights[first:last].view(-1), add=False)
+            slots = kernels.product(None, activated, down_weight, routing, last=True)
             del activated
-            kernels.sum_slots(y[first:last], slots, routing, marks=True)
+            kernels.sum_slots(y[first:last], slots, weights[first:last].view(-1), routing, marks=True)
             del slots
         if True not in needs:
             return y, ()
-        kept = routing[:-1] if plan.tokens >= tokens and routing is not None else (None,) * 6
+        kept = routing[:-1] if plan.tokens >= tokens and routing is not None else (None,) * 7
         return y, (x, gate_up_weight, down_weight, expert_indices, expert_weights, factors, *kept)
 
     def backward(
@@ -276,14 +280,14 @@ class FusedMoE:
         if kept[0] is None:
             routing = self._route(expert_indices, gate, x)
         else:
-            routing = Routing(*kept, kernels.rows(expert_indices.numel(), gate.shape[0], x))
+            routing = Routing._make((*kept, kernels.rows(expert_indices.numel(), gate.shape[0], x)))
         slots, columns = routing.slots, gate.shape[1]
         weights = expert_weights.contiguous().view(-1)
         wants_x, wants_first, wants_second, wants_weights = needs
-        dfirst = torch.empty_like(gate_up_weight) if wants_first else None
-        dsecond = torch.empty_like(down_weight) if wants_second else None
-        dslots = torch.empty(slots, x.shape[1], dtype=torch.float32, device=x.device) if wants_x else None
-        dweights = None
+        dfirst = dsecond = dslots = dweights = None
+        if plan.columns < columns:
+            dfirst = torch.empty_like(gate_up_weight) if wants_first else None
+            dsecond = torch.empty_like(down_weight) if wants_second else None
         for first, last in spans(columns, plan.columns):
             some_gate, some_up, some_down = gate[:, first:last], up[:, first:last], down_weight[:, :, first:last]
             wide = last - first
@@ -299,8 +303,10 @@ class FusedMoE:
             if sums is not None:
                 part = sums.sum(1)
                 dweights = part if dweights is None else dweights + part
-            if dsecond is not None and weighted is not None:
-                kernels.weight_gradient(dsecond[:, :, first:last], dy, weighted, routing, "left")
+            if weighted is not None:
+                part = None if dsecond is None else dsecond[:, :, first:last]
+                part = kernels.weight_gradient(part, dy, weighted, routing, "left")
+                dsecond = part if dsecond is None else dsecond
             del weighted
             if dfactors is None:
                 continue
@@ -310,16 +316,17 @@ class FusedMoE:
                     if half:
                         break
                     both, weight = dfactors, gate_up_weight
-                if dfirst is not None:
-                    rows = dfirst[:, from_row : from_row + both.shape[1]]
-                    kernels.weight_gradient(rows, both, x, routing, "right")
-                if dslots is not None:
-                    kernels.product(dslots, both, weight.transpose(1, 2), routing, None, add=half > 0 or first > 0)
+                if wants_first:
+                    part = None if dfirst is None else dfirst[:, from_row : from_row + wide]
+                    part = kernels.weight_gradient(part, both, x, routing, "right")
+                    dfirst = part if dfirst is None else dfirst
+                if wants_x:
+                    dslots = kernels.product(dslots, both, weight.transpose(1, 2), routing, last=wide == columns)
             del dfactors
         dx = None
         if dslots is not None:
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            kernels.sum_slots(dx, dslots, routing, marks=False)
+            kernels.sum_slots(dx, dslots, None, routing, marks=False)
         if dweights is not None:
             dweights = dweights.view(expert_weights.shape).to(expert_weights.dtype)
         return dx, dfirst, dsecond, dweights

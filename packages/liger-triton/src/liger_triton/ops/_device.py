@@ -44,6 +44,16 @@ def warp_size(device: torch.device) -> int:
     return _look_up_warp_size(device)
 
 
+@functools.cache
+def _look_up_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is an H100, an H200 or the like, with compute capability 9.0."""
+    return _look_up_hopper(device)
+
+
 # What torch.compiler.assume_constant_result does, without importing Dynamo for it. Dynamo warns of functools.cache.
-for _function in (sm_count, shared_memory, warp_size):
+for _function in (sm_count, shared_memory, warp_size, is_hopper):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

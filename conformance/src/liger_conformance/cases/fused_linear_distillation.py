@@ -75,14 +75,14 @@ VARY = Vary(
     },
 )
 
-# With this budget, 48 rows of 16 by 96 take several chunks in each dtype.
-CHUNKS: dict[str, Any] = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 12_000}
+# With this budget, 20 rows of 16 by 96 take several chunks in each dtype.
+CHUNKS: dict[str, Any] = {"rows": 20, "hidden": 16, "vocabulary": 96, "memory_budget": 9_000}
 BIASES = {"student_bias": True, "teacher_bias": True}
 
 CASES = (
     Case("odd", "odd", rows=5, hidden=24, teacher_hidden=37, vocabulary=67, **CAPPED, **BIASES, num_items="int"),
     Case("plain", "odd", rows=7, hidden=17, vocabulary=45),
-    Case("many-rows", "odd", rows=133, hidden=8, vocabulary=33, **MIXED),
+    Case("many-rows", "odd", rows=33, hidden=8, vocabulary=33, **MIXED),
     Case("wide", "odd", rows=3, hidden=517, teacher_hidden=130, vocabulary=45),
     Case("one-row", "edge", rows=1, hidden=16, vocabulary=45),
     Case("all-ignored", "edge", rows=3, hidden=16, vocabulary=33, ignored=1.0, hard_weight=1.0),

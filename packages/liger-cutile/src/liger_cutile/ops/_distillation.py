@@ -1,0 +1,366 @@
+"""Divergences of rows of logits from a teacher's, and the cross-entropy of labels beside them.
+
+One block per row reads both rows twice: for what their softmaxes need, and for the losses. What the gradient needs besides the
+logits are six numbers per row: largest logits and logarithms of sums, and the sum that a divergence's gradient is relative to.
+"""
+
+import functools
+import math
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
+from liger_core.opaque import opaque
+from liger_cutile.ops._cross_entropy import _cap
+from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
+from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
+from liger_cutile.ops._rows import as_rows, blocks, power_of_2
+from liger_cutile.ops._tiles import load_vector
+
+# Of a tile of logits, and blocks on a multiprocessor, whose loads go into registers: the rows of fewer blocks are in the
+# cache still when they are read again.
+ROW_BYTES, ROW_OCCUPANCY = 8192, 4
+GRADIENT_BYTES, GRADIENT_OCCUPANCY = 4096, 8
+# What a thread loads at once: what a loop adds up of it stays in the thread.
+GROUP_BYTES = 16
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+# Stands for -inf where differences are taken: that of two is 0.
+LEAST = -3.4028234663852886e38
+
+
+@ct.function
+def _load(logits, bias, softcap, row, tile, BLOCK, GROUP):
+    """A row's tile in float32, with bias and softcap, ``[BLOCK / GROUP, GROUP]``, and a softcap's derivative; -inf outside."""
+    x = ct.load(logits, (row, tile), (1, BLOCK), padding_mode=ct.PaddingMode.NEG_INF, allow_tma=False)
+    x = ct.astype(ct.reshape(x, (BLOCK // GROUP, GROUP)), ct.float32)
+    if given(bias):
+        x += ct.reshape(load_vector(bias, tile, BLOCK), (BLOCK // GROUP, GROUP))
+    capped, derivative = _cap(x, softcap)
+    if given(softcap):
+        column = tile * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (BLOCK // GROUP, GROUP))
+        capped = ct.where(column < logits.shape[1], capped, -math.inf)
+    return capped, derivative
+
+
+@ct.function
+def _exp2(x):
+    return ct.exp2(x, flush_to_zero=True)
+
+
+@ct.function
+def _top_and_log_sums(logits, bias, softcap, row, scale, TWO, BLOCK, GROUP):
+    """The largest logit of a row, and log2 of the sum of 2^(scale · (logit − largest)); with TWO, also that of e^(…)."""
+    maximum = ct.full((BLOCK // GROUP, 1), LEAST, ct.float32)
+    sums = ct.zeros((BLOCK // GROUP, 1), ct.float32)
+    untempered = ct.zeros((BLOCK // GROUP, 1), ct.float32)
+    for tile in range(ct.num_tiles(logits, axis=1, shape=(1, BLOCK))):
+        x = _load(logits, bias, softcap, row, tile, BLOCK, GROUP)[0]
+        higher = ct.maximum(maximum, ct.max(x, axis=1, keepdims=True))
+        added = ct.sum(_exp2((x - higher) * scale), axis=1, keepdims=True)
+        sums = sums * _exp2((maximum - higher) * scale) + added
+        if TWO:
+            added = ct.sum(_exp2((x - higher) * LOG2_E), axis=1, keepdims=True)
+            untempered = untempered * _exp2((maximum - higher) * LOG2_E) + added
+        maximum = higher
+    top = ct.max(maximum)
+    log_sum = ct.log2(ct.sum(sums * _exp2((maximum - top) * scale)))
+    if TWO:
+        return top, log_sum, ct.log2(ct.sum(untempered * _exp2((maximum - top) * LOG2_E)))
+    else:
+        return top, log_sum, log_sum
+
+
+@ct.function
+def _above(q, p, beta, rest, ONE_SIDED, HALF):
+    """What log2 probabilities exceed those by that they are compared with, the student's and the teacher's."""
+    if ONE_SIDED:
+        return q - p, p - q
+    else:
+        return above_mixture(q, p, beta, rest, HALF, LOG2_E)
+
+
+@ct.function
+def _order(q, p):
+    """1 where q is larger, -1 where p is, else 0."""
+    return ct.where(q > p, 1.0, ct.where(q < p, -1.0, 0.0))
+
+
+@ct.function
+def _part(log_q, log_p, q, p, beta, rest, TVD, REVERSE, HALF):
+    """What a class's probability is multiplied with in the sum that the gradient is relative to."""
+    if TVD:
+        return _order(q, p)
+    else:
+        return _above(log_q, log_p, beta, rest, REVERSE, HALF)[0]
+
+
+@ct.function
+def _label_of(labels, row, ignore_index):
+    """A row's label, and whether it doesn't count."""
+    if given(labels):
+        label = ct.load(labels, (row,), ())
+        return label, label == ignore_index
+    else:
+        return 0, False
+
+
+@ct.kernel(occupancy=ROW_OCCUPANCY)
+def _rows(
+    soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels,
+    first, ignore_index: ct.ScalarInt64, scale, beta, rest, student_softcap, teacher_softcap,
+    FORWARD: ConstBool, REVERSE: ConstBool, TVD: ConstBool, COSINE: ConstBool, HALF: ConstBool, TEMPERED: ConstBool,
+    BLOCK: ConstInt, GROUP: ConstInt,
+):  # fmt: skip
+    for local in range(ct.bid(0), student.shape[0], ct.num_blocks(0)):
+        row = first + local
+        label, ignored = _label_of(labels, row, ignore_index)
+        if ignored:
+            ct.store(soft, (row,), 0.0)
+            if given(hard):
+                ct.store(hard, (row,), 0.0)
+        else:
+            q_top, q_log_sum, hard_log_sum = 0.0, 0.0, 0.0
+            p_top, p_log_sum = 0.0, 0.0
+            if given(hard) or not COSINE:
+                q_top, q_log_sum, hard_log_sum = _top_and_log_sums(
+                    student, student_bias, student_softcap, local, scale, given(hard) and TEMPERED, BLOCK, GROUP
+                )
+            if not COSINE:
+                of_row = _top_and_log_sums(teacher, teacher_bias, teacher_softcap, local, scale, False, BLOCK, GROUP)
+                p_top, p_log_sum = of_row[0], of_row[1]
+            from_q = ct.zeros((BLOCK // GROUP, 1), ct.float32)
+            from_p = ct.zeros((BLOCK // GROUP, 1), ct.float32)
+            products = ct.zeros((BLOCK // GROUP, 1), ct.float32)
+            # Backwards: what was read last is in the cache still.
+            tiles = ct.num_tiles(student, axis=1, shape=(1, BLOCK))
+            for back in range(tiles):
+                tile = tiles - 1 - back
+                x = _load(student, student_bias, student_softcap, local, tile, BLOCK, GROUP)[0]
+                y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, GROUP)[0]
+                if COSINE:
+                    column = tile * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (BLOCK // GROUP, GROUP))
+                    inside = column < student.shape[1]
+                    x, y = ct.where(inside, x, 0.0), ct.where(inside, y, 0.0)
+                    from_q += ct.sum(x * x, axis=1, keepdims=True)
+                    from_p += ct.sum(y * y, axis=1, keepdims=True)
+                    products += ct.sum(x * y, axis=1, keepdims=True)
+                else:
+                    log_q = finite((x - q_top) * scale - q_log_sum)
+                    log_p = finite((y - p_top) * scale - p_log_sum)
+                    q, p = _exp2(log_q), _exp2(log_p)
+                    if TVD:
+                        from_q += ct.sum(q * _order(q, p), axis=1, keepdims=True)
+                        from_p += ct.sum(ct.abs(q - p), axis=1, keepdims=True)
+                    else:
+                        above_q, above_p = _above(log_q, log_p, beta, rest, FORWARD or REVERSE, HALF)
+                        from_q += ct.sum(q * above_q, axis=1, keepdims=True)
+                        from_p += ct.sum(p * above_p, axis=1, keepdims=True)
+            of_student, of_teacher = ct.sum(from_q), ct.sum(from_p)
+            by_teacher, by_student = p_top, p_log_sum
+            if COSINE:
+                zero = (of_student == 0.0) | (of_teacher == 0.0)
+                by_teacher = ct.where(zero, 0.0, 1.0 / (ct.sqrt(of_student) * ct.sqrt(of_teacher)))
+                cosine = ct.sum(products) * by_teacher
+                loss = 1.0 - cosine
+                by_student = ct.where(zero, 0.0, cosine / of_student)
+            elif TVD:
+                loss = 0.5 * of_teacher
+            elif FORWARD:
+                loss = of_teacher * LN_2
+            elif REVERSE:
+                loss = of_student * LN_2
+            else:
+                loss = (rest * of_student + beta * of_teacher) * LN_2
+            ct.store(soft, (row,), loss)
+            if given(hard):
+                known = (label >= 0) & (label < student.shape[1])
+                column = ct.astype(ct.where(known, label, 0), ct.int32)
+                z = ct.astype(ct.gather(student, (local, column), mask=known), ct.float32)
+                if given(student_bias):
+                    z += ct.astype(ct.gather(student_bias, column, mask=known), ct.float32)
+                hard_log_sum = ct.where(known, hard_log_sum, math.nan)
+                ct.store(hard, (row,), (q_top - _cap(z, student_softcap)[0]) + hard_log_sum * LN_2)
+            if given(statistics):
+                ct.store(statistics, (0, row), q_top)
+                ct.store(statistics, (1, row), q_log_sum)
+                ct.store(statistics, (2, row), by_teacher)
+                ct.store(statistics, (3, row), by_student)
+                ct.store(statistics, (4, row), of_student)
+                ct.store(statistics, (5, row), hard_log_sum)
+
+
+@ct.kernel(occupancy=GRADIENT_OCCUPANCY)
+def _gradient(
+    dstudent, student, teacher, student_bias, teacher_bias, statistics, labels, by_soft, by_hard,
+    first, first_column, ignore_index: ct.ScalarInt64, scale, factor, beta, rest, student_softcap, teacher_softcap,
+    FORWARD: ConstBool, REVERSE: ConstBool, TVD: ConstBool, COSINE: ConstBool, HALF: ConstBool,
+    SOFT_STEP: ConstInt, HARD_STEP: ConstInt, BLOCK: ConstInt,
+):  # fmt: skip
+    across = ct.num_tiles(dstudent, axis=1, shape=(1, BLOCK))
+    lanes = ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
+    for index in range(ct.bid(0), dstudent.shape[0] * across, ct.num_blocks(0)):
+        local, tile = index // across, index % across
+        row = first + local
+        label, ignored = _label_of(labels, row, ignore_index)
+        if ignored:
+            ct.store(dstudent, (local, tile), ct.zeros((1, BLOCK), dstudent.dtype), allow_tma=False)
+        else:
+            q_top, q_log_sum = ct.load(statistics, (0, row), ()), ct.load(statistics, (1, row), ())
+            x, derivative = _load(
+                student if given(student) else dstudent, student_bias, student_softcap, local, tile, BLOCK, BLOCK
+            )
+            gradient = ct.zeros((1, BLOCK), ct.float32)
+            if given(by_soft):
+                by = factor * ct.load(by_soft, (row * SOFT_STEP,), ())
+                y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, BLOCK)[0]
+                of_teacher, of_student = ct.load(statistics, (2, row), ()), ct.load(statistics, (3, row), ())
+                if COSINE:
+                    gradient = by * (x * of_student - y * of_teacher)
+                else:
+                    log_q = finite((x - q_top) * scale - q_log_sum)
+                    log_p = finite((y - of_teacher) * scale - of_student)
+                    q, p = _exp2(log_q), _exp2(log_p)
+                    if FORWARD:
+                        gradient = by * (q - p)
+                    else:
+                        # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
+                        part = _part(log_q, log_p, q, p, beta, rest, TVD, REVERSE, HALF)
+                        gradient = by * (q * (part - ct.load(statistics, (4, row), ())))
+            if given(by_hard):
+                probability = _exp2(finite((x - q_top) * LOG2_E - ct.load(statistics, (5, row), ())))
+                place = label - (first_column + tile * BLOCK)
+                here = (place >= 0) & (place < BLOCK)
+                column = ct.astype(ct.where(here, place, -1), ct.int32)
+                probability -= ct.where(lanes == column, 1.0, 0.0)
+                gradient += ct.load(by_hard, (row * HARD_STEP,), ()) * probability
+            ct.store(dstudent, (local, tile), ct.astype(gradient * derivative, dstudent.dtype), allow_tma=False)
+
+
+@functools.cache
+def _with_room() -> Any:
+    """`_rows` where something is added to logits, or a second sum: with the registers of two blocks on a multiprocessor.
+
+    In those of four, tileiras 13.4 keeps up to 94 registers in memory.
+    """
+    return _rows.replace_hints(occupancy=2)
+
+
+def _kind(divergence: str) -> tuple[bool, bool, bool, bool]:
+    return divergence == "forward", divergence == "reverse", divergence == "tvd", divergence == "cosine"
+
+
+@opaque(writes=("soft", "hard", "statistics"))
+def _launch_rows(
+    soft: Tensor,
+    hard: Tensor | None,
+    statistics: Tensor | None,
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor | None,
+    student_bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    first: int,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    student_softcap: float | None,
+    teacher_softcap: float | None,
+    ignore_index: int,
+) -> None:
+    student, teacher = as_rows(student), as_rows(teacher)
+    rows, size = student.shape[0], max(student.element_size(), teacher.element_size())
+    tempered = temperature != 1.0
+    added = [x for x in (student_bias, teacher_bias, student_softcap, teacher_softcap) if x is not None]
+    roomy = bool(added) or (hard is not None and tempered)
+    kernel, block = (_with_room(), ROW_BYTES // 2) if roomy else (_rows, ROW_BYTES)
+    launch(
+        kernel, (min(rows, MOST_BLOCKS),), soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels,
+        first, ignore_index, LOG2_E / temperature, beta, 1.0 - beta, student_softcap, teacher_softcap,
+        *_kind(divergence), beta == 0.5, tempered, block // size, GROUP_BYTES // size,
+    )  # fmt: skip
+
+
+@opaque(writes=("dstudent",))
+def _launch_gradient(
+    dstudent: Tensor,
+    student: Tensor | None,
+    teacher: Tensor,
+    statistics: Tensor,
+    labels: Tensor | None,
+    student_bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    by_soft: Tensor | None,
+    by_hard: Tensor | None,
+    first: int,
+    first_column: int,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    student_softcap: float | None,
+    teacher_softcap: float | None,
+    ignore_index: int,
+) -> None:
+    student, teacher = None if student is None else as_rows(student), as_rows(teacher)
+    rows, columns = dstudent.shape
+    of_columns = slice(first_column, first_column + columns)
+    student_bias, teacher_bias = (None if bias is None else bias[of_columns] for bias in (student_bias, teacher_bias))
+    block = min(power_of_2(columns), GRADIENT_BYTES // max(dstudent.element_size(), teacher.element_size()))
+    share = {"forward": 1.0, "reverse": LN_2, "tvd": 0.5}.get(divergence, (1.0 - beta) * LN_2) / temperature
+    launch(
+        _gradient, (min(rows * blocks(columns, block), MOST_BLOCKS),), dstudent, student, teacher, student_bias, teacher_bias,
+        statistics, labels, by_soft, by_hard, first, first_column, ignore_index, LOG2_E / temperature,
+        1.0 if divergence == "cosine" else share, beta, 1.0 - beta, student_softcap, teacher_softcap,
+        *_kind(divergence), beta == 0.5, *(0 if by is None or by.shape[0] == 1 else 1 for by in (by_soft, by_hard)), block,
+    )  # fmt: skip
+
+
+@opaque(writes=("count",))
+def _launch_count(count: Tensor, labels: Tensor, ignore_index: int) -> None:
+    launch_count(count, labels, ignore_index)
+
+
+@opaque(writes=("total",))
+def _launch_total(total: Tensor, losses: Tensor, divisor: Tensor | None) -> None:
+    launch_total(total.view(1), losses, divisor, 1.0)
+
+
+class _Kernels(DistillationKernels):
+    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
+        *tensors, options = given
+        _launch_rows(*results, student, teacher, *tensors, first, *options[:-1])
+
+    def gradient(
+        self,
+        dstudent: Tensor,
+        student: Tensor | None,
+        teacher: Tensor,
+        given: Given,
+        statistics: Tensor,
+        incoming: Incoming,
+        first: int,
+        first_column: int,
+    ) -> None:
+        *tensors, options = given
+        _launch_gradient(
+            dstudent, student, teacher, statistics, *tensors, *incoming, first, first_column, *options[:-1]
+        )
+
+    def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+        if labels is None:
+            return x.new_full((1,), x.shape[0], dtype=torch.float32)
+        count = torch.empty(1, dtype=torch.float32, device=x.device)
+        _launch_count(count, labels, ignore_index)
+        return count
+
+    def total(self, losses: Tensor, divisor: Tensor | None) -> Tensor:
+        total = losses.new_empty(())
+        _launch_total(total, losses, divisor)
+        return total
+
+
+KERNELS = _Kernels()

@@ -1,0 +1,266 @@
+"""Divergences of rows of logits from a teacher's, and the cross-entropy of labels beside them.
+
+A vocabulary seldom fits the Unified Buffer, so each program takes one row after another, block by block: for what the softmaxes
+need, and for the losses. What the gradient needs besides the logits are six numbers per row.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows
+from liger_triton_ascend.ops._cross_entropy import _cap
+from liger_triton_ascend.ops._divergences import above_mixture, count_of, finite
+from liger_triton_ascend.ops._exponentials import LANES, add_exponentials, no_exponentials
+from liger_triton_ascend.ops._logit_statistics import _load_biased
+from liger_triton_ascend.ops._long_rows import long_row_blocks
+from liger_triton_ascend.ops._rows import as_rows
+
+# Tiles alive, by the estimate for float32: of the loops that add up exponentials, of the one that adds up losses, and of
+# the gradient.
+SUM_TILES = 9
+FORWARD_TILES = 16
+BACKWARD_TILES = 16
+
+KINDS = {"forward": 0, "reverse": 1, "mixture": 2, "tvd": 3, "cosine": 4}
+FORWARD, REVERSE, TVD, COSINE = (tl.constexpr(KINDS[name]) for name in ("forward", "reverse", "tvd", "cosine"))
+
+
+@triton.jit
+def _load(row, bias, softcap, column, inside):
+    """Logits with bias and softcap; -inf outside."""
+    x = _load_biased(row, bias, column, inside, float("-inf"))
+    return x if softcap is None else tl.where(inside, _cap(x, softcap)[0], float("-inf"))
+
+
+@triton.jit
+def _top_and_sum(row, bias, softcap, columns, scale, BLOCK: tl.constexpr, LANES: tl.constexpr):
+    """The largest logit of a row, and Σ exp(scale · (logit − largest)); a `scale` of None is 1."""
+    lane = tl.arange(0, BLOCK)
+    maximum, total = no_exponentials(LANES)
+    for start in range(0, columns, BLOCK):
+        xs = _load(row, bias, softcap, start + lane, start + lane < columns)
+        maximum, total = add_exponentials(maximum, total, tl.reshape(xs, (BLOCK // LANES, LANES)), scale)
+    top = tl.max(maximum, 0)
+    fall = maximum - top
+    if scale is not None:
+        fall *= scale
+    return top, tl.sum(total * tl.exp(fall), 0)
+
+
+@triton.jit
+def _above(q, p, beta, rest, KIND: tl.constexpr, HALF: tl.constexpr):
+    """What log-probabilities exceed those by that they are compared with, the student's and the teacher's."""
+    if KIND <= REVERSE:
+        return q - p, p - q
+    else:
+        return above_mixture(q, p, beta, rest, HALF)
+
+
+@triton.jit
+def _order(q, p):
+    """1 where q is larger, -1 where p is, else 0."""
+    return tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
+
+
+@triton.jit
+def _rows(
+    soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels, student_stride, teacher_stride, columns,
+    first, count, rows, ignore_index, scale, beta, rest, student_softcap, teacher_softcap,
+    KIND: tl.constexpr, HALF: tl.constexpr, HARD: tl.constexpr, TEMPERED: tl.constexpr,
+    SUM_BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    for index in range(tl.program_id(0), count, tl.num_programs(0)):
+        at = first + tl.cast(index, tl.int64)
+        q_row = student + tl.cast(index, tl.int64) * student_stride
+        p_row = teacher + tl.cast(index, tl.int64) * teacher_stride
+        end = columns
+        if labels is not None:
+            label = tl.load(labels + at)
+            end = tl.where(label == ignore_index, 0, columns)  # a row that doesn't count is not read
+        q_top, q_log_sum, hard_log_sum, p_top, p_log_sum = 0.0, 0.0, 0.0, 0.0, 0.0
+        if KIND != COSINE or HARD:
+            q_top, q_sum = _top_and_sum(q_row, student_bias, student_softcap, end, scale, SUM_BLOCK, LANES)
+            q_log_sum = tl.log(q_sum)
+            hard_log_sum = q_log_sum
+            if HARD and TEMPERED:
+                _, hard_sum = _top_and_sum(q_row, student_bias, student_softcap, end, None, SUM_BLOCK, LANES)
+                hard_log_sum = tl.log(hard_sum)
+        if KIND != COSINE:
+            p_top, p_sum = _top_and_sum(p_row, teacher_bias, teacher_softcap, end, scale, SUM_BLOCK, LANES)
+            p_log_sum = tl.log(p_sum)
+        from_q = tl.zeros((BLOCK,), tl.float32)
+        from_p = tl.zeros((BLOCK,), tl.float32)
+        others = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, end, BLOCK):
+            column = start + lane
+            inside = column < columns
+            x = _load(q_row, student_bias, student_softcap, column, inside)
+            y = _load(p_row, teacher_bias, teacher_softcap, column, inside)
+            if KIND == COSINE:
+                x, y = tl.where(inside, x, 0.0), tl.where(inside, y, 0.0)
+                from_q += x * x
+                from_p += y * y
+                others += x * y
+            else:
+                log_q = finite((x - q_top) * scale - q_log_sum)
+                log_p = finite((y - p_top) * scale - p_log_sum)
+                q, p = tl.exp(log_q), tl.exp(log_p)
+                if KIND == TVD:
+                    from_q += q * _order(q, p)
+                    from_p += tl.abs(q - p)
+                else:
+                    above_q, above_p = _above(log_q, log_p, beta, rest, KIND, HALF)
+                    from_q += q * above_q
+                    from_p += p * above_p
+                others += q
+        of_student, of_teacher, of_others = tl.sum(from_q, 0), tl.sum(from_p, 0), tl.sum(others, 0)
+        if KIND == COSINE:
+            zero = (of_student == 0.0) | (of_teacher == 0.0)
+            by_teacher = tl.where(zero, 0.0, 1.0 / (tl.sqrt(of_student) * tl.sqrt(of_teacher)))
+            cosine = of_others * by_teacher
+            loss = tl.where(end > 0, 1.0 - cosine, 0.0)
+            p_top, p_log_sum = by_teacher, tl.where(zero, 0.0, cosine / of_student)
+        elif KIND == TVD:
+            loss = 0.5 * of_teacher
+        elif KIND == FORWARD:
+            loss = of_teacher
+        elif KIND == REVERSE:
+            loss = of_student
+        else:
+            loss = rest * of_student + beta * of_teacher
+        tl.store(soft + at, loss)
+        if HARD:
+            known = (label >= 0) & (label < columns)
+            place = tl.minimum(tl.maximum(label, 0), columns - 1)
+            z = tl.load(q_row + place).to(tl.float32)
+            if student_bias is not None:
+                z += tl.load(student_bias + place).to(tl.float32)
+            z = _cap(z, student_softcap)[0]
+            hard_log_sum = tl.where(known, hard_log_sum, float("nan"))
+            tl.store(hard + at, tl.where(end > 0, (q_top - z) + hard_log_sum, 0.0))
+        if statistics is not None:
+            tl.store(statistics + at, q_top)
+            tl.store(statistics + rows + at, q_log_sum)
+            tl.store(statistics + 2 * rows + at, p_top)
+            tl.store(statistics + 3 * rows + at, p_log_sum)
+            # By the sum of the probabilities, which is 1 but for the rounding of its logarithm: that then cancels.
+            tl.store(statistics + 4 * rows + at, of_student / of_others)
+            tl.store(statistics + 5 * rows + at, hard_log_sum)
+
+
+@triton.jit
+def _gradient(
+    dstudent, statistics, student, teacher, student_bias, teacher_bias, labels, by_soft, by_hard,
+    student_stride, teacher_stride, columns, first, first_column, count, rows, ignore_index, scale, beta, rest,
+    student_softcap, teacher_softcap,
+    KIND: tl.constexpr, HALF: tl.constexpr, SOFT_STEP: tl.constexpr, HARD_STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    if student_bias is not None:
+        student_bias += first_column
+    if teacher_bias is not None:
+        teacher_bias += first_column
+    for index in range(tl.program_id(0), count, tl.num_programs(0)):
+        at = first + tl.cast(index, tl.int64)
+        q_row = student + tl.cast(index, tl.int64) * student_stride
+        p_row = teacher + tl.cast(index, tl.int64) * teacher_stride
+        dq_row = dstudent + tl.cast(index, tl.int64) * columns
+        end = columns
+        if labels is not None:
+            label = tl.load(labels + at)
+            end = tl.where(label == ignore_index, 0, columns)
+        q_top, q_log_sum = tl.load(statistics + at), tl.load(statistics + rows + at)
+        of_teacher, of_student = tl.load(statistics + 2 * rows + at), tl.load(statistics + 3 * rows + at)
+        whole_sum, hard_log_sum = tl.load(statistics + 4 * rows + at), tl.load(statistics + 5 * rows + at)
+        for start in range(0, end, BLOCK):
+            column = start + lane
+            inside = column < columns
+            x, derivative = _cap(_load_biased(q_row, student_bias, column, inside, float("-inf")), student_softcap)
+            gradient = tl.zeros((BLOCK,), tl.float32)
+            if by_soft is not None:
+                by = tl.load(by_soft + at * SOFT_STEP)
+                y = _cap(_load_biased(p_row, teacher_bias, column, inside, float("-inf")), teacher_softcap)[0]
+                if KIND == COSINE:
+                    gradient = by * (x * of_student - y * of_teacher)
+                else:
+                    by *= scale
+                    log_q = finite((x - q_top) * scale - q_log_sum)
+                    log_p = finite((y - of_teacher) * scale - of_student)
+                    q, p = tl.exp(log_q), tl.exp(log_p)
+                    if KIND == FORWARD:
+                        gradient = by * (q - p)
+                    else:
+                        # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
+                        if KIND == TVD:
+                            by *= 0.5
+                            part = _order(q, p)
+                        else:
+                            if KIND != REVERSE:
+                                by *= rest
+                            part = _above(log_q, log_p, beta, rest, KIND, HALF)[0]
+                        gradient = by * (q * (part - whole_sum))
+            if by_hard is not None:
+                probability = tl.exp(finite((x - q_top) - hard_log_sum))
+                place = label - first_column - start
+                here = (place >= 0) & (place < BLOCK)
+                probability -= tl.where(lane == tl.where(here, place, -1).to(tl.int32), 1.0, 0.0)
+                gradient += tl.load(by_hard + at * HARD_STEP) * probability
+            tl.store(dq_row + column, gradient * derivative, inside)
+        for start in range(end, columns, BLOCK):  # all of a row that doesn't count, or nothing
+            tl.store(dq_row + start + lane, tl.zeros((BLOCK,), tl.float32), start + lane < columns)
+
+
+def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]]:
+    """Runtime arguments of both kernels, and their constants."""
+    beta = options.beta
+    values = options.ignore_index, 1.0 / options.temperature, beta, 1.0 - beta, *options[3:5]
+    return values, {"KIND": KINDS[options.divergence], "HALF": beta == 0.5}
+
+
+class _Kernels(DistillationKernels):
+    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
+        student, student_stride = as_rows(student)
+        teacher, teacher_stride = as_rows(teacher)
+        count, columns = student.shape
+        _, sum_block = long_row_blocks(student, count, columns, SUM_TILES)
+        programs, block = long_row_blocks(student, count, columns, FORWARD_TILES)
+        options, kind = _options(given.options)
+        _rows[(programs,)](
+            *results, student, teacher, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
+            columns, first, count, results.soft.shape[0], *options, **kind, HARD=given.options.hard,
+            TEMPERED=given.options.temperature != 1.0, SUM_BLOCK=sum_block, LANES=min(sum_block, LANES), BLOCK=block,
+        )  # fmt: skip
+
+    def gradient(
+        self,
+        dstudent: Tensor,
+        student: Tensor | None,
+        teacher: Tensor,
+        given: Given,
+        statistics: Tensor,
+        incoming: Incoming,
+        first: int,
+        first_column: int,
+    ) -> None:
+        student, student_stride = as_rows(dstudent if student is None else student)
+        teacher, teacher_stride = as_rows(teacher)
+        count, columns = dstudent.shape
+        programs, block = long_row_blocks(dstudent, count, columns, BACKWARD_TILES)
+        options, kind = _options(given.options)
+        soft, hard = (0 if by is None or by.shape[0] == 1 else 1 for by in incoming)
+        _gradient[(programs,)](
+            dstudent, statistics, student, teacher, given.student_bias, given.teacher_bias, given.labels, *incoming,
+            student_stride, teacher_stride, columns, first, first_column, count, statistics.shape[1], *options, **kind,
+            SOFT_STEP=soft, HARD_STEP=hard, BLOCK=block,
+        )  # fmt: skip
+
+    def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+        return count_of(x, labels, ignore_index)
+
+    def total(self, losses: Tensor, divisor: Tensor | None) -> Tensor:
+        return losses.sum() if divisor is None else losses.sum() / divisor.view(())
+
+
+KERNELS = _Kernels()

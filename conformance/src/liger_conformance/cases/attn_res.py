@@ -73,7 +73,7 @@ CASES = (
     Case("parameters-alone", "option", how=How(wanted=("query", "weight")), rows=3, hidden=40),
     Case("partial-wanted", "option", how=How(wanted=("partial", "weight")), rows=3, hidden=40),
     Case("one-larger", "extreme", rows=3, hidden=40, larger=1e3),
-    Case("uneven-rows", "extreme", rows=6, hidden=97, by_row=("partial",)),
+    Case("uneven-rows", "extreme", rows=6, hidden=97, count=6, by_row=("incoming",)),
     Case("small", "small", rows=2048, hidden=2048, count=4),
     Case("medium", "medium", rows=8192, hidden=4096, count=8),
     Case("large", "large", rows=16384, hidden=7168, count=9),

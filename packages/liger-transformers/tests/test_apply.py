@@ -21,6 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ReLUSquaredActivation
 
 import liger_transformers
+from liger_core import dispatch
+from liger_transformers import leaves, rotary
 from liger_transformers.swap import swapped_for
 
 
@@ -52,6 +54,14 @@ def test_kinds(kind: str, op: str, calls: Counter[str]) -> None:
     assert op not in report.ops
     assert calls[op] == 0
     assert len(calls) == 3
+
+
+def test_swaps_are_proved_under_a_demand_that_a_cpu_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for proof in (leaves._norm_class, rotary._rotary_class):
+        proof.cache_clear()
+    monkeypatch.setattr(dispatch.state, "demand", "acme")
+    assert liger_transformers.apply(build("llama")).ops.keys() >= {"rms_norm", "rope", "swiglu"}
+    assert dispatch.state.demand == "acme"
 
 
 class Odd(nn.Module):

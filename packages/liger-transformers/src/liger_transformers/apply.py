@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedModel
 
+import liger_core as liger
 from liger_transformers import leaves
 from liger_transformers.experts import experts as mixture_experts
 from liger_transformers.head import Lazy, head_of, swap_head
@@ -59,6 +60,8 @@ def names(swap: str) -> list[str]:
     return re.sub(r"\(.*?\)", "", swap).split(", ")
 
 
+# Swaps are proved on the CPU, where a language that the caller demands may not run.
+@liger.use("torch")
 def apply(
     model: nn.Module,
     *,

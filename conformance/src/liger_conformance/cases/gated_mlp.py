@@ -66,8 +66,6 @@ CASES = (
     Case("frozen-x", "option", how=How(wanted=("gate_weight", "up_weight", "down_weight")), **SIZES),
     Case("frozen-weights", "option", how=How(wanted=("x",)), **SIZES),
     Case("down-alone", "option", how=How(wanted=("down_weight",)), memory_budget=1700, **SIZES),
-    Case("autocast", "option", how=How(autocast=True), **SIZES),
-    Case("autocast-budget", "option", how=How(autocast=True), memory_budget=1700, **SIZES),
     Case("gelu", "option", activation="gelu_tanh", rows=4, hidden=24, inner=40),
     Case("gelu-budget", "option", activation="gelu_tanh", memory_budget=1700, **SIZES),
     Case("multipliers", "option", gate_multiplier=1.7, down_multiplier=0.85, rows=4, hidden=24, inner=40),

@@ -185,7 +185,7 @@ def test_a_provider_that_fails_in_a_later_turn_is_a_row_that_says_why(monkeypatc
 @pytest.mark.parametrize(
     ("program", "words", "says"),
     [
-        (compare, ["--smoke", "--ops=rms_nrom"], "rms_nrom; it takes cross_entropy,"),
+        (compare, ["--smoke", "--ops=rms_nrom"], "rms_nrom; it takes attn_res, cross_entropy,"),
         (compare, ["--smoke", "--providers=ours-acme"], "ours-acme; it takes ours-torch,"),
         (compare, ["--smoke", "--modes=backward"], "it takes forward, forward+backward"),
         (compare, ["--device=cpu"], "no accelerator here"),
@@ -195,7 +195,7 @@ def test_a_provider_that_fails_in_a_later_turn_is_a_row_that_says_why(monkeypatc
         (losses, ["--device=cpu"], "not run: there is no accelerator here"),
         (losses, ["--smoke", "--subjects=kto"], "kto; it takes logprobs,"),
         (host, ["--device=cpu"], "not run: there is no accelerator here"),
-        (host, ["--smoke", "--ops=rms_nrom"], "rms_nrom; it takes cross_entropy,"),
+        (host, ["--smoke", "--ops=rms_nrom"], "rms_nrom; it takes attn_res, cross_entropy,"),
         (host, ["--device=cuda", "--languages=acme"], "acme; it takes torch,"),
     ],
 )

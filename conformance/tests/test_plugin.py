@@ -279,7 +279,7 @@ def test_a_slow_test_starts_without_what_others_left(tmp_path: Path) -> None:
             ["--impl=acme", "--device=npu"],
             "--impl=acme can't run here: --device=npu was asked for, and acme runs on cpu, cuda",
         ),
-        (["--impl=acme", "--op=nope"], "--op=nope: there is no such op; the ops are cross_entropy"),
+        (["--impl=acme", "--op=nope"], "--op=nope: there is no such op; the ops are attn_res, cross_entropy, "),
     ],
 )
 def test_what_cannot_run_is_an_error(site: Path, run_suite: Suite, options: list[str], says: str) -> None:

@@ -98,7 +98,17 @@ CASES = (
     Case("own-accum-dtype", "option", rows=6, hidden=32, vocabulary=45, own_accum_dtype=True),
     Case("float32-teacher", "option", rows=6, hidden=32, vocabulary=45, teacher_dtype=torch.float32),
     Case("big-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=8.0, **MIXED),
-    Case("uneven-rows", "extreme", rows=6, hidden=16, vocabulary=65, **MIXED, reduction="none", by_row=("incoming",)),
+    Case(
+        "uneven-rows",
+        "extreme",
+        rows=6,
+        hidden=16,
+        vocabulary=65,
+        ignored=0.0,
+        hard_weight=0.5,
+        reduction="none",
+        by_row=("incoming",),
+    ),
     Case("small", "small", rows=1024, hidden=1024, teacher_hidden=2048, vocabulary=32000, ignored=0.0, hard_weight=0.5),
     Case(
         "medium", "medium", rows=4096, hidden=2048, teacher_hidden=4096, vocabulary=128256, ignored=0.0, hard_weight=0.5

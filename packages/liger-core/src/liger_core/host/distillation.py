@@ -52,12 +52,13 @@ class Rows(NamedTuple):
 
     Attributes:
         soft, hard: the losses, ``[N]``; None for a hard loss that isn't wanted. 0 in a row that doesn't count.
-        statistics: ``[6, N]``, what a language's `gradient` needs of its `rows`; or None.
+        statistics: ``[6, N]``, what a language's `gradient` needs of its `rows`. Written without a gradient as well: the
+            losses' bits are then the same, which another compilation of `rows` does not promise.
     """
 
     soft: Tensor
     hard: Tensor | None
-    statistics: Tensor | None
+    statistics: Tensor
 
 
 class Incoming(NamedTuple):
@@ -135,11 +136,10 @@ def given_of(
     return Given(labels, student_bias, teacher_bias, options)
 
 
-def new_rows(like: Tensor, hard: bool, differentiable: bool) -> Rows:
+def new_rows(like: Tensor, hard: bool) -> Rows:
     """Memory for the results of all rows of a tensor."""
     soft = torch.empty(like.shape[0], dtype=torch.float32, device=like.device)
-    statistics = soft.new_empty((6, like.shape[0])) if differentiable else None
-    return Rows(soft, torch.empty_like(soft) if hard else None, statistics)
+    return Rows(soft, torch.empty_like(soft) if hard else None, soft.new_empty((6, like.shape[0])))
 
 
 def divisor_of(
@@ -173,7 +173,10 @@ def result_of(
         soft = kernels.total(soft, divisor)
         hard = None if hard is None else kernels.total(hard, divisor)
     loss = soft * soft_weight
-    return DistillationOutput(loss if hard is None else loss.add_(hard, alpha=hard_weight), soft, hard)
+    if hard is not None:
+        # Not in place: torch.compile (torch 2.11) drops the gradient of a result that an op changed in place.
+        loss = torch.add(loss, hard, alpha=hard_weight)
+    return DistillationOutput(loss, soft, hard)
 
 
 def incoming_of(
@@ -227,7 +230,7 @@ class Distillation:
         """The contract's, for a kernel file."""
         options = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
         given = given_of(labels, None, None, options)
-        rows = new_rows(student_logits, options.hard, needs[0])
+        rows = new_rows(student_logits, options.hard)
         divisor = divisor_of(self.kernels, student_logits, given, reduction, num_items_in_batch)
         self.kernels.rows(rows, student_logits, teacher_logits, given, 0)
         result = result_of(self.kernels, rows, divisor, reduction, soft_weight, hard_weight)

@@ -43,7 +43,7 @@ class _Loss(LinearLoss):
         teacher_weight: Tensor,
         given: Given,
         weights: tuple[float, float],
-        statistics: Tensor | None,
+        statistics: Tensor,
         reduction: str,
         accum_dtype: torch.dtype,
         memory_budget: int | None,
@@ -100,7 +100,6 @@ class _Loss(LinearLoss):
     ) -> None:
         student, teacher = kept
         assert teacher is not None
-        assert self.statistics is not None
         self.kernels.gradient(dlogits, student, teacher, self.given, self.statistics, incoming, first, first_column)
 
 
@@ -137,7 +136,7 @@ class FusedLinearDistillation:
         """The contract's, for a kernel file."""
         options = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
         given = given_of(labels, student_bias, teacher_bias, options)
-        rows = new_rows(student_x, options.hard, any(needs))
+        rows = new_rows(student_x, options.hard)
         loss = _Loss(
             self.kernels,
             self.linear,

@@ -185,13 +185,12 @@ def _rows(
                     z += ct.astype(ct.gather(student_bias, column, mask=known), ct.float32)
                 hard_log_sum = ct.where(known, hard_log_sum, math.nan)
                 ct.store(hard, (row,), (q_top - _cap(z, student_softcap)[0]) + hard_log_sum * LN_2)
-            if given(statistics):
-                ct.store(statistics, (0, row), q_top)
-                ct.store(statistics, (1, row), q_log_sum)
-                ct.store(statistics, (2, row), by_teacher)
-                ct.store(statistics, (3, row), by_student)
-                ct.store(statistics, (4, row), of_student)
-                ct.store(statistics, (5, row), hard_log_sum)
+            ct.store(statistics, (0, row), q_top)
+            ct.store(statistics, (1, row), q_log_sum)
+            ct.store(statistics, (2, row), by_teacher)
+            ct.store(statistics, (3, row), by_student)
+            ct.store(statistics, (4, row), of_student)
+            ct.store(statistics, (5, row), hard_log_sum)
 
 
 @ct.kernel(occupancy=GRADIENT_OCCUPANCY)
@@ -258,7 +257,7 @@ def _kind(divergence: str) -> tuple[bool, bool, bool, bool]:
 def _launch_rows(
     soft: Tensor,
     hard: Tensor | None,
-    statistics: Tensor | None,
+    statistics: Tensor,
     student: Tensor,
     teacher: Tensor,
     labels: Tensor | None,

@@ -140,14 +140,13 @@ def _rows(
             z = _cap(z, student_softcap)[0]
             hard_log_sum = tl.where(known, hard_log_sum, float("nan"))
             tl.store(hard + at, tl.where(end > 0, (q_top - z) + hard_log_sum, 0.0))
-        if statistics is not None:
-            tl.store(statistics + at, q_top)
-            tl.store(statistics + rows + at, q_log_sum)
-            tl.store(statistics + 2 * rows + at, p_top)
-            tl.store(statistics + 3 * rows + at, p_log_sum)
-            # By the sum of the probabilities, which is 1 but for the rounding of its logarithm: that then cancels.
-            tl.store(statistics + 4 * rows + at, of_student / of_others)
-            tl.store(statistics + 5 * rows + at, hard_log_sum)
+        tl.store(statistics + at, q_top)
+        tl.store(statistics + rows + at, q_log_sum)
+        tl.store(statistics + 2 * rows + at, p_top)
+        tl.store(statistics + 3 * rows + at, p_log_sum)
+        # By the sum of the probabilities, which is 1 but for the rounding of its logarithm: that then cancels.
+        tl.store(statistics + 4 * rows + at, of_student / of_others)
+        tl.store(statistics + 5 * rows + at, hard_log_sum)
 
 
 @triton.jit

@@ -175,18 +175,17 @@ def _rows(
             z = _cap(z, student_softcap, student)[0]
         hard_log_sum = tl.where(known, hard_log_sum, float("nan"))
         tl.store(hard + row, (q_top - z) + hard_log_sum * LN_2)
-    if statistics is not None:
-        if KIND != COSINE or HARD:
-            tl.store(statistics + row, q_top)
-            tl.store(statistics + rows + row, q_log_sum)
-            tl.store(statistics + 5 * rows + row, hard_log_sum)
-        if KIND == COSINE:
-            tl.store(statistics + 2 * rows + row, by_teacher)
-            tl.store(statistics + 3 * rows + row, by_student)
-        else:
-            tl.store(statistics + 2 * rows + row, p_top)
-            tl.store(statistics + 3 * rows + row, p_log_sum)
-            tl.store(statistics + 4 * rows + row, of_student)
+    if KIND != COSINE or HARD:
+        tl.store(statistics + row, q_top)
+        tl.store(statistics + rows + row, q_log_sum)
+        tl.store(statistics + 5 * rows + row, hard_log_sum)
+    if KIND == COSINE:
+        tl.store(statistics + 2 * rows + row, by_teacher)
+        tl.store(statistics + 3 * rows + row, by_student)
+    else:
+        tl.store(statistics + 2 * rows + row, p_top)
+        tl.store(statistics + 3 * rows + row, p_log_sum)
+        tl.store(statistics + 4 * rows + row, of_student)
 
 
 @kernel(do_not_specialize=["first", "rows", "first_column", "student_stride", "teacher_stride"])

@@ -15,6 +15,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
+from torch._higher_order_ops.triton_kernel_wrap import (
+    get_mutated_tensors,
+    kernel_side_table,
+    triton_kernel_wrapper_mutation,
+)
 
 import liger_triton
 from liger_conformance.case import cases_of
@@ -24,10 +29,24 @@ from liger_core.contract import ops
 
 
 def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
-    """A backend that runs nothing."""
+    """A backend that runs nothing, and refuses a graph that writes to its inputs."""
+    for node in graph.graph.nodes:
+        if node.target is triton_kernel_wrapper_mutation:
+            check_writes(**node.kwargs)
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     shapes = [node.meta["example_value"] for node in output.args[0]]
     return lambda *inputs: tuple(map(empty, shapes))
+
+
+def check_writes(
+    kernel_idx: int, constant_args_idx: int, tma_descriptor_metadata: Any, kwargs: dict[str, Any], **others: Any
+) -> None:
+    """A launch writes to no input, for all torch.compile sees: it copies what it believes to be written."""
+    values = {name: node.meta["example_value"] for name, node in kwargs.items()}
+    for name in get_mutated_tensors(kernel_idx, constant_args_idx, values, tma_descriptor_metadata):
+        if kwargs[name].op == "placeholder":
+            kernel = kernel_side_table.get_kernel(kernel_idx)
+            raise RuntimeError(f"{kernel.fn.__name__} writes to {name}, as torch.compile reads it, which is an input")
 
 
 def empty(example: Any) -> Any:

@@ -54,11 +54,13 @@ def _place(tiles, columns, COLUMNS: tl.constexpr, TURN: tl.constexpr):
 
 
 @triton.jit
-def _rows(starts, tile_starts, tile, expert, ROWS: tl.constexpr):
-    """The sorted slots of a block, and which of them it has; the others are the last one again, to load without a mask."""
-    row = tl.load(tile_starts + tile) + tl.arange(0, ROWS)
-    last = tl.load(starts + expert + 1)
-    return tl.minimum(row, last - 1), row < last
+def _rows(start, end, ROWS: tl.constexpr):
+    """The sorted slots of a block, and which of them it has; the others are the last one again, to load without a mask.
+
+    Takes numbers: pointers that a store's address depends on through a call are written to, for all torch.compile knows.
+    """
+    row = start + tl.arange(0, ROWS)
+    return tl.minimum(row, end - 1), row < end
 
 
 @triton.jit
@@ -172,7 +174,7 @@ def _up(
     tile, block = _place(tiles, columns, COLUMNS, TURN)
     expert = tl.load(tile_experts + tile)
     if expert < experts:
-        row, here = _rows(starts, tile_starts, tile, expert, ROWS)
+        row, here = _rows(tl.load(tile_starts + tile), tl.load(starts + expert + 1), ROWS)
         column = block * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < columns
         token = tl.load(order + row) // per_token
@@ -222,7 +224,7 @@ def _product(
     tile, block = _place(tiles, columns, COLUMNS, TURN)
     expert = tl.load(tile_experts + tile)
     if expert < experts:
-        row, here = _rows(starts, tile_starts, tile, expert, ROWS)
+        row, here = _rows(tl.load(tile_starts + tile), tl.load(starts + expert + 1), ROWS)
         column = block * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < columns
         k = tl.arange(0, DEPTH).to(tl.int64)
@@ -254,7 +256,7 @@ def _gradient(
     tile, block = _place(tiles, columns, COLUMNS, TURN)
     expert = tl.load(tile_experts + tile)
     if expert < experts:
-        row, here = _rows(starts, tile_starts, tile, expert, ROWS)
+        row, here = _rows(tl.load(tile_starts + tile), tl.load(starts + expert + 1), ROWS)
         column = block * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < columns
         slot = tl.load(order + row)
@@ -435,7 +437,7 @@ class Kernels(MoEKernels):
 
     def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
         """Sorted."""
-        if total is None and last and _grouped(left, weight):
+        if total is None and last and _grouped(weight.shape[1], left, weight):
             return _multiply(left, weight.transpose(1, 2), routing)
         experts, columns, depth = weight.shape
         result = total
@@ -468,7 +470,8 @@ class Kernels(MoEKernels):
         products = None
         if dfactors is None and sums is None:
             depth = 0
-        elif _grouped(dy, down):
+        elif _grouped(columns, dy, down) and (sums is None or expert_weights.element_size() == 2):
+            # It rounds d to bfloat16, which is more than a float32 gradient of the weights bears.
             products = _multiply(_gathered(dy, routing), down, routing)
         _gradient[(tiles * ((columns + width - 1) // width),)](
             dfactors, weighted, sums, products, dy, down, factors, expert_weights, *_tables(routing), experts, tiles,
@@ -486,7 +489,7 @@ class Kernels(MoEKernels):
     ) -> Tensor:
         experts, rows, columns = routing.by_size.shape[0], left.shape[1], right.shape[1]
         if result is None:
-            if _grouped(left, right):
+            if _grouped(columns, left, right):
                 lefts = _gathered(left, routing) if gathers == "left" else left
                 rights = _gathered(right, routing) if gathers == "right" else right
                 result = _multiply(lefts.t(), rights, routing)
@@ -521,13 +524,14 @@ def _gathered(x: Tensor, routing: Routing) -> Tensor:
     return x.index_select(0, routing.order // routing.per_token)
 
 
-def _grouped(*operands: Tensor) -> bool:
+def _grouped(columns: int, *operands: Tensor) -> bool:
     """Whether PyTorch multiplies these faster than the kernels here: in bfloat16 on Hopper, with rows of whole 16 bytes.
 
-    There its grouped product takes 626 to 684 TFLOP/s at the largest sizes, and these 329 to 616 (H200, torch 2.11).
+    There its grouped product takes 626 to 684 TFLOP/s at the largest sizes, and these 329 to 616 (H200, torch 2.11). The
+    `columns` of its result are whole 16 bytes as well: it would make longer rows.
     """
     device = operands[0].device
-    if operands[0].dtype is not torch.bfloat16 or not is_hopper(device):
+    if columns % 8 or operands[0].dtype is not torch.bfloat16 or not is_hopper(device):
         return False
     return all(_in_rows(operand) for operand in operands)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_core import dispatch, tensors
+from liger_core import dispatch, measured, tensors
 from liger_core.backend import BackendInfo, backends, broken_backends
 from liger_core.calling import Op, by_name, ops
 from liger_core.devices import type_of
@@ -46,12 +46,16 @@ class Candidate(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """Every candidate for a call, in the order in which they are tried. `str()` makes a readable table of it."""
+    """Every candidate for a call, in the order in which they are tried. `str()` makes a readable table of it.
+
+    `measured` says which times that order comes from; None: it is the declared one.
+    """
 
     op: str
     device: str
     demanded: str | None
     candidates: tuple[Candidate, ...]
+    measured: str | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -67,6 +71,8 @@ class Explanation(NamedTuple):
             mark = "->" if c is self.chosen else "  "
             said = "chosen" if c is self.chosen else f"no: {c.why_not}" if c.why_not else "would run next"
             lines.append(f"{mark} {c.language}: {said}" + (f"  ({c.source})" if c.source else ""))
+        if self.measured is not None:
+            lines.append(f"   measured: {self.measured}")
         if self.chosen is None:
             lines.append("   the call raises Unsupported")
         return "\n".join(lines)
@@ -81,7 +87,12 @@ def source_of(function: Any, module: ModuleType | None = None) -> str:
 
 
 def explain(
-    name: str | Op[..., Any], /, *args: Any, device: str | torch.device | None = None, **kwargs: Any
+    name: str | Op[..., Any],
+    /,
+    *args: Any,
+    device: str | torch.device | None = None,
+    compiled: bool = False,
+    **kwargs: Any,
 ) -> Explanation:
     """Say which kernel a call would run, and why not the others. Nothing is run.
 
@@ -89,6 +100,7 @@ def explain(
         name: the op, or its name.
         *args: the call's arguments; without any, kernels are not asked whether they refuse.
         device: the device or its type, when there are no arguments (default: `infer_device()`).
+        compiled: explain the call inside of torch.compile, where other times decide.
         **kwargs: the call's arguments by name.
 
     Raises:
@@ -99,23 +111,33 @@ def explain(
     ...
     """
     op = by_name(name)
-    arguments = refusal = None
-    empty = False
+    arguments = refusal = size = None
+    _, _, number = str(device or "").partition(":")
     if args or kwargs:
         arguments = op.bind(args, kwargs)
         handed_over = tensors.handler_of([arguments[n] for n in op.tensors]) is not None
         device, refusal, _ = op.examine(arguments)
         refusal = None if handed_over else refusal  # kernels get plain tensors then
-        empty = arguments[op.names[0]].numel() == 0
+        first: torch.Tensor = arguments[op.names[0]]
+        _, _, number = str(first.device).partition(":")
+        size = first.numel()
+    empty = size == 0
     device = type_of(device)
+    index = int(number) if number else None
     language = dispatch.demanded_language(op.name, dispatch.state.demand)
+    obstacles = {b.language: dispatch.obstacle(b, op.name, device) for b in backends()}
+    figure = None
+    if language is None and dispatch.settings().measured:
+        figure = measured.nearest(measured.figures(op.name, measured.chip(device, index), compiled), size)
+    able = [name for name, why in obstacles.items() if why is None]
+    defaults = [b.language for b in dispatch.default_backends(device) if b.language in able]
+    line = measured.order(figure, defaults, able) if language is None else [language]
     candidates: list[Candidate] = []
     nothing_to_launch = False
-    for backend in _in_order(device):
-        tried = device in backend.default_devices if language is None else backend.language == language
-        module = source = None
+    for backend in _in_order(device, line):
+        tried = backend.language in line
+        why, module, source = obstacles[backend.language], None, None
         try:
-            why = dispatch.obstacle(backend, op.name, device)
             if why is None:
                 module = backend.kernel(op.name)
                 source = source_of(module.forward, module)
@@ -124,7 +146,12 @@ def explain(
                 raise
             why = f"{type(error).__name__}: {error}"
         if why is None and not tried:
-            why = f"{language} is demanded" if language else f'only on demand: liger_core.use("{backend.language}")'
+            if language:
+                why = f"{language} is demanded"
+            elif device in backend.default_devices:
+                why = f"{line[0]} was measured to be faster"
+            else:
+                why = f'only on demand: liger_core.use("{backend.language}")'
         if why is None and empty:
             why, nothing_to_launch = f"{op.names[0]} is empty; the reference makes the result", True
         if why is None and arguments is not None:
@@ -132,16 +159,21 @@ def explain(
             why = refusal or (refuses(**arguments) if refuses else None)
         candidates.append(Candidate(backend.language, why, source))
     candidates += [Candidate(broken.name, broken.error, None) for broken in broken_backends()]
-    if nothing_to_launch or language == "torch":
+    if nothing_to_launch or "torch" in line:
         why = None
     elif language is None:
         why = f"{dispatch.settings().of_strict}=1 forbids it" if dispatch.settings().strict else None
     else:
         why = f"{language} is demanded"
-    candidates.append(Candidate("torch", why, source_of(op.reference)))
-    return Explanation(op.name, device, language, tuple(candidates))
+    place = 0 if language is None and line == ["torch"] else len(candidates)
+    candidates.insert(place, Candidate("torch", why, source_of(op.reference)))
+    times = None if figure is None else f"{figure}, {op.names[0]} of {figure.size} elements"
+    return Explanation(op.name, device, language, tuple(candidates), times)
 
 
-def _in_order(device: str) -> list[BackendInfo]:
+def _in_order(device: str, line: list[str]) -> list[BackendInfo]:
+    """The languages in the order in which they are tried; then the device's other defaults; then all others."""
     defaults = dispatch.default_backends(device)
-    return [*defaults, *(b for b in backends() if b not in defaults)]
+    return sorted(
+        backends(), key=lambda b: (line.index(b.language) if b.language in line else len(line), b not in defaults)
+    )

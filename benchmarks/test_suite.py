@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import budgets
+import choice
 import compare
 import host
 import jobs
@@ -30,6 +31,7 @@ from traffic import FORWARD, FULL, MODES, MOVES, PRODUCTS, work_of
 
 import liger_core
 from liger_conformance.case import Case, cases_of
+from liger_core import tune
 from liger_core.backend import backends
 from liger_core.contract import Once, ops
 
@@ -296,6 +298,19 @@ def test_each_backward_of_the_host_costs_gets_its_tensors() -> None:
     host.kernel_times(kernel, ops["rms_norm"], ops["rms_norm"].bind((), {"x": x, "weight": torch.ones(8)}), "cpu")
     assert len(taken) > 1
     assert all(tensors is not None and tensors[0] is x for tensors in taken)
+
+
+def test_choice_reads_what_it_writes() -> None:
+    rows = choice.main(["--smoke", "--ops=softmax"])
+    assert [row["language"] for row in rows] == ["torch"]
+    (found,) = choice.found_in(rows)
+    assert (found.cell.op, found.cell.compiled, found.notes) == ("softmax", False, {})
+    assert choice.rows_of(found) == rows
+    figures = tune.Found(found.cell, found.size, {"triton": 9.0, "torch": 5.0}, {"cutile": "RuntimeError: no"})
+    assert choice.found_in(choice.rows_of(figures)) == [figures]
+    assert "| softmax | small | eager | 4194304 | 9.0        | 5.0       | torch  |" in choice.page(
+        [figures], ["triton", "torch"], ["triton"]
+    )
 
 
 def test_budgets_of_the_reference() -> None:

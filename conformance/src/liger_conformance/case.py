@@ -195,6 +195,11 @@ class OpCases:
         return getattr(self.module, "FLOAT16_APART", False)
 
     @property
+    def residual(self) -> str | None:
+        """The argument that is the sum of a residual stream in models. Compiled code is timed with the addition in front."""
+        return getattr(self.module, "RESIDUAL", None)
+
+    @property
     def vary(self) -> Vary:
         """How the values of the cases may vary in random calls."""
         return self.module.VARY

@@ -274,11 +274,11 @@ def test_what_tune_wrote_comes_first(tell: Tell, ran: list[str], caplog: pytest.
 def test_a_package_ships_its_table(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "liger_acme" / "ops").mkdir(parents=True)
+    (tmp_path / "liger_timed" / "ops").mkdir(parents=True)
     table = {CHIP: {"record": "a record", "eager": {"rms_norm": [[16, {"acme": 5.0, "torch": 20.0}]]}}}
-    (tmp_path / "liger_acme" / "measured.json").write_text(json.dumps(table))
+    (tmp_path / "liger_timed" / "measured.json").write_text(json.dumps(table))
     monkeypatch.syspath_prepend(tmp_path)
-    install(BackendInfo("acme", ("cpu",), "torch", "liger_acme", "pip install acme"))
+    install(BackendInfo("acme", ("cpu",), "torch", "liger_timed", "pip install acme"))
     assert measured.mentions("rms_norm")
     assert not measured.mentions("softmax")
     (figure,) = measured.figures("rms_norm", CHIP, False)

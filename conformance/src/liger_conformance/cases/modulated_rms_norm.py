@@ -117,6 +117,8 @@ CASES = (
     Case("large", "large", rows=(4, 4096), hidden=8192),
 )
 
+RESIDUAL = "x"
+
 HUGE = Case("huge", "large", rows=(3, (1 << 18) // 3 + 3), hidden=8192)
 
 

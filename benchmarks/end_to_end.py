@@ -10,21 +10,29 @@ with fused kernels. Each way is a process of its own:
 - `plain`, `compile`: transformers' code, and torch.compile of it.
 - `liger`: liger-kernel's patch of the model.
 - `LANGUAGE`: `liger_transformers.apply` with kernels of that language; `LANGUAGE-lean`: with ``lean=True``. Either may end in
-  `-compile`.
+  `-compile`. `triton+rms_norm.swiglu-compile` leaves these ops to the reference. `measured` stands for the language that measured
+  times choose.
 
-Attention is causal in all of them and gets no mask: compiled code would otherwise build one, and take a slower kernel.
+With ``--together 4``, four ways start at once and compile side by side; each is timed alone.
+
+Attention is causal in all of them and gets no mask: compiled code would otherwise build one, and take a slower kernel. Gemma 2
+has transformers' own attention, with its mask.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,10 +62,19 @@ WARM = 4
 
 
 class Model(NamedTuple):
-    """A model by its configuration. `smoke` is what a CPU can do."""
+    """A model by its configuration.
+
+    Attributes:
+        vision: the configuration of its tower, if it sees images.
+        rank: of its adapters, if they alone are trained.
+        attention: transformers' name for it. Only that of PyTorch is causal without a mask.
+    """
 
     kind: str
     sizes: dict[str, Any]
+    vision: dict[str, Any] | None = None
+    rank: int = 0
+    attention: str = "sdpa"
 
 
 LLAMA = {"num_key_value_heads": 8, "num_attention_heads": 32, "max_position_embeddings": 131072, "vocab_size": 128256}
@@ -78,12 +95,28 @@ MODELS = {
     "gemma2-2b-8-layers": Model("gemma2", {
         "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 8, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 256, "attn_logit_softcapping": None,
+    }, attention="eager"),
+    # Llama 3.1 8B with LoRA on every linear layer; Qwen2.5-VL 3B with fewer layers.
+    "llama-8b-lora": Model("llama", LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False,
+    }, rank=16),
+    "qwen2.5-vl-3b-8-layers": Model("qwen2_5_vl", {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    }, vision={
+        "depth": 8, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
+        "fullatt_block_indexes": [7],
     }),
 }  # fmt: skip
+
+PATCHES, FEW_PATCHES = (1, 16, 16), (1, 4, 4)
+"""Of the image at the beginning of each sequence: frames, rows, columns. Four patches are a token."""
 
 SMOKE = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
+    "fullatt_block_indexes": [0],
 }  # fmt: skip
 
 
@@ -98,10 +131,14 @@ class Job(NamedTuple):
     checkpointing: bool
     device: str
     smoke: bool
+    warm: int = WARM
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Train a few steps, and return what a row holds but for `loss_off`, with all losses."""
+def measure(job: Job, gate: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """Train a few steps, and return what a row holds but for `loss_off`, with all losses.
+
+    `gate` stands before the steps that are timed.
+    """
     torch.manual_seed(0)
     forward, finish, parameters = trainer(job)
     device = torch.get_device_module(job.device)
@@ -112,10 +149,14 @@ def measure(job: Job) -> dict[str, Any]:
         return loss.detach()
 
     start = time.perf_counter()
-    losses = [step().item() for _ in range(1 if job.smoke else WARM)]
+    losses = [step().item() for _ in range(1 if job.smoke else job.warm)]
     device.synchronize()
     started = time.perf_counter() - start
     if job.device != "cpu":
+        device.empty_cache()
+    gate()
+    if job.device != "cpu":
+        step()  # takes its memory back
         device.reset_peak_memory_stats()
     times: list[float] = []
     for _ in range(job.steps):
@@ -155,38 +196,54 @@ def trainer(job: Job) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tenso
     """What returns the loss of a step, what does the rest of the step, and the number of parameters."""
     import transformers
 
-    kind, sizes = MODELS[job.model]
+    kind, sizes, vision, rank, attention = MODELS[job.model]
     way, *extras = (
         job.way.split("-") if not job.way.startswith("triton-ascend") else ("triton-ascend", *job.way.split("-")[2:])
     )
+    way, _, left = way.partition("+")
     if job.smoke:
-        sizes = {name: SMOKE.get(name, value) for name, value in sizes.items()}
+        sizes, vision = (found and {name: SMOKE.get(name, found[name]) for name in found} for found in (sizes, vision))
     if way == "liger":
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # type: ignore[import-not-found]
 
         MODEL_TYPE_TO_APPLY_LIGER_FN[kind]()
-    config = transformers.AutoConfig.for_model(kind, use_cache=False, attn_implementation="sdpa", **sizes)
+    last = sizes["vocab_size"] - 1
+    parts = {"text_config": sizes, "vision_config": vision, "image_token_id": last} if vision else sizes
+    config = transformers.AutoConfig.for_model(kind, use_cache=False, attn_implementation=attention, **parts)
+    auto = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
     with torch.device(job.device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = auto.from_config(config, dtype=torch.bfloat16)
     code: Any = sys.modules[type(model).__module__]
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
-        if hasattr(code, name):
+        if hasattr(code, name) and attention == "sdpa":
             setattr(code, name, lambda *args, **kwargs: None)
     if way not in ("plain", "compile", "liger"):
         import liger_core
         import liger_transformers
 
         liger_transformers.apply(model, **({"lean": True} if "lean" in extras else {}))
-        liger_core.use(way)  # not before: swaps are proved on the CPU
+        # Not before: swaps are proved on the CPU.
+        liger_core.use(None if way == "measured" else way, **dict.fromkeys(filter(None, left.split(".")), "torch"))
+    if rank:
+        add_adapters(model, rank)
     if job.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, sizes["vocab_size"], (job.batch, job.length), generator=generator).to(job.device)
+    tokens = torch.randint(0, last, (job.batch, job.length), generator=generator).to(job.device)
+    image: dict[str, torch.Tensor] = {}
+    if vision:
+        grid = FEW_PATCHES if job.smoke else PATCHES
+        count = math.prod(grid)
+        tokens[:, : count // 4] = last
+        pixels = torch.randn(job.batch * count, 3 * 2 * 14 * 14, generator=generator)
+        image = {"pixel_values": pixels.to(job.device, torch.bfloat16)}
+        image["image_grid_thw"] = torch.tensor([grid] * job.batch, device=job.device)
 
     def loss_of(tokens: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=tokens, labels=tokens).loss
+        return model(input_ids=tokens, labels=tokens, **image).loss
 
     run = torch.compile(loss_of) if "compile" in (way, *extras) else loss_of
 
@@ -196,6 +253,30 @@ def trainer(job: Job) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tenso
         optimizer.zero_grad()
 
     return lambda: run(tokens), finish, sum(parameter.numel() for parameter in model.parameters())
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer that is not trained, and the product of two narrow ones that is added to it."""
+
+    def __init__(self, layer: torch.nn.Linear, rank: int) -> None:
+        super().__init__()
+        place = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+        self.layer = layer
+        self.down = torch.nn.Linear(layer.in_features, rank, bias=False, **place)
+        self.up = torch.nn.Linear(rank, layer.out_features, bias=False, **place)
+        torch.nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def add_adapters(model: torch.nn.Module, rank: int) -> None:
+    """LoRA on every linear layer but the head; nothing else is trained."""
+    model.requires_grad_(False)
+    for module in [*model.get_decoder().modules()]:  # pyright: ignore[reportCallIssue]
+        for name, layer in [*module.named_children()]:
+            if isinstance(layer, torch.nn.Linear):
+                setattr(module, name, Adapted(layer, rank))
 
 
 def places(step: Callable[[], object], synchronize: Callable[[], None]) -> dict[str, Any]:
@@ -225,16 +306,61 @@ def place_of(kernel: str) -> str | None:
     return next((place for place, words in PLACES.items() if any(word in name for word in words)), None)
 
 
-def in_its_process(job: Job) -> dict[str, Any]:
-    """What `measure` returns in a process of its own, or a note that says why it ended."""
-    if job.smoke:
-        return measure(job)
-    words = [sys.executable, __file__, "--one", json.dumps(job)]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        return {"note": f"ended with {done.returncode}"}
-    return json.loads(lines[-1])
+READY, ROW = "#ready", "#row "
+"""What a process says on a line when it waits to be timed, and at the end."""
+
+
+def in_their_processes(jobs: Sequence[Job], limit: float) -> Iterator[dict[str, Any]]:
+    """What `measure` returns for each job, in a process of its own, or a note that says why that ended.
+
+    All start at once. When the last of them is ready, each is timed while the others wait. One that isn't ready after `limit`
+    seconds, or that takes so long afterwards, is ended.
+    """
+    words = [sys.executable, __file__, "--one"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([*words, json.dumps(job)], **pipes) for job in jobs]
+    until = time.monotonic() + limit
+    notes = [line_of(process, until - time.monotonic()) for process in started]
+    for process, ready in zip(started, notes, strict=True):
+        if ready != READY:
+            yield result_of(process, ready)
+            continue
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        yield result_of(process, line_of(process, limit))
+
+
+def line_of(process: subprocess.Popen[str], limit: float) -> str | None:
+    """The next line for us that a process writes; None: it ended, or was ended after `limit` seconds, one at least."""
+    watch = threading.Timer(max(1.0, limit), process.kill)  # who is ready in time has written it by now
+    watch.start()
+    try:
+        assert process.stdout is not None
+        return next((line.rstrip("\n") for line in process.stdout if line.startswith((READY, ROW))), None)
+    finally:
+        watch.cancel()
+
+
+def result_of(process: subprocess.Popen[str], line: str | None) -> dict[str, Any]:
+    if line is not None and line.startswith(ROW):
+        process.wait()
+        return json.loads(line.removeprefix(ROW))
+    process.kill()
+    code = process.wait()
+    return {"note": "ended after --limit seconds" if code == -signal.SIGKILL else f"ended with {code}"}
+
+
+def one(job: Job) -> dict[str, Any]:
+    """What a process does: `measure`, waiting for its turn."""
+
+    def gate() -> None:
+        print(READY, flush=True)
+        sys.stdin.readline()
+
+    try:
+        return measure(job, gate)
+    except torch.OutOfMemoryError:
+        return {"note": "out of memory"}
 
 
 def row_of(job: Job, found: dict[str, Any], plain: Sequence[float] | None) -> dict[str, Any]:
@@ -252,7 +378,7 @@ def row_of(job: Job, found: dict[str, Any], plain: Sequence[float] | None) -> di
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a name that doesn't exist ends the program with those that do."""
-    languages = ["torch", *(backend.language for backend in backends())]
+    languages = ["measured", "torch", *(backend.language for backend in backends())]
     kinds = [
         f"{language}{lean}{extra}" for language in languages for lean in ("", "-lean") for extra in ("", "-compile")
     ]
@@ -262,6 +388,11 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--batch", type=int, default=8, help="sequences in a step")
     command.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     command.add_argument("--steps", type=int, default=8, help="that are timed")
+    command.add_argument("--warm", type=int, default=WARM, help="steps before them")
+    command.add_argument("--together", type=int, default=1, help="ways that start at once; each is timed alone")
+    command.add_argument(
+        "--limit", type=float, default=600.0, help="seconds that a way may take to start, and again to run"
+    )
     command.add_argument("--checkpointing", action="store_true", help="keep each layer's input alone, and run it again")
     command.add_argument("--name", default="end-to-end", help="of the record")
     command.add_argument(
@@ -274,14 +405,16 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         options.device, options.batch, options.length, options.steps = "cpu", 2, 16, 1
         options.ways = options.ways or ["plain", "torch", "torch-lean"]
     options.ways = options.ways or ["plain", "compile", "liger", *ours]
+    asked, options.ways = options.ways, [re.sub(r"\+[a-z0-9_.]+", "", way) for way in options.ways]
     command.check(options, measures=not options.render)
+    options.ways = asked
     return options
 
 
 def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Measure, print as it goes, and write the record. Returns the rows."""
     if words and words[0] == "--one":
-        print(json.dumps(measure(Job(*json.loads(words[1])))), flush=True)
+        print(f"{ROW}{json.dumps(one(Job(*json.loads(words[1]))))}", flush=True)
         return []
     options = parse(words)
     if options.render:
@@ -295,14 +428,17 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     rows = []
     for model in options.models:
         first: list[float] | None = None
-        for way in options.ways:
-            size = options.batch, options.length, options.steps
-            job = Job(model, way, *size, options.checkpointing, options.device, options.smoke)
-            found = in_its_process(job)
-            losses = found.get("losses")
-            rows.append(row_of(job, found, first))
-            first = first or losses
-            print(",".join(map(str, rows[-1].values())), flush=True)
+        size = options.batch, options.length, options.steps
+        rest = options.checkpointing, options.device, options.smoke, options.warm
+        jobs = [Job(model, way, *size, *rest) for way in options.ways]
+        for i in range(0, len(jobs), options.together):
+            group = jobs[i : i + options.together]
+            results = map(measure, group) if options.smoke else in_their_processes(group, options.limit)
+            for job, found in zip(group, results, strict=True):
+                losses = found.get("losses")
+                rows.append(row_of(job, found, first))
+                first = first or losses
+                print(",".join(map(str, rows[-1].values())), flush=True)
     if not options.smoke:
         write(head, rows, options)
     return rows

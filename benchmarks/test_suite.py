@@ -14,6 +14,7 @@ from typing import Any
 import budgets
 import choice
 import compare
+import end_to_end
 import host
 import jobs
 import losses
@@ -462,3 +463,40 @@ def test_targets_are_met_or_missed_by_both_limits() -> None:
     assert target.verdict(2e-6, 50e-6).endswith("MISSED")
     assert target.verdict(0.9e-6, 2e-6).endswith("MISSED")
     assert target.verdict(0.5e-6, None).endswith("met, the latter not run")
+
+
+def test_a_way_that_ends_is_a_row_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It ends by itself, or since it takes too long. The others go on."""
+    code = (
+        "import json, sys, time\n"
+        "job = json.loads(sys.argv[2])\n"
+        "if job[1] == 'dies': sys.exit(3)\n"
+        "time.sleep(60 if job[1] == 'sleeps' else 0)\n"
+        "print('noise\\n#ready', flush=True); sys.stdin.readline()\n"
+        "print('#row ' + json.dumps({'ms': job[1]}), flush=True)\n"
+    )
+    started = end_to_end.subprocess.Popen
+
+    def run(words: list[str], **options: Any) -> Any:
+        return started([words[0], "-c", code, *words[2:]], **options)
+
+    monkeypatch.setattr(end_to_end.subprocess, "Popen", run)
+    jobs = [
+        end_to_end.Job("llama-1b", way, 1, 1, 1, False, "cpu", True) for way in ("plain", "dies", "sleeps", "liger")
+    ]
+    found = [*end_to_end.in_their_processes(jobs, 2.0)]
+    assert found == [
+        {"ms": "plain"},
+        {"note": "ended with 3"},
+        {"note": "ended after --limit seconds"},
+        {"ms": "liger"},
+    ]
+
+
+def test_ways_that_leave_ops_to_the_reference() -> None:
+    options = end_to_end.parse(["--smoke", "--ways=torch+rms_norm.rope-lean,measured-compile"])
+    assert options.ways == ["torch+rms_norm.rope-lean", "measured-compile"]
+    with pytest.raises(SystemExit):
+        end_to_end.parse(["--smoke", "--ways=nonsense+rms_norm"])

@@ -266,7 +266,7 @@ def tune(
     context = multiprocessing.get_context("spawn")
     say, go, turn = context.Queue(), context.Event(), context.Lock()
     start = time.time()
-    until = start + 0.6 * seconds, start + seconds
+    until = start + 0.65 * seconds, start + seconds
     names = [*dict.fromkeys(cell.op for cell in cells)]  # an op stays in one process: its sizes share code
     shares = [[cell for cell in cells if names.index(cell.op) % processes == i] for i in range(processes)]
     started = [
@@ -354,4 +354,4 @@ def processes_for(device: str) -> int:
         return 1
     module: Any = torch.get_device_module(device)
     memory: int = module.mem_get_info()[1] if hasattr(module, "mem_get_info") else 0
-    return max(1, min(12, cores, memory // (10 << 30)))
+    return max(1, min(16, cores, memory // (10 << 30)))

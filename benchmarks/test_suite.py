@@ -23,6 +23,7 @@ import peers
 import pytest
 import records
 import report
+import small
 import tables
 import timing
 import torch
@@ -500,3 +501,15 @@ def test_ways_that_leave_ops_to_the_reference() -> None:
     assert options.ways == ["torch+rms_norm.rope-lean", "measured-compile"]
     with pytest.raises(SystemExit):
         end_to_end.parse(["--smoke", "--ways=nonsense+rms_norm"])
+
+
+def test_small_calls_of_the_reference() -> None:
+    rows = small.main(["--smoke", "--ops=softmax"])
+    assert [row["provider"] for row in rows] == ["ours-torch", "eager"]
+    assert all(float(row["call_us"]) > 0 and float(row["one_thread_us"]) > 0 for row in rows)
+    assert {row["graph_us"] for row in rows} == {""}, "there are no CUDA graphs on a CPU"
+
+
+def test_a_call_in_one_thread() -> None:
+    call = small.in_one_thread(torch.autograd.is_multithreading_enabled)
+    assert (call(), torch.autograd.is_multithreading_enabled()) == (False, True)

@@ -28,8 +28,17 @@ from liger_core.contract import ops
 
 COLUMNS = ("case", "language", "accum_dtype", "memory_budget", "ms", "tflops", "extra_mb", "error")
 
-SETTINGS = (("float32", None), ("float32", 600_000_000), ("bfloat16", 500_000_000))
+SETTINGS = (
+    ("float32", None),
+    ("float32", 1_500_000_000),
+    ("float32", 1_300_000_000),
+    ("float32", 600_000_000),
+    ("bfloat16", 500_000_000),
+)
 """`accum_dtype` and `memory_budget`, in bytes. The first is the default."""
+
+STEP = Case("step", "large", rows=16384, hidden=2048, vocabulary=128256)
+"""The head of a Llama of 1.2 B in a step of 8 × 2048 tokens, as in `end_to_end`."""
 
 OP = ops["fused_linear_cross_entropy"]
 
@@ -77,7 +86,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a name that doesn't exist ends the program with those that do."""
     command = Command(__doc__, smoke="the reference alone")
     command.add_names("languages", ["torch", *(backend.language for backend in backends())])
-    command.add_names("cases", TIMED, default=TIMED)
+    command.add_names("cases", [*TIMED, STEP.id], default=TIMED)
     options = command.parse_args(words)
     if options.smoke:
         options.device, options.languages, options.cases = "cpu", ["torch"], ["small"]
@@ -93,8 +102,8 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
     head = records.head_of(options.device)
     print(records.comment(head) + ",".join(COLUMNS), flush=True)
     rows: list[Row] = []
-    for case in cases_of(OP.name).cases:
-        if case.group in options.cases:
+    for case in (*cases_of(OP.name).cases, STEP):
+        if (case.id if case is STEP else case.group) in options.cases:
             found = measure_case(shrunk(case) if options.smoke else case, options.languages, options.device)
             print("\n".join(",".join(map(str, row.values())) for row in found), flush=True)
             rows += found

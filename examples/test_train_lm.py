@@ -54,7 +54,7 @@ def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str
     ("processes", "arguments"),
     [
         (2, ["--fsdp"]),
-        (2, ["--tp", "2", "--untied"]),
+        pytest.param(2, ["--tp", "2", "--untied"], marks=pytest.mark.slow),
         pytest.param(4, ["--fsdp", "--tp", "2"], marks=pytest.mark.slow),
     ],
 )

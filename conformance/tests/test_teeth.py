@@ -205,11 +205,10 @@ def test_watermark_fails(
     monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, op: op == name)
     monkeypatch.setattr(BackendInfo, "kernel", lambda self, op: kernel)
     install(info)
-    for case in cases_of(name).cases:
-        if case.group == "odd":
-            stamp(kernel, ops[name], cases_of(name).build(case, torch.float32, info.devices[0]), constant)
-            with pytest.raises(Mismatch):
-                test_values.test_values(target_of(info, name), case, torch.float32)
+    case = cases_of(name).cases[0]
+    stamp(kernel, ops[name], cases_of(name).build(case, torch.float32, info.devices[0]), constant)
+    with pytest.raises(Mismatch):
+        test_values.test_values(target_of(info, name), case, torch.float32)
 
 
 def stamp(kernel: types.ModuleType, op: Op[..., Any], arguments: dict[str, Any], constant: float) -> None:

@@ -200,6 +200,11 @@ class OpCases:
         return getattr(self.module, "RESIDUAL", None)
 
     @property
+    def dtypes_apart(self) -> bool:
+        """Whether some kernels take only float32, or only bfloat16."""
+        return getattr(self.module, "DTYPES_APART", False)
+
+    @property
     def vary(self) -> Vary:
         """How the values of the cases may vary in random calls."""
         return self.module.VARY

@@ -314,8 +314,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def is_slow(target: Target, case: object, dtype: torch.dtype | None, options: dict[str, Any]) -> bool:
     """Whether a test of a case is left to `-m slow`.
 
-    At the sizes of models, wherever it runs. In an interpreter also, but of the op's first case, all of a long one except
-    its values in float32 and bfloat16; and values in float16, except of extreme cases and where float16 has kernels of its own.
+    At the sizes of models, wherever it runs. In an interpreter also, but of the op's first case:
+
+    - of a long case everything except values, in float32 and bfloat16 for extreme cases and where dtypes have kernels of
+      their own, for the others in one of them in turn;
+    - values in float16, except of extreme cases and where float16 has kernels of its own;
+    - where the test's `short` names groups, cases of the others.
     """
     if not isinstance(case, Case) or target.lane in ("compiled", "executed"):
         return False
@@ -328,7 +332,18 @@ def is_slow(target: Target, case: object, dtype: torch.dtype | None, options: di
         return False
     if dtype is torch.float16:
         return case.group != "extreme" and (not found.float16_apart or found.is_long(case))
-    return options.get("short", False) and found.is_long(case)
+    if short := options.get("short", ()):
+        return found.is_long(case) or case.group not in short
+    if not found.is_long(case) or found.dtypes_apart:
+        return False
+    in_turn = (torch.float32, torch.bfloat16)[found.cases.index(case) % 2]
+    return "dtypes" not in options and case.group != "extreme" and dtype is not in_turn
+
+
+def _is_traced_again(target: Target, start: str | None) -> bool:
+    """Whether a test compiles a reference for the CPU that others have compiled: all but rms_norm's is left to `-m slow`."""
+    again = start is not None and start != "cold"
+    return again and target.backend is None and target.device == "cpu" and target.op.name != "rms_norm"
 
 
 def _random_calls(targets: list[Target], config: pytest.Config) -> list[tuple[Target, RandomCall]]:
@@ -404,6 +419,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         target = values.get("target")
         if target is None:
             continue
+        if _is_traced_again(target, values.get("start")):
+            item.add_marker(pytest.mark.slow)
         dtype = values.get("dtype")
         item.user_properties += [
             ("liger", _place(target, _short(dtype) if dtype else "any")),

@@ -195,7 +195,11 @@ CASES: tuple[tuple[str, str, Build], ...] = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# In an interpreter, which takes seconds for some of these works, float32 is tested under -m slow.
+FLOAT32 = pytest.param(torch.float32, marks=[pytest.mark.slow] * (DEVICE == "cpu"))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "work", "build"), CASES, ids=[f"{name}-{work}" for name, work, _ in CASES])
 def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of dividing the work gives the right values and gradients."""

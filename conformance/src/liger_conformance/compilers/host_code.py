@@ -25,9 +25,9 @@ def compiled_cases(target: Target) -> list[tuple[Case, torch.dtype]]:
     """What is compiled of an op for a chip, so that all ops take minutes for all chips.
 
     For the language's first chip every case in bfloat16, options and the sizes of models in float32 too, and the first case
-    in float16. For the others, in bfloat16, the first cases, options and the larger sizes of models, and the largest in
-    float32 too. Where the compiler is slow, the first chip gets what otherwise the others do, the odd cases, the smallest
-    size of models, and the medium one in float32; and those get the first case and the largest.
+    in float16. What the other chips have otherwise, fewer registers or less shared memory, shows in large tiles: they get the
+    first case and the largest ones in bfloat16, and the latter in float32. Where the compiler is slow, the first chip gets the
+    odd cases, options and the sizes of models, and the larger of these in float32; and the others nothing in float32.
     """
     found = cases_of(target.op.name)
     everything = (*found.cases, *([found.huge] if found.huge else []))
@@ -35,14 +35,14 @@ def compiled_cases(target: Target) -> list[tuple[Case, torch.dtype]]:
     if first and not slow:
         narrow = list(everything)
         wide = [case for case in everything if case.group in ("option", *TIMED)]
-    elif first or not slow:
-        sizes = TIMED if first else TIMED[1:]
-        wide = [case for case in found.cases if case.group in sizes[1:]]
-        groups = ("option", *sizes, *(["odd"] if first else []))
-        narrow = [case for case in everything if case in found.cases[:FIRST] or case.group in groups]
+    elif first:
+        narrow = [case for case in everything if case in found.cases[:FIRST] or case.group in ("odd", "option", *TIMED)]
+        wide = [case for case in found.cases if case.group in TIMED[1:]]
     else:
-        wide = []
-        narrow = [case for case in found.cases if case == found.cases[0] or case.group == "large"]
+        narrow = [
+            case for case in (found.cases if slow else everything) if case == found.cases[0] or case.group == "large"
+        ]
+        wide = [] if slow else [case for case in found.cases if case.group == "large"]
     half = found.cases[:1] if first else ()
     return [
         *((case, torch.bfloat16) for case in narrow),
@@ -119,8 +119,8 @@ def _far_apart(tensor: Tensor) -> Tensor:
 def _needs(target: Target, case: Case, dtype: torch.dtype, arguments: Arguments) -> list[Needs]:
     """Which gradients to ask for.
 
-    All, or those that the case wants. For the first chip also none, at the sizes of models, and any subset, for the first
-    cases: each gradient alone, for the first case, where the compiler is slow.
+    All, or those that the case wants. For the first chip also none, at the sizes of models; and for the first cases none,
+    each alone, and all but each. Where the compiler is slow: none and each alone, for the first case.
     """
     op = target.op
     there = present(op, arguments)
@@ -128,7 +128,8 @@ def _needs(target: Target, case: Case, dtype: torch.dtype, arguments: Arguments)
     every = tuple(name in there and name in wanted for name in op.differentiable)
     if _takes_subsets(target, case, dtype):
         subsets = [needs for needs in product((True, False), repeat=len(every)) if not any(map(gt, needs, every))]
-        return [n for n in subsets if n == every or sum(n) < 2] if _compiler(target).slow else subsets
+        sizes = (0, 1) if _compiler(target).slow else (0, 1, sum(every) - 1)
+        return [needs for needs in subsets if needs == every or sum(needs) in sizes]
     return [every, (False,) * len(every)] if case.group in TIMED and _is_first_chip(target) else [every]
 
 

@@ -83,7 +83,7 @@ def test_saved_layouts(target: Target, case: Case, dtype: torch.dtype, given: st
         check(target, lambda draw: relaid(arguments_of(target, case, dtype, draw), build))
 
 
-@pytest.mark.cases(groups=("option",), dtypes=(torch.bfloat16,), short=True)
+@pytest.mark.cases(groups=("option",), dtypes=(torch.bfloat16,), short=QUICK)
 def test_saved_layouts_of_options(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Which tensors are saved, and how they lie, is the options' to say."""
     with kept(sliced):

@@ -44,7 +44,7 @@ def assert_unchanged(before: dict[str, Tensor], after: dict[str, Any], when: str
         require(same_bits(value, after[name].detach()), f"{when} wrote to {name}")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), short=True)
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), short=("odd", "option"))
 def test_writes_to_nothing_it_is_given(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Inputs, saved tensors and incoming gradients stay as they were."""
     op = target.op
@@ -84,7 +84,7 @@ def check_repeats(target: Target, case: Case, dtype: torch.dtype, times: int) ->
                 raise AssertionError(f"{', '.join(differing)} not the same {why}")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), short=True)
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), short=QUICK)
 def test_same_bits_again(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The same inputs give the same bits, also where allocations start as NaN: every element is written, and always alike."""
     check_repeats(target, case, dtype, times=1)
@@ -142,7 +142,7 @@ def check_saves_nothing(
         require(same_bits(value, expected[name]), f"{name} differs {how}")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), short=True, kernels=True)
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), short=("odd", "option"), kernels=True)
 def test_saves_nothing_without_gradients(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Without grad mode nothing is saved, and the results are the same."""
     check_saves_nothing(target, case, dtype, torch.no_grad, leaves=True)

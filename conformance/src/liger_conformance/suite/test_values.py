@@ -14,6 +14,7 @@ from liger_conformance.compare import check_reference, compare
 from liger_conformance.layouts import LAYOUTS
 from liger_conformance.running import (
     Arguments,
+    Observed,
     Outcome,
     Poison,
     Target,
@@ -46,6 +47,7 @@ def check(
     autocast: bool = False,
     infinite: bool = False,
     by_row: bool = False,
+    observe: Callable[[Observed], None] = lambda observed: None,
 ) -> Outcome:
     """Run a target, prove that it ran, and compare every result and the gradients of the `wanted` arguments.
 
@@ -58,6 +60,7 @@ def check(
         autocast: run under autocast to bfloat16: what is checked is then the call with the arguments that it casts.
         infinite: an argument holds an infinity, as `compare` has it.
         by_row: what has the rows of the first argument is judged row by row.
+        observe: gets what the kernel saved and returned, unless `call` runs the op.
 
     Raises:
         Mismatch: a value is wrong.
@@ -72,7 +75,7 @@ def check(
             expected = baseline_and_truth(target.op, seen, wanted, incoming)
     if call is None:
         with torch.autocast(target.device, torch.bfloat16, enabled=autocast):
-            actual = _run(target, arguments, seen, wanted, incoming)
+            actual = _run(target, arguments, seen, wanted, incoming, observe)
     else:
         with liger_core.use(target.language):
             actual = evaluate(target.op, call, arguments, wanted, incoming)
@@ -104,6 +107,7 @@ def _run(
     seen: Arguments,
     wanted: tuple[str, ...] | None,
     incoming: dict[str, torch.Tensor] | None,
+    observe: Callable[[Observed], None],
 ) -> Outcome:
     """Run the target and no other; each gradient has its argument's shape and dtype before autograd sees to that.
 
@@ -111,6 +115,7 @@ def _run(
     """
     with only(target) as observed:
         actual = evaluate(target.op, target.op, arguments, wanted, incoming)
+    observe(observed)
     for gradients in observed.gradients:
         for name, gradient in zip(target.op.differentiable, gradients, strict=True):
             for what in ("shape", "dtype") if gradient is not None else ():
@@ -190,14 +195,16 @@ def test_values_at_model_sizes(target: Target, case: Case, dtype: torch.dtype) -
 def test_partial_gradients(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Any subset of the arguments may want a gradient: those get the right one, and the others cost nothing."""
     names = present(target.op, complete(target.op, arguments_of(target, case, dtype)))
-    for bits in range(1, 2 ** len(names) - 1):
-        wanted = tuple(name for i, name in enumerate(names) if bits >> i & 1)
-        check(target, lambda draw: arguments_of(target, case, dtype, draw), wanted)
-        with only(target) as observed:
-            evaluate(target.op, target.op, arguments_of(target, case, dtype), wanted)
+
+    def only_these(wanted: tuple[str, ...], observed: Observed) -> None:
         for gradients in observed.gradients:
             for name, gradient in zip(target.op.differentiable, gradients, strict=True):
                 require((gradient is not None) == (name in wanted), f"{name}: {wanted} want a gradient")
+
+    for bits in range(1, 2 ** len(names) - 1):
+        wanted = tuple(name for i, name in enumerate(names) if bits >> i & 1)
+        observe = functools.partial(only_these, wanted)
+        check(target, lambda draw: arguments_of(target, case, dtype, draw), wanted, observe=observe)
 
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,58 @@ def test_one_infinity_of_the_truth_excuses_nothing(odd: float) -> None:
     nearby = [largest_error(baseline, truth)]
     with pytest.raises(Mismatch, match="error 1e\\+30 is more than"):
         compare("y", torch.full_like(baseline, 1e30), baseline, truth, lambda: nearby)
+
+
+def products(x: torch.Tensor, weight: torch.Tensor, digits: int) -> torch.Tensor:
+    """x · weightᵀ by a model of a tensor core: 16 products at a time join a sum, which is cut off after so many binary digits."""
+    total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float64)
+    for left, right in zip(x.double().split(16, 1), weight.double().split(16, 1), strict=True):
+        mantissa, exponent = torch.frexp(total + left @ right.T)
+        total = torch.ldexp((mantissa * 2**digits).trunc(), exponent - digits)
+    return total.float()
+
+
+@pytest.mark.parametrize("hidden", [256, 4096])
+def test_tensor_cores_add_up_products_as_they_do(hidden: int) -> None:
+    """To float32 sums that are cut off, not rounded. With fewer digits, or by few logits alone, nothing else is excused."""
+    name = "fused_linear_logit_statistics"
+    case, over = Case("few-logits", "edge", rows=3, hidden=hidden, vocabulary=3), 0
+    for draw in range(4):
+        arguments = complete(ops[name], cases_of(name).build(case, torch.float16, "cpu", draw))
+        baseline, truth = (outcome.results["lse"] for outcome in baseline_and_truth(ops[name], arguments))
+        nearby = errors_nearby(ops[name], arguments)["lse"]
+
+        def lse(digits: int, arguments: dict[str, Any] = arguments) -> torch.Tensor:
+            return products(arguments["x"], arguments["linear_weight"], digits).logsumexp(1)
+
+        compare("lse", lse(24), baseline, truth, lambda nearby=nearby: nearby)
+        with pytest.raises(Mismatch):
+            compare("lse", lse(19), baseline, truth, lambda nearby=nearby: nearby)
+        try:
+            compare("lse", lse(24), baseline, truth)
+        except Mismatch:
+            over += 1
+    assert over, "one baseline is enough here: the test shows nothing"
+
+
+def test_a_sum_may_have_any_order() -> None:
+    """Of terms whose signs differ, added up one by one, as over the rows of a program or over chunks of them."""
+    op, over = ops["layer_norm"], 0
+    for draw in range(3):
+        case = Case("many-rows", "edge", rows=(20000,), hidden=2)
+        arguments = complete(op, cases_of("layer_norm").build(case, torch.float32, "cpu", draw))
+        baseline, truth = (outcome.gradients["bias"] for outcome in baseline_and_truth(op, arguments))
+        dy = incoming_of(op, arguments)["result"]
+        dbias = torch.from_numpy(np.cumsum(dy.numpy(), 0, dtype=np.float32))[-1]  # PyTorch's would have float64 inside
+        nearby = errors_nearby(op, arguments)["gradient of bias"]
+        compare("bias", dbias, baseline, truth, lambda nearby=nearby: nearby)
+        with pytest.raises(Mismatch):
+            compare("bias", dbias.bfloat16().float(), baseline, truth, lambda nearby=nearby: nearby)
+        try:
+            compare("bias", dbias, baseline, truth)
+        except Mismatch:
+            over += 1
+    assert over, "one baseline is enough here: the test shows nothing"
 
 
 UNEVEN = [(op, case) for op in sorted(ops) for case in cases_of(op).cases if case.by_row]

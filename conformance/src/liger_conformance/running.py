@@ -354,13 +354,15 @@ def errors_nearby(
     """How far roundings may take an answer from the truth, for each result and gradient: a few samples.
 
     Half of them are the baseline's largest error at other inputs, as near as roundings are. The others are that of the
-    reference whose inputs and operations are all rounded to float32 at random: what float32 inside comes to with this
-    condition. A baseline may do better for no merit, as in the gradient of a layer norm of two columns, where it cancels.
-    What the truth decides, such as which elements are equal, stays decided. What has so many `rows` has an error for each.
+    reference whose inputs and operations are all rounded to float32 at random, those that add up terms at each term: what
+    float32 inside comes to with this condition. A baseline may do better for no merit, as in the gradient of a layer norm of
+    two columns, where it cancels. What the truth decides, such as which elements are equal, stays decided. What has so many
+    `rows` has an error for each.
     """
     arguments = complete(op, arguments)
     incoming = incoming_of(op, arguments) if incoming is None else incoming
     wide, wide_incoming = ({name: widen(value) for name, value in values.items()} for values in (arguments, incoming))
+    halves = any(isinstance(v, Tensor) and v.dtype in (torch.bfloat16, torch.float16) for v in arguments.values())
     decisions: list[Tensor] = []
     with Deciding(decisions):
         truth = evaluate(op, op.reference, wide, wanted, wide_incoming)
@@ -373,7 +375,7 @@ def errors_nearby(
         with Decided(decisions):
             near_truth = evaluate(op, op.reference, near, wanted, near_incoming)
         inexact, inexact_incoming = (moved(values, draw, torch.float32) for values in (wide, wide_incoming))
-        with Decided(decisions, draw):
+        with Decided(decisions, draw, halves):
             rounded = evaluate(op, op.reference, inexact, wanted, inexact_incoming)
         for name, value in truth.items().items():
             found = errors.setdefault(name, [])
@@ -401,9 +403,9 @@ class Deciding(_Mode):
         result = function(*args, **(kwargs or {}))
         if any(returned.alias_info is not None for returned in function._schema.returns):  # a view, or in place
             return result
-        return tree_map_only(Tensor, self._one, result)
+        return tree_map_only(Tensor, functools.partial(self._one, function, args, kwargs or {}), result)
 
-    def _one(self, value: Tensor) -> Tensor:
+    def _one(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> Tensor:
         if not _is_inexact(value):
             self.decisions.append(value)
         return value
@@ -415,22 +417,51 @@ class Decided(Deciding):
     Args:
         decisions: of a run of the same operations.
         seed: of the roundings, which move the result of each operation in float64 by up to half a unit of rounding in
-            float32; None for no rounding.
+            float32; None for no rounding. Those of a sum and of a matrix product move each term so, all terms of an element
+            alike: in which order terms are added, and so how large the sums between are, is nobody's to say.
+        halves: operands have half precision, whose products tensor cores add up, `AT_ONCE` at a time, to a sum that they cut
+            off: always towards zero.
     """
 
-    def __init__(self, decisions: list[Tensor], seed: int | None = None) -> None:
+    def __init__(self, decisions: list[Tensor], seed: int | None = None, halves: bool = False) -> None:
         super().__init__(decisions)
-        self.next, self.seed, self.rounded = iter(decisions), seed, 0
+        self.next, self.seed, self.halves, self.rounded = iter(decisions), seed, halves, 0
 
-    def _one(self, value: Tensor) -> Tensor:
+    def _one(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> Tensor:
         if not _is_inexact(value):
             return next(self.next).to(value.device, value.dtype)
         if self.seed is None:
             return value
         self.rounded += 1
         generator = torch.Generator(value.device).manual_seed(zlib.crc32(f"{self.seed}/{self.rounded}".encode()))
-        by = torch.rand(value.shape, generator=generator, device=value.device, dtype=torch.float64)
-        return value * (1 + torch.finfo(torch.float32).eps * (by - 0.5))
+        by = torch.rand(value.shape, generator=generator, device=value.device, dtype=torch.float64) - 0.5
+        moved = by * self._moves(function, args, kwargs, value)
+        # Infinite terms leave no error to speak of, and infinity times 0 is NaN.
+        return value + torch.finfo(torch.float32).eps * moved.where(moved.isfinite(), 0.0)
+
+    def _moves(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> Tensor:
+        """What of a result is rounded: itself, or the terms that are added up to it, without their signs."""
+        name = function._schema.name
+        if name not in _SUMS and name not in _PRODUCTS:
+            return value
+        terms = function(*tree_map_only(Tensor, _magnitude, args), **kwargs)
+        if name in _PRODUCTS and self.halves:
+            times = args[_PRODUCTS[name]].shape[-1] / AT_ONCE
+            squares = function(*tree_map_only(Tensor, lambda operand: _magnitude(operand).square(), args), **kwargs)
+            terms = terms + times * squares.sqrt()
+        return terms
+
+
+def _magnitude(value: Tensor) -> Tensor:
+    return value.abs() if _is_inexact(value) else value
+
+
+AT_ONCE = 16
+"""Products of half-precision numbers that a tensor core adds to a float32 sum at a time."""
+
+_SUMS = ("aten::sum", "aten::mean")
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::mv": 0, "aten::dot": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+"""Matrix products, and where their first operand stands."""
 
 
 def _is_inexact(value: Tensor) -> bool:

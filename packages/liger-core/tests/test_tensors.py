@@ -142,3 +142,25 @@ def test_plain_calls_import_nothing_of_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_weight_that_zero3_has_divided_is_an_error_that_teaches() -> None:
+    """Outside of its module's forward DeepSpeed leaves an empty parameter, with its shape beside it."""
+    for op, x in ((liger_core.rms_norm, X), (liger_core.layer_norm, X)):
+        weight = torch.nn.Parameter(torch.empty(0))
+        plain = weight.detach().clone()
+        weight.ds_id, weight.ds_shape = 7, torch.Size([2])  # type: ignore[attr-defined]
+        arguments = (x, weight) if op is liger_core.rms_norm else (x, weight, torch.zeros(2))
+        with pytest.raises(
+            ValueError, match=rf"{op.name}: weight is a parameter of shape \[2\] that DeepSpeed's ZeRO-3"
+        ):
+            op(*arguments)
+        with pytest.raises(ValueError, match=r"GatheredParameters\(\[weight\]\)"):
+            liger_core.explain(op, *arguments)
+        with pytest.raises(ValueError, match="weight") as refused:
+            op(x, plain, *arguments[2:])
+        assert "DeepSpeed" not in str(refused.value)
+    head = torch.nn.Parameter(torch.empty(0))
+    head.ds_id, head.ds_shape = 8, torch.Size([5, 2])  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"fused_linear_cross_entropy: linear_weight is a parameter of shape \[5, 2\]"):
+        liger_core.fused_linear_cross_entropy(X, head, torch.tensor([1]))

@@ -238,7 +238,11 @@ class Op(Declaration[P, R]):
             tensor = arguments[name]
             if tensor is not None:
                 arguments[name] = modes.resolved(tensor)
-        self._checks(**arguments)
+        try:
+            self._checks(**arguments)
+        except (TypeError, ValueError):
+            tensors.refuse_partitioned(self.name, {name: arguments[name] for name in self.tensors})
+            raise
         refusal = modes.transforming([arguments[name] for name in self.tensors]) or refusal
         if not modes.compiling():
             refusal = modes.recording() or refusal

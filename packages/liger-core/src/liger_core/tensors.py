@@ -88,3 +88,19 @@ def mixed(op: str, first: str, name: str) -> str:
         f"read it inside its module's forward, or in a method named to register_fsdp_forward_method. If {first} is the same "
         f"on every process, DTensor.from_local({first}, {name}.device_mesh) says so"
     )
+
+
+def refuse_partitioned(op: str, tensors: dict[str, Any]) -> None:
+    """Called where an op refuses its arguments, which are `tensors` by name.
+
+    Raises:
+        ValueError: one is a parameter that DeepSpeed's ZeRO-3 has divided. It is empty where its module doesn't run.
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and hasattr(tensor, "ds_id") and tensor.numel() == 0:
+            whole = list(getattr(tensor, "ds_shape", ()))
+            raise ValueError(
+                f"{op}: {name} is a parameter of shape {whole} that DeepSpeed's ZeRO-3 has divided: it is empty here. Read it "
+                "inside the forward of the module that holds it, for which DeepSpeed gathers it, or under "
+                f"deepspeed.zero.GatheredParameters([{name}])"
+            )

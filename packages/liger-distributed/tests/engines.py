@@ -1,16 +1,24 @@
-"""Beside engines that people train with, in two processes. They are not installed with the rest:
+r"""Beside engines that people train with, in two processes. They are not installed with the rest:
 
-uv run --with "megatron-core==0.16.*" --with "accelerate==1.15.*" pytest packages/liger-distributed/tests/engines.py -n 0
+uv run --with "megatron-core==0.16.*" --with "accelerate==1.15.*" --with "torchtitan==0.3.*" \
+    pytest packages/liger-distributed/tests/engines.py -n 0
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import liger_core
 import liger_distributed
@@ -62,20 +70,33 @@ class Model(torch.nn.Module):
         self.norm = torch.nn.Parameter(torch.ones(HIDDEN))
         self.head = liger_distributed.LossHead(HIDDEN, VOCABULARY)
 
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """Accelerate's FSDP2 asks, and makes it a unit of its own."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """Another one."""
+        return self.head
+
     def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         x = x + liger_core.swiglu(*self.block(liger_core.rms_norm(x, self.norm)).chunk(2, -1))
         return self.head(x, target=target)
 
 
-def train_by_accelerate() -> tuple[list[float], list[float]]:
-    """The losses of five steps by Accelerate's DDP, averaged over the processes, and those of one process."""
+def train_by_accelerate(fsdp: bool) -> tuple[list[float], list[float], list[str]]:
+    """The losses of five steps by Accelerate, averaged over the processes; those of one process; the units of FSDP2."""
     places = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank()}
     places |= {"WORLD_SIZE": dist.get_world_size(), "LOCAL_WORLD_SIZE": dist.get_world_size()}
     os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
+    if fsdp:  # it divides on accelerators alone: from here on it takes this CPU for one
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        accelerator.state.distributed_type = DistributedType.FSDP
     torch.manual_seed(0)
     tokens = torch.randint(VOCABULARY, (dist.get_world_size(), BATCH, ROWS))
     target = tokens.clone()
@@ -93,7 +114,10 @@ def train_by_accelerate() -> tuple[list[float], list[float]]:
         optimizer.step()
         one.append(loss.item())
     sharded, its = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    assert isinstance(sharded, torch.nn.parallel.DistributedDataParallel)
+    assert isinstance(sharded, FSDPModule if fsdp else torch.nn.parallel.DistributedDataParallel)
+    units = [name for name, module in sharded.named_modules() if isinstance(module, FSDPModule)]
+    divided = [name for name, weight in sharded.named_parameters() if isinstance(weight, DTensor)]
+    assert bool(divided) == fsdp
     several = []
     for _ in range(5):
         loss = sharded(tokens[dist.get_rank()], target[dist.get_rank()])
@@ -101,10 +125,53 @@ def train_by_accelerate() -> tuple[list[float], list[float]]:
         accelerator.backward(loss)
         its.step()
         several.append(accelerator.reduce(loss.detach(), "mean").item())
-    return several, one
+    return several, one, units
 
 
-def test_accelerate(pool: Pool) -> None:
-    several, one = pool.run(train_by_accelerate)[0]
+@pytest.mark.parametrize(("fsdp", "units"), [(False, []), (True, ["", "embedding", "head"])], ids=["DDP", "FSDP2"])
+def test_accelerate(pool: Pool, fsdp: bool, units: list[str]) -> None:
+    several, one, found = pool.run(train_by_accelerate, fsdp)[0]
+    assert found == units
     assert several == pytest.approx(one, rel=1e-5)
     assert several[-1] < several[0]
+
+
+def by_torchtitan(folder: Path, processes: int, *options: str) -> dict[str, Any]:
+    """What `helpers/titan.py` found, in processes of its own: torchtitan's trainer starts their group."""
+    script, found = Path(__file__).parent / "helpers/titan.py", folder / "found.json"
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*start, str(script), "--out", str(found), *options],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(found.read_text())
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        pytest.param(2, ("--tp", "2"), id="TP, sequence and loss parallel"),
+        pytest.param(2, ("--tp", "2", "--backend", "full_dtensor"), id="the same, all of it DTensors"),
+        pytest.param(2, ("--shard", "2"), id="FSDP2"),
+        pytest.param(4, ("--shard", "2", "--tp", "2"), id="FSDP2 and TP, two by two"),
+    ],
+)
+def test_torchtitan(tmp_path: Path, processes: int, options: tuple[str, ...]) -> None:
+    """Its Llama debug model with our norms, rope, SwiGLU and loss, named in its configuration: the curve is its own."""
+    own = by_torchtitan(tmp_path, processes, *options)
+    ours = by_torchtitan(tmp_path, processes, *options, "--ours")
+    assert own["loss"] == "CrossEntropyLoss"
+    assert ours["loss"] == "LigerLoss"
+    for theirs, name, count in (("RMSNorm", "LigerNorm", 13), ("FeedForward", "LigerFeedForward", 6)):
+        assert sum(number for kind, number in ours["modules"].items() if kind.endswith(name)) == count
+        assert not any(kind.removeprefix("FSDP") == theirs for kind in ours["modules"])
+    assert ours["modules"]["LigerRope"] == 6
+    assert ours["losses"] == pytest.approx(own["losses"], rel=1e-6)
+    assert ours["norms"] == pytest.approx(own["norms"], rel=1e-5)
+    assert ours["losses"][-1] < ours["losses"][0] - 0.1

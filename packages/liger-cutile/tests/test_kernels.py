@@ -250,6 +250,18 @@ CASES: tuple[tuple[str, str, Build], ...] = (
         "more targets than are looked up at once",
         case("logit_statistics", rows=3, vocabulary=300, each=200, ignored=0.3),
     ),
+    (
+        "modulated_rms_norm",
+        "several groups a tile, in parts",
+        case("modulated_rms_norm", rows=(6, 8), hidden=24, scale_of="positions"),
+    ),
+    ("modulated_rms_norm", "several groups a block", case("modulated_rms_norm", rows=(9, 4), hidden=24)),
+    (
+        "modulated_rms_norm",
+        "scales far apart in a tensor",
+        case("modulated_rms_norm", rows=(2, 3, 4), hidden=24, scale_of="ends", in_one=True),
+    ),
+    ("modulated_rms_norm", "a backward of two kernels", case("modulated_rms_norm", rows=(2, 4), hidden=8193)),
 )
 
 LONG_GRIDS = (
@@ -286,6 +298,7 @@ SMALL = (
     ("llama4_rope", pairs(2, 1, 16, length=2)),
     ("llama4_rope", pairs(2, 1, 16, length=1)),
     ("qwen2vl_mrope", planes(2, 1, (2, 3, 3), length=2)),
+    ("modulated_rms_norm", case("modulated_rms_norm", rows=(2, 2), hidden=24, scale_of="rows", shift_of="samples")),
     ("fused_neighborhood_attention", lambda make: {q: make.randn(1, 1, 2, 24) for q in "qkv"} | {"kernel_size": 3}),
 )
 

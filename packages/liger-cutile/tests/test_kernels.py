@@ -268,6 +268,7 @@ LONG_GRIDS = (
     ("kl_div", case("kl_div", rows=7, vocabulary=1030, reduction="none")),
     ("tvd", case("tvd", rows=7, vocabulary=1030)),
     ("grpo_loss", case("grpo_loss", batch=2, length=3, vocabulary=70, masked=0.3)),
+    ("mhc_post", case("mhc_post", rows=7, streams=2, width=40)),
 )
 
 HIGH_GRIDS = (
@@ -299,6 +300,7 @@ SMALL = (
     ("llama4_rope", pairs(2, 1, 16, length=1)),
     ("qwen2vl_mrope", planes(2, 1, (2, 3, 3), length=2)),
     ("modulated_rms_norm", case("modulated_rms_norm", rows=(2, 2), hidden=24, scale_of="rows", shift_of="samples")),
+    ("mhc_post", case("mhc_post", rows=2, streams=2, width=24)),
     ("fused_neighborhood_attention", lambda make: {q: make.randn(1, 1, 2, 24) for q in "qkv"} | {"kernel_size": 3}),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -241,12 +242,29 @@ def test_bfloat16_gradients() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_fsdp2(name: str, tmp_path: Path) -> None:
     """Two processes: swapped before or after sharding, the head its own unit or the root's, with and without checkpointing."""
-    command = [sys.executable, str(Path(__file__).parent / "helpers/sharded.py"), name, str(tmp_path / "store")]
+    outputs = in_two_processes("sharded.py", name, str(tmp_path / "store"))
+    assert "8 ways are equal" in outputs[0]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers.distributed.tensor_parallel") is None,
+    reason="this transformers' tensor parallelism has no DTensors",
+)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=SLOW), pytest.param("qwen3", marks=SLOW)])
+def test_tensor_parallel_plan(name: str, tmp_path: Path) -> None:
+    """Two processes by transformers' own plan: the head's vocabulary stays divided, and the loss is liger-distributed's."""
+    outputs = in_two_processes("tensor_parallel.py", name, str(tmp_path))
+    assert outputs[0].endswith("equal\n"), outputs[0]
+
+
+def in_two_processes(script: str, *arguments: str) -> list[str]:
+    """What the two print."""
+    command = [sys.executable, str(Path(__file__).parent / "helpers" / script), *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen([*command, str(rank)], **pipes) for rank in (0, 1)]
     outputs = [process.communicate(timeout=240)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    assert "8 ways are equal" in outputs[0]
+    return outputs
 
 
 def test_a_fused_head_of_another_library() -> None:

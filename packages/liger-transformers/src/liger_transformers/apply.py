@@ -140,7 +140,7 @@ def apply(
                 module._modules[name] = child
             _become(child, found, wanted, report, f"{type(module).__name__}.{name}")
     if loss and (pretrained := _pretrained(model)) is not None:
-        linears, why = head_of(pretrained, trl)
+        linears, why = head_of(pretrained, trl, lazy)
         for name in linears or ("head",):
             counts = report.swapped if why is None else report.left
             counts[f"{report.model}.{name}", why or "fused_linear_cross_entropy"] = 1

@@ -7,12 +7,13 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from liger_core import tensors
 from liger_transformers import trl
 from liger_transformers.logits import Logits
 from liger_transformers.promise import Promise
@@ -66,6 +67,25 @@ def _widened(head: nn.Module, dense: Callable[..., Any]) -> Callable[..., Any]:
             with torch.autocast(x.device.type, enabled=False):
                 return Logits.of(x.float(), head)
         return dense(x)
+
+    forward.liger_replaces = dense  # type: ignore[attr-defined]
+    return forward
+
+
+def _divided(head: nn.Module, dense: Callable[..., Any]) -> Callable[..., Any]:
+    """For transformers' tensor-parallel forward `dense`: one that owes the logits of the whole vocabulary.
+
+    What enters is a DTensor beside the weight, of which each process has rows, so that an op divides the vocabulary and
+    no process makes the logits of another one. What leaves is the same on all of them.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def forward(x: Tensor, then: Callable[..., Any] | None = None) -> Any:
+        if then is None:
+            return Logits.of(x, head) if _promising.on else dense(x)
+        mesh = cast("DTensor", head.weight).device_mesh
+        found = then(DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False), head.weight, head.bias)
+        return found.full_tensor() if isinstance(found, DTensor) else found
 
     forward.liger_replaces = dense  # type: ignore[attr-defined]
     return forward
@@ -150,7 +170,7 @@ def _kept(output: Any) -> Any:
     return output
 
 
-def head_of(model: nn.Module, for_trl: bool = False) -> tuple[dict[str, nn.Module], str | None]:
+def head_of(model: nn.Module, for_trl: bool = False, lazy: Lazy = False) -> tuple[dict[str, nn.Module], str | None]:
     """The linears by name that are the model's head, and why the loss stays as it is, or None.
 
     In a LoRA head they are the layer below and lora_B, whose promises add up.
@@ -169,16 +189,39 @@ def head_of(model: nn.Module, for_trl: bool = False) -> tuple[dict[str, nn.Modul
         return {}, f"its head is a {type(head).__name__}, which holds no linear layer"
     if "labels" not in inspect.signature(type(model).forward).parameters:
         return linears, "its forward takes no labels"
-    if (getattr(model, "tp_size", None) or 1) > 1:
-        return linears, "its head may be divided by tensor parallelism"
+    if (getattr(model, "tp_size", None) or 1) > 1 and (
+        why := _why_not_divided(model, linears, for_trl, lazy)
+    ) is not None:
+        return linears, why
     if (why := _bound(model)) is not None and not (for_trl and trl.fused_head(vars(model)["forward"]) is not None):
         return linears, why
     for name, module in linears.items():
-        if (why := _bound(module)) is not None:
+        if (why := _bound(module)) is not None and not _is_divided(module):
             return linears, f"{name}: {why}"
         if not isinstance(module, nn.Linear) or original_class(type(module)).forward is not nn.Linear.forward:
             return linears, f"{name} is a {type(module).__name__}, whose forward is not nn.Linear's"
     return linears, None
+
+
+def _is_divided(head: nn.Module) -> bool:
+    """Whether transformers' tensor parallelism has bound the head's forward, and divided its rows over one dimension."""
+    weight, own = head.weight, vars(head).get("forward")
+    by = getattr(getattr(own, "liger_replaces", own), "__module__", None)
+    if tensors.full_name(type(weight)) != tensors.DTENSOR or by != "transformers.distributed.tensor_parallel":
+        return False
+    return [place.is_shard(0) for place in cast("Any", weight).placements] == [True]
+
+
+def _why_not_divided(model: nn.Module, linears: dict[str, nn.Module], for_trl: bool, lazy: Lazy) -> str | None:
+    """Why the loss of a tensor-parallel model stays as it is, or None: liger-distributed divides the head's vocabulary."""
+    (place, *more), plan = linears, getattr(model, "tp_plan", None) or {}
+    if more or not _is_divided(linears[place]) or plan.get(place) != "colwise_gather_output":
+        return "its head may be divided by tensor parallelism, and not by rows as DTensors are"
+    if for_trl or lazy:
+        return "its head is divided by tensor parallelism, and trl and lazy take a whole one"
+    if tensors.handler_of([linears[place].weight]) is None:
+        return "its head is divided by tensor parallelism, whose loss takes liger-core[distributed], and that isn't installed"
+    return None
 
 
 def _bound(module: nn.Module) -> str | None:
@@ -197,6 +240,8 @@ def swap_head(model: nn.Module, linears: dict[str, nn.Module], lazy: Lazy, for_t
     """
     for module in linears.values():
         if swapped_for(module) is None:
+            if _is_divided(module):
+                module.forward = _divided(module, module.forward)
             module.__class__ = _head_class(type(module))
     before_lazy, before_trl = getattr(type(model), "liger_options", (False, False))
     options = (max(lazy, before_lazy, key=(False, True, "always").index), for_trl or before_trl)

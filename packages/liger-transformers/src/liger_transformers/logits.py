@@ -376,7 +376,7 @@ def _enter(terms: tuple[Term, ...], factor: float, then: Callable[[Tensor, Tenso
         unchanged(x, expected)
 
         def gathered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Answer:
-            if type(weight) not in (nn.Parameter, Tensor):
+            if type(weight) not in (nn.Parameter, Tensor, type(x)):  # a tensor-parallel head makes x a DTensor as well
                 raise RuntimeError(
                     f"liger_transformers: the head's weight is a {type(weight).__name__} now that the logits are used, after the "
                     "model's forward: FSDP has sharded it again. lazy takes a head that is an FSDP unit of its own, or "

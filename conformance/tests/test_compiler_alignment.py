@@ -57,3 +57,10 @@ def test_what_is_not_reached_is_not_read() -> None:
 def test_a_load_ends_what_is_known_of_its_registers() -> None:
     lines = "S2R R5, SR_TID.X", "LDG.E.64 R4, desc[UR4][R2.64]", "LDS.64 R6, [R5]", "EXIT"
     assert unaligned(disassembly(*lines)) == ()
+
+
+def test_a_mask_of_threads_is_no_place() -> None:
+    """On sm_80 threads wait for those of a mask, elsewhere for others at a place."""
+    access = "LDS.64 R4, [0x4]"
+    assert unaligned(disassembly("WARPSYNC 0xffffffff", access, "EXIT")) == (access,)
+    assert unaligned(disassembly("WARPSYNC.COLLECTIVE R4, 0x20", "EXIT", access, "EXIT")) == (access,)

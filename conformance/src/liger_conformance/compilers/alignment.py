@@ -128,6 +128,8 @@ def _following(instruction: _Instruction, place: int, places: dict[int, int], en
     target = instruction.operands[-1].rpartition(" ")[2]
     if instruction.name not in ("BRA", "CALL", "WARPSYNC") or not target.startswith("0x"):
         return on
+    if instruction.name == "WARPSYNC" and len(instruction.operands) == 1:  # a mask, and no target
+        return on
     always = instruction.name == "BRA" and not instruction.conditional and len(instruction.operands) == 1
     return (places[int(target, 16)],) if always else (places[int(target, 16)], *on)
 

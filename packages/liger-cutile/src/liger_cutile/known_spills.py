@@ -41,6 +41,9 @@ KNOWN_SPILLS: dict[str, tuple[int, str]] = {
 _EXACT = "TensorCoreMMA at *: FMA", "products of float32 are exact: tensor cores would round their operands to tf32"
 
 KNOWN_LOSSES: dict[str, tuple[str, str]] = {
-    f"fused_neighborhood_attention-cutile-sm_90 *[HEAD={head}, * 5D fp32:16, 5D fp32:16, 5D fp32:16, *": _EXACT
-    for head in (64, 128)
+    **{
+        f"fused_neighborhood_attention-cutile-sm_90 *[HEAD={head}, * 5D fp32:16, 5D fp32:16, 5D fp32:16, *": _EXACT
+        for head in (64, 128)
+    },
+    "fused_moe-cutile-sm_90 *fp32:16, *D fp32:16, *": _EXACT,
 }

@@ -250,12 +250,25 @@ CASES: tuple[tuple[str, str, Build], ...] = (
         "more targets than are looked up at once",
         case("logit_statistics", rows=3, vocabulary=300, each=200, ignored=0.3),
     ),
+    (
+        "modulated_rms_norm",
+        "several groups a tile, in parts",
+        case("modulated_rms_norm", rows=(6, 8), hidden=24, scale_of="positions"),
+    ),
+    ("modulated_rms_norm", "several groups a block", case("modulated_rms_norm", rows=(9, 4), hidden=24)),
+    (
+        "modulated_rms_norm",
+        "scales far apart in a tensor",
+        case("modulated_rms_norm", rows=(2, 3, 4), hidden=24, scale_of="ends", in_one=True),
+    ),
+    ("modulated_rms_norm", "a backward of two kernels", case("modulated_rms_norm", rows=(2, 4), hidden=8193)),
 )
 
 LONG_GRIDS = (
     ("kl_div", case("kl_div", rows=7, vocabulary=1030, reduction="none")),
     ("tvd", case("tvd", rows=7, vocabulary=1030)),
     ("grpo_loss", case("grpo_loss", batch=2, length=3, vocabulary=70, masked=0.3)),
+    ("mhc_post", case("mhc_post", rows=7, streams=2, width=40)),
 )
 
 HIGH_GRIDS = (
@@ -286,6 +299,8 @@ SMALL = (
     ("llama4_rope", pairs(2, 1, 16, length=2)),
     ("llama4_rope", pairs(2, 1, 16, length=1)),
     ("qwen2vl_mrope", planes(2, 1, (2, 3, 3), length=2)),
+    ("modulated_rms_norm", case("modulated_rms_norm", rows=(2, 2), hidden=24, scale_of="rows", shift_of="samples")),
+    ("mhc_post", case("mhc_post", rows=2, streams=2, width=24)),
     ("fused_neighborhood_attention", lambda make: {q: make.randn(1, 1, 2, 24) for q in "qkv"} | {"kernel_size": 3}),
 )
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Size, Vary
 
 
@@ -40,6 +40,8 @@ CASES = (
     Case("four-streams", "odd", rows=3, streams=4, width=40),
     Case("eight-streams", "odd", rows=2, streams=8, width=19),
     Case("five-streams", "odd", rows=2, streams=5, width=23),
+    Case("streams-alone", "odd", how=How(wanted=("x",)), rows=2, streams=5, width=23),
+    Case("layer-alone", "odd", how=How(wanted=("f",)), rows=2, streams=5, width=23),
     Case("long-row", "odd", rows=2, streams=4, width=2100),
     Case("one-element", "edge", rows=1, streams=1, width=1),
     Case("one-stream", "edge", rows=3, streams=1, width=40),

@@ -93,6 +93,7 @@ CASES = (
     Case("sums-of-8193", "odd", how=How(wanted=("weight", "scale")), rows=(2, 1), hidden=8193),
     Case("rows-of-8208", "option", rows=(2, 1), hidden=8208, scale_of="none", shift_of="none"),
     Case("dx-of-8193", "odd", how=How(wanted=("x",)), rows=(1, 1), hidden=8193),
+    Case("row-of-16400", "odd", how=How(wanted=("shift",)), rows=(1, 1), hidden=16400),
     Case("frozen-modulation", "odd", how=How(wanted=("x", "weight")), rows=(2, 3), hidden=40),
     Case("frozen-x", "odd", how=How(wanted=("scale", "shift")), rows=(2, 3), hidden=40),
     Case("weight-alone", "odd", how=How(wanted=("weight",)), rows=(3, 3), hidden=40, scale_of="rows"),

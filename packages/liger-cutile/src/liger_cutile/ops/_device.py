@@ -21,3 +21,12 @@ def multiplies_from_shared(device: torch.device) -> bool:
     So it is on the CPU.
     """
     return device.type != "cuda" or torch.cuda.get_device_properties(device).major in (9, 10)
+
+
+@functools.cache
+def loads_in_bulk(device: torch.device) -> bool:
+    """Whether there is a TMA, as on Hopper and later; else what is on its way takes registers.
+
+    So it is on the CPU.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).major >= 9

@@ -14,6 +14,7 @@ from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._hints import by_turns, sized
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._persistent import persistent
+from liger_cutile.ops._rms import inverse_rms_of, load_weight, rounded, scaled, unscaled
 from liger_cutile.ops._rows import as_rows, blocks, long_block, whole_rows
 from liger_cutile.ops._tiles import ZERO, hold_vector, load, load_vector
 from liger_cutile.ops._totals import at_once, launch_total, sum_tile
@@ -28,12 +29,6 @@ LONGEST_HELD = 4096
 # The same with a residual, for which blocks that take row after row wait longer: on an H200 in bfloat16 0.071 ms at 8192 x
 # 4096, and 0.073; 0.070 at 16384 x 2048, and 0.073; 0.073 at 65536 x 512, and 0.075.
 LONGEST_HELD_FUSED = 256
-
-
-@ct.function
-def _round(value, dtype, ROUND):
-    """A float32 value, rounded to `dtype` if ROUND."""
-    return ct.astype(ct.astype(value, dtype), ct.float32) if ROUND else value
 
 
 @ct.function
@@ -59,41 +54,14 @@ def _load_again(h, x, place, BLOCK):
 
 
 @ct.function
-def _load_weight(weight, column, BLOCK, INSIDE):
-    return load_vector(weight, column, BLOCK, INSIDE) if given(weight) else weight
-
-
-@ct.function
-def _inverse_rms(sum_of_squares, columns, eps, dtype, NATIVE):
-    mean = _round(sum_of_squares / columns, dtype, NATIVE)
-    return _round(ct.rsqrt(_round(mean + eps, dtype, NATIVE)), dtype, NATIVE)
-
-
-@ct.function
 def _load_rows(h, inverse_rms, x, residual, row, columns, eps, NATIVE, ROWS, BLOCK, INSIDE):
     """What `_load_first` returns of whole rows, and their inverse RMS, which is written too."""
     xs = _load_first(h, x, residual, (row, 0), ROWS, BLOCK, INSIDE)
-    squares = ct.sum(_round(xs * xs, x.dtype, NATIVE), axis=1, keepdims=True)
-    r = _inverse_rms(squares, columns, eps, x.dtype, NATIVE)
+    squares = ct.sum(rounded(xs * xs, x.dtype, NATIVE), axis=1, keepdims=True)
+    r = inverse_rms_of(squares, columns, eps, x.dtype, NATIVE)
     if given(inverse_rms):
         ct.store(inverse_rms, (row, 0), r, allow_tma=False)
     return xs, r
-
-
-@ct.function
-def _scaled(xs, r, weight, weights, offset, dtype, ROUND, NATIVE):
-    """x · r · (offset + weight), by a tile of the weight."""
-    y = xs * r
-    if given(weight):
-        scale = _round(ct.astype(weights, ct.float32) + offset, weight.dtype, NATIVE)
-        y = _round(y, dtype, ROUND) * scale
-    return ct.astype(y, dtype)
-
-
-@ct.function
-def _unscaled(dys, weight, weights, offset):
-    """The gradient of x · r, by a tile of the weight."""
-    return dys * (ct.astype(weights, ct.float32) + offset) if given(weight) else dys
 
 
 @ct.kernel
@@ -104,7 +72,7 @@ def _forward(
     weights = hold_vector(weight, BLOCK)
     for row in range(ct.bid(0), ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(0)):
         xs, r = _load_rows(h, inverse_rms, x, residual, row, columns, eps, NATIVE, ROWS, BLOCK, False)
-        ct.store(y, (row, 0), _scaled(xs, r, weight, weights, offset, y.dtype, ROUND, NATIVE))
+        ct.store(y, (row, 0), scaled(xs, r, weight, weights, offset, y.dtype, ROUND, NATIVE))
 
 
 @ct.kernel
@@ -113,8 +81,8 @@ def _forward_inside(
 ):  # fmt: skip
     row = ct.bid(0)
     xs, r = _load_rows(h, inverse_rms, x, residual, row, columns, eps, NATIVE, 1, BLOCK, True)
-    weights = _load_weight(weight, 0, BLOCK, True)
-    ys = _scaled(xs, r, weight, weights, offset, y.dtype, ROUND, NATIVE)
+    weights = load_weight(weight, 0, BLOCK, True)
+    ys = scaled(xs, r, weight, weights, offset, y.dtype, ROUND, NATIVE)
     ct.store(y, (row, 0), ys, check_bounds=False, allow_tma=False)
 
 
@@ -127,14 +95,14 @@ def _forward_long(
     squares = ct.zeros((1, BLOCK), ct.float32)
     for column in range(tiles):
         xs = _load_first(h, x, residual, (row, column), 1, BLOCK, False)
-        squares += _round(xs * xs, x.dtype, NATIVE)
-    r = _inverse_rms(ct.sum(squares, axis=1, keepdims=True), columns, eps, x.dtype, NATIVE)
+        squares += rounded(xs * xs, x.dtype, NATIVE)
+    r = inverse_rms_of(ct.sum(squares, axis=1, keepdims=True), columns, eps, x.dtype, NATIVE)
     if given(inverse_rms):
         ct.store(inverse_rms, (row, 0), r)
     for column in range(tiles):
         xs = _load_again(h, x, (row, column), BLOCK)
-        weights = _load_weight(weight, column, BLOCK, False)
-        ct.store(y, (row, column), _scaled(xs, r, weight, weights, offset, y.dtype, ROUND, NATIVE))
+        weights = load_weight(weight, column, BLOCK, False)
+        ct.store(y, (row, column), scaled(xs, r, weight, weights, offset, y.dtype, ROUND, NATIVE))
 
 
 @ct.kernel
@@ -150,11 +118,11 @@ def _backward(
         dy_tile = ct.load(dy, (row, 0), (ROWS, BLOCK), padding_mode=ZERO)
         xs, dys = ct.astype(x_tile, ct.float32), ct.astype(dy_tile, ct.float32)
         if given(dx):
-            g = _unscaled(dys, weight, weights, offset)
+            g = unscaled(dys, weight, weights, offset)
             slope = ct.sum(g * xs, axis=1, keepdims=True) / columns * r * r * r
             if PAIRS:
                 xs, dys = widen_again(x_tile), widen_again(dy_tile)
-                g = _unscaled(dys, weight, weights, offset)
+                g = unscaled(dys, weight, weights, offset)
             dxs = g * r - xs * slope
             if given(dh):
                 dxs += load(dh, (row, 0), ROWS, BLOCK)

@@ -311,6 +311,51 @@ def test_what_metadata_decides_is_remembered(pool: Pool) -> None:
     assert "weight has shape (3,); it takes (4,), x's last dimension" in text
 
 
+def explained() -> dict[str, tuple[str, list[str]]]:
+    """What `explain` says of calls, without its table of languages, and what the calls then send forward."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    x, weight, target = torch.ones(6, 4), torch.ones(4, requires_grad=True), torch.tensor([1, 2, 0, 3, -100, 1])
+    head = torch.ones(8, 4)
+    addends = DTensor.from_local(x, mesh(), [Partial()], run_check=False)
+    calls: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+        "rows": (liger_core.rms_norm, (spread(x, 0), spread(weight, None)), {}),
+        "columns": (liger_core.rms_norm, (spread(x, 1), spread(weight.detach(), 0)), {}),
+        "addends": (liger_core.fused_add_rms_norm, (addends, spread(x, 0), spread(weight.detach(), None)), {}),
+        "vocabulary": (liger_core.fused_linear_cross_entropy, (spread(x, None), spread(head, 0), target), {}),
+        "labels": (liger_core.fused_linear_cross_entropy, (spread(x, 0), spread(head, None), target), {}),
+        "whole": (liger_core.softmax, (spread(x, None),), {}),
+    }
+    found = {}
+    for name, (op, args, options) in calls.items():
+        said = "\n".join(liger_core.explain(op, *args, **options).parts)
+        with Sent() as sent:
+            op(*args, **options)
+        found[name] = said, [name for name, _ in sent.collectives]
+    return found
+
+
+def test_explain_says_what_is_divided_and_sent(pool: Pool) -> None:
+    gathers = "sends forward: x over tp by an all-gather; weight over tp by an all-gather"
+    assert pool.run(explained)[0] == {
+        "rows": (
+            "divides ...0 over tp\nsends forward: nothing\nthe gradient of weight is a sum over tp, added up where it is read",
+            [],
+        ),
+        "columns": (
+            f"divides nothing: every process makes the whole result\n{gathers}",
+            ["all_gather_into_tensor"] * 2,
+        ),
+        "addends": ("divides ...0 over tp\nsends forward: x over tp by a reduce-scatter", ["reduce_scatter_tensor"]),
+        "vocabulary": (
+            "divides V over tp\nsends forward: statistics of each row over tp by an all-gather",
+            ["all_gather_into_tensor"],
+        ),
+        "labels": ("divides n over tp\nsends forward: the number of labels over tp by an all-reduce", ["all_reduce"]),
+        "whole": ("divides nothing: every process makes the whole result\nsends forward: nothing", []),
+    }
+
+
 def mixed() -> str:
     weight = spread(torch.ones(4), 0)
     try:

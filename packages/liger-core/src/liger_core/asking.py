@@ -48,7 +48,8 @@ class Candidate(NamedTuple):
 class Explanation(NamedTuple):
     """Every candidate for a call, in the order in which they are tried. `str()` makes a readable table of it.
 
-    `measured` says which times that order comes from; None: it is the declared one.
+    `measured` says which times that order comes from; None: it is the declared one. `parts` says what a call on tensors that
+    are not plain divides and sends: a line for each; none for plain tensors.
     """
 
     op: str
@@ -56,6 +57,7 @@ class Explanation(NamedTuple):
     demanded: str | None
     candidates: tuple[Candidate, ...]
     measured: str | None = None
+    parts: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> Candidate | None:
@@ -73,6 +75,7 @@ class Explanation(NamedTuple):
             lines.append(f"{mark} {c.language}: {said}" + (f"  ({c.source})" if c.source else ""))
         if self.measured is not None:
             lines.append(f"   measured: {self.measured}")
+        lines += [f"   {part}" for part in self.parts]
         if self.chosen is None:
             lines.append("   the call raises Unsupported")
         return "\n".join(lines)
@@ -112,12 +115,17 @@ def explain(
     """
     op = by_name(name)
     arguments = refusal = size = None
+    parts: tuple[str, ...] = ()
     _, _, number = str(device or "").partition(":")
     if args or kwargs:
         arguments = op.bind(args, kwargs)
-        handed_over = tensors.handler_of([arguments[n] for n in op.tensors]) is not None
+        handler = tensors.handler_of([arguments[n] for n in op.tensors])
+        given = arguments.copy()
         device, refusal, _ = op.examine(arguments)
-        refusal = None if handed_over else refusal  # kernels get plain tensors then
+        if handler is not None:
+            refusal = None  # kernels get plain tensors then
+            if (told := getattr(handler, "explain", None)) is not None:
+                parts = tuple(told(op, given))
         first: torch.Tensor = arguments[op.names[0]]
         _, _, number = str(first.device).partition(":")
         size = first.numel()
@@ -168,7 +176,7 @@ def explain(
     place = 0 if language is None and line == ["torch"] else len(candidates)
     candidates.insert(place, Candidate("torch", why, source_of(op.reference)))
     times = None if figure is None else f"{figure}, {op.names[0]} of {figure.size} elements"
-    return Explanation(op.name, device, language, tuple(candidates), times)
+    return Explanation(op.name, device, language, tuple(candidates), times, parts)
 
 
 def _in_order(device: str, line: list[str]) -> list[BackendInfo]:

@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 Handler = Callable[[Any, "str | None", "dict[str, Any]"], Any]
-"""Runs a call: of the op, the demand, and every argument by name. It returns the op's result."""
+"""Runs a call: of the op, the demand, and every argument by name. It returns the op's result.
+
+It may have an attribute ``explain``, a function of the op and the arguments: lines for `liger_core.explain` that say what the
+call divides and sends."""
 
 DTENSOR = "torch.distributed.tensor.DTensor"
 IN_FLIGHT = "torch.distributed._functional_collectives.AsyncCollectiveTensor"

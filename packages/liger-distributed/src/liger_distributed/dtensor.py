@@ -8,7 +8,7 @@ results that have the name are divided, the others are sums. What an op can do b
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,6 +36,7 @@ class Plan(NamedTuple):
         taken: for each tensor its placements and those of its gradient, None for a tensor without one.
         spread: what is divided, and among whom.
         sizes: of the dimensions, by name, as one process would see them.
+        divided: the name that each dimension of the mesh divides.
         results: the names that results are divided over, for each dimension of the mesh.
         divides_alone: no result is a mean, which sends a count.
         wrapped: placements, shape and stride of results, by what makes them.
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     taken: dict[str, tuple[tuple[Placement, ...], tuple[Placement, ...] | None]]
     spread: Spread
     sizes: dict[str, int]
+    divided: list[str | None]
     results: list[str | None]
     divides_alone: bool
     wrapped: dict[Any, tuple[tuple[Placement, ...], torch.Size, tuple[int, ...]]]
@@ -172,6 +174,8 @@ def call(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any
     plan = None if key is None else _plans.get(key)
     if plan is None:
         plan = _plan(op, arguments)
+        for name, (wanted, _) in plan.taken.items():
+            _say(op.name, name, arguments[name], wanted)
         if key is not None:
             if len(_plans) >= MOST_REMEMBERED:
                 _plans.clear()
@@ -190,6 +194,45 @@ def call(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any
         return _wrap(op, plan, done, 0, result, arguments)
     wrapped = tuple(None if v is None else _wrap(op, plan, done, n, v, arguments) for n, v in enumerate(result))
     return wrapped if op.result is None else cast("Any", op.result)(*wrapped)
+
+
+def explained(op: Op[..., Any], arguments: dict[str, Any]) -> Iterator[str]:
+    """What a call divides and sends: lines for `liger_core.explain`."""
+    plan = _plan(op, arguments)
+    over = plan.mesh.mesh_dim_names or tuple(f"dimension {number} of the mesh" for number in range(plan.mesh.ndim))
+    divided = [f"{dim} over {over[number]}" for number, dim in enumerate(plan.divided) if dim is not None]
+    yield f"divides {', '.join(divided)}" if divided else "divides nothing: every process makes the whole result"
+    layout = op.dimensions
+    assert layout is not None
+    counted = {layout.tensors[result.counted][0] for result in layout.results if result.counted is not None}
+    sends: list[str] = []
+    for name, (wanted, _) in plan.taken.items():
+        if isinstance(tensor := arguments[name], DTensor):
+            for number, (at, to) in enumerate(zip(tensor.placements, wanted, strict=True)):
+                if (how := _collective(at, to)) is not None:
+                    sends.append(f"{name} over {over[number]} by {how}")
+    for number, dim in enumerate(plan.divided):
+        if dim is not None and plan.results[number] is None:
+            sends.append(f"statistics of each row over {over[number]} by an all-gather")
+        elif dim in counted or (dim == "n" and op.name in RULES and arguments.get("reduction") != "none"):
+            sends.append(f"the number of labels over {over[number]} by an all-reduce")
+    yield f"sends forward: {'; '.join(sends) or 'nothing'}"
+    for name, (_, gradient) in plan.taken.items():
+        where = [over[number] for number, at in enumerate(gradient or ()) if at.is_partial()]
+        if where and arguments[name].requires_grad:
+            yield f"the gradient of {name} is a sum over {', '.join(where)}, added up where it is read"
+
+
+cast("Any", call).explain = explained
+
+
+def _collective(at: Placement, to: Placement) -> str | None:
+    """What takes a tensor from one placement to another, or None: nothing is sent."""
+    if at == to or at.is_replicate():
+        return None
+    if at.is_partial():
+        return "a reduce-scatter" if to.is_shard() else "an all-reduce"
+    return "an all-to-all" if to.is_shard() else "an all-gather"
 
 
 def _key(op: Op[..., Any], arguments: dict[str, Any]) -> Any:
@@ -234,12 +277,11 @@ def _plan(op: Op[..., Any], arguments: dict[str, Any]) -> Plan:
     for name, tensor in given.items():
         wanted = _placements(chosen, names[name], tensor.shape, Replicate())
         gradient = _placements(chosen, names[name], tensor.shape, Partial())
-        _say(op.name, name, tensor, wanted)
         taken[name] = wanted, gradient if name in op.differentiable else None
     spread = Spread([(dim, mesh.get_group(number)) for number, dim in enumerate(chosen) if dim is not None])
     results = [None if rule and dim in rule.combines else dim for dim in chosen]
     alone = all(result.counted is None for result in layout.results)
-    return Plan(mesh, taken, spread, sizes, results, alone, {}, {})
+    return Plan(mesh, taken, spread, sizes, chosen, results, alone, {}, {})
 
 
 def _wrap(op: Op[..., Any], plan: Plan, done: Call, number: int, value: Tensor, arguments: dict[str, Any]) -> DTensor:

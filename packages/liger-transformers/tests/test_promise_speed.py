@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,8 +24,28 @@ def test_speed_of_a_gate(benchmark: Any) -> None:
     assert benchmark(lambda: Gate(gate, F.silu, op) * up) is up
 
 
-def test_speed_of_logits(benchmark: Any) -> None:
-    """Two promises: logits, and these scaled."""
-    head, x = nn.Linear(4, 5), torch.randn(2, 3, 4)
+@pytest.fixture
+def logits() -> Logits:
+    return Logits.of(torch.randn(2, 3, 4), head())
+
+
+def head() -> nn.Module:
+    head = nn.Linear(4, 5)
     head.__class__ = _head_class(nn.Linear)
-    assert isinstance(benchmark(lambda: Logits.of(x, head) * 2.0), Logits)
+    return head
+
+
+def test_speed_of_logits(benchmark: Any) -> None:
+    """One promise: what the head owes."""
+    linear, x = head(), torch.randn(2, 3, 4)
+    assert isinstance(benchmark(lambda: Logits.of(x, linear)), Logits)
+
+
+def test_speed_of_scaled_logits(benchmark: Any, logits: Logits) -> None:
+    """One promise of another one."""
+    assert isinstance(benchmark(lambda: logits * 2.0), Logits)
+
+
+def test_speed_of_widened_logits(benchmark: Any, logits: Logits) -> None:
+    """`float`, which changes nothing here, by the way that most functions take."""
+    assert benchmark(lambda: logits.float()) is logits

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import _is_any_autocast_enabled
 from torch.nn import functional as F
 
 import liger_core as liger
@@ -62,15 +63,19 @@ class Logits(Promise):
         base: Promise | None = None,
         view: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__(grad, base, view)
+        # A model makes a few of these a step: Promise.__init__ would be another call.
+        self._tensor: Tensor | None = None
+        self.grad, self._base, self._view = grad, base, view
         self.terms, self.outer, self._dtype, self.autocast = terms, outer, dtype, autocast
         self.row_of: tuple[Logits, int] | None = None
 
     @classmethod
     def of(cls, x: Tensor, head: nn.Module) -> Logits:
         """What head(x) owes, computed later as it would be now: under this autocast, with this grad mode."""
-        kind = x.device.type
-        autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+        autocast = None
+        if _is_any_autocast_enabled():
+            kind = x.device.type
+            autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
         x = x.contiguous()  # as a linear's output is
         return cls((Term(x, head, 1.0, version(x)),), None, autocast or x.dtype, autocast, torch.is_grad_enabled())
 
@@ -180,9 +185,34 @@ class Logits(Promise):
         )
 
     def _scaled(self, factor: float) -> Logits:
-        if self.outer is not None:
-            return self._new(outer=self.outer * factor)
-        return self._new(terms=tuple([Term(x, head, scale * factor, v) for x, head, scale, v in self.terms]))
+        terms, outer = self.terms, self.outer
+        if outer is not None:
+            outer *= factor
+        else:
+            terms = tuple([Term(x, head, scale * factor, v) for x, head, scale, v in terms])
+        return Logits(terms, outer, self._dtype, self.autocast, self.grad and torch.is_grad_enabled())
+
+    # Models scale their logits: without what `__torch_function__` has to find out about other functions.
+
+    def __mul__(self, factor: Any) -> Any:
+        if self._waits and type(factor) in (float, int) and factor and math.isfinite(factor):
+            return self._scaled(factor)
+        return Promise.__torch_function__(Tensor.__mul__, (), (self, factor))
+
+    def __rmul__(self, factor: Any) -> Any:
+        if self._waits and type(factor) in (float, int) and factor and math.isfinite(factor):
+            return self._scaled(factor)
+        return Promise.__torch_function__(Tensor.__rmul__, (), (self, factor))
+
+    def __truediv__(self, divisor: Any) -> Any:
+        if self._waits and type(divisor) in (float, int) and divisor and math.isfinite(divisor):
+            return self._scaled(1.0 / divisor)
+        return Promise.__torch_function__(Tensor.__truediv__, (), (self, divisor))
+
+    @property
+    def _waits(self) -> bool:
+        """Whether it is not settled."""
+        return self._tensor is None and (self._base is None or not self._base.settled)
 
     def _plus(self, other: Logits, sign: float) -> Any:
         alike = self.shape == other.shape and self._dtype == other._dtype and self.autocast == other.autocast

@@ -51,6 +51,17 @@ def sorted_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return standard(*(torch.cat((x[..., ::2], x[..., 1::2]), -1) for x in (q, k)), cos, sin)
 
 
+def tokens(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """Tokens, heads, columns: an image's pieces, as vision towers have them."""
+    return standard(q, k, cos, sin, unsqueeze_dim=-2)
+
+
+def planes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: list[int]) -> Any:
+    """Sections of the columns take their angles from time, height and width by turns."""
+    parts = ([plane[i % 3] for i, plane in enumerate(t.split(sections * 2, -1))] for t in (cos, sin))
+    return standard(q, k, *(torch.cat(part, -1) for part in parts))
+
+
 def own_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """Neighbouring columns, each with an angle of its own: no op."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -89,6 +100,15 @@ def call(tables: int, columns: int = D, heads_first: bool = True) -> tuple[Tenso
     return q, k, torch.randn(tables, S, columns), torch.randn(tables, S, columns)
 
 
+def call_of_tokens() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return torch.randn(S, 3, D, requires_grad=True), torch.randn(S, 1, D), torch.randn(S, D), torch.randn(S, D)
+
+
+def call_of_planes() -> tuple[Any, ...]:
+    return *call(1)[:2], torch.randn(3, B, S, D), torch.randn(3, B, S, D), [1, 1, 2]
+
+
 def complex_call(tables: int, heads_first: bool) -> tuple[Tensor, ...]:
     q, k, real, imaginary = call(tables, D // 2, heads_first)
     return q, k, torch.complex(real, imaginary)
@@ -101,6 +121,8 @@ def complex_call(tables: int, heads_first: bool) -> tuple[Tensor, ...]:
         (standard, call(1), "rope"),
         (backwards, call(B), "rope"),
         (sorted_pairs, call(B), "rope"),
+        (tokens, call_of_tokens(), "rope"),
+        (planes, call_of_planes(), "qwen2vl_mrope"),
         (interleaved, call(1), "llama4_rope"),
         (interleaved, call(1, D // 2), "llama4_rope"),
         (interleaved, call(1, 2), "llama4_rope"),

@@ -1,4 +1,6 @@
-"""The `liger` command: what is installed, which kernel runs, and what each language implements."""
+"""The `liger` command: what is installed, which kernel runs, and what each language implements;
+and the files of a new op.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
+from pathlib import Path
 
 import liger_core
 from liger_core import dispatch, measured, tune
@@ -16,6 +19,7 @@ from liger_core.backend import absent_languages, absent_packages, backends
 from liger_core.calling import by_name, ops
 from liger_core.devices import infer_device
 from liger_core.doctor import examine
+from liger_core.new_op import LANGUAGES, new_op
 
 HINTS = {"liger-transformers": ": `liger-transformers MODEL_TYPE` prints what it swaps"}
 
@@ -54,6 +58,13 @@ def _run(arguments: Sequence[str] | None) -> int:
     tuning.add_argument("--device", default=infer_device(), help="a torch device type (default: this machine's)")
     tuning.add_argument("--minutes", type=float, default=4.5, help="that it takes at most (default: 4.5)")
     tuning.set_defaults(run=lambda options: run_tune(options.ops.split(","), options.device, options.minutes))
+    new = commands.add_parser("new-op", help="write the files of a new op into a checkout, as a small op that works")
+    new.add_argument("name", help="such as my_norm")
+    new.add_argument(
+        "--language", action="append", choices=LANGUAGES, default=[], help="with a kernel; can be repeated"
+    )
+    new.add_argument("--root", type=Path, default=Path(), help="the checkout (default: this folder)")
+    new.set_defaults(run=lambda options: run_new_op(options.name, options.language, options.root))
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -137,6 +148,12 @@ def run_tune(names: list[str], device: str, minutes: float) -> int:
     record = f"liger tune of {date.today()}"
     tune.write_own(tune.table_of(chip, record, found, languages))
     print(f"written: {measured.own_table()}")
+    return 0
+
+
+def run_new_op(name: str, languages: Sequence[str], root: Path) -> int:
+    """Write the files of an op, and print what is left to do."""
+    print(new_op(name, dict.fromkeys(languages), root))
     return 0
 
 

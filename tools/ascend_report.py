@@ -248,7 +248,9 @@ def sources(op: str, package: Path = SOURCE) -> list[Path]:
         found[path] = None
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package.name}."):
-                add(package.joinpath(*node.module.split(".")[1:]).with_suffix(".py"))
+                module = package.joinpath(*node.module.split(".")[1:])
+                for file in [module / name.name for name in node.names] if module.is_dir() else [module]:
+                    add(file.with_suffix(".py"))
 
     add(package / "ops" / f"{op}.py")
     return list(found)

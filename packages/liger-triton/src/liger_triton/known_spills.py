@@ -1,6 +1,7 @@
 """Kernels that keep registers in memory, which liger-conformance's ``--compile`` otherwise fails: triton 3.7.1."""
 
 _PIECES = "rows of up to 8192 columns that are not a multiple of 16: each is fetched ahead in small pieces"
+_NO_TENSOR_CORES = "x in float32, which is multiplied without tensor cores; models have bfloat16"
 
 KNOWN_SPILLS = {
     "softmax-triton-sm_* softmax._backward[*BLOCK=32768*": (
@@ -17,6 +18,9 @@ KNOWN_SPILLS = {
         10,
         "two to ten registers where a thread holds two tiles, their factor and both sums, and has 128",
     ),
+    "mhc_pre-triton-sm_80 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (12, _NO_TENSOR_CORES),
+    "mhc_pre-triton-sm_120 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (28, _NO_TENSOR_CORES),
+    "mhc_pre-triton-gfx942 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (36, _NO_TENSOR_CORES),
     "sparsemax-triton-sm_100 sparsemax._forward_packed[BLOCK=65536*": (
         8,
         "two registers where a thread holds 64, and half of all that 16 warps can have",

@@ -262,6 +262,8 @@ CASES: tuple[tuple[str, str, Build], ...] = (
         case("modulated_rms_norm", rows=(2, 3, 4), hidden=24, scale_of="ends", in_one=True),
     ),
     ("modulated_rms_norm", "a backward of two kernels", case("modulated_rms_norm", rows=(2, 4), hidden=8193)),
+    ("attn_res", "several rows a tile, several tiles a block", case("attn_res", rows=256, hidden=40)),
+    ("attn_res", "a backward that reads blocks of columns", case("attn_res", rows=4, hidden=8193, count=2)),
 )
 
 LONG_GRIDS = (
@@ -300,6 +302,7 @@ SMALL = (
     ("llama4_rope", pairs(2, 1, 16, length=1)),
     ("qwen2vl_mrope", planes(2, 1, (2, 3, 3), length=2)),
     ("modulated_rms_norm", case("modulated_rms_norm", rows=(2, 2), hidden=24, scale_of="rows", shift_of="samples")),
+    ("attn_res", case("attn_res", rows=2, hidden=24, count=2)),
     ("mhc_post", case("mhc_post", rows=2, streams=2, width=24)),
     ("fused_neighborhood_attention", lambda make: {q: make.randn(1, 1, 2, 24) for q in "qkv"} | {"kernel_size": 3}),
 )

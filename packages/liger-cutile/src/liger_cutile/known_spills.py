@@ -7,9 +7,12 @@ _ONCE_A_BLOCK = "numbers that a thread needs once a block"
 _LONG_ROW = "four instructions for a row of 32768 elements, 128 a thread, which would have to be read twice else"
 _LONG_ROW_IN_PARTS = "few numbers, for a row of 32768 elements in 64 registers a thread, which would be read twice else"
 _WIDE_ROW = "few numbers beside a row of 8192 in float32, which would be read twice else; in bfloat16 there are none"
+_WIDE_SOURCES = "few numbers beside rows of 8192, of each source, which would be read once more else"
 _SIX_BLOCKS = "80 registers, so that six blocks fit on a multiprocessor"
 
 KNOWN_SPILLS: dict[str, tuple[int, str]] = {
+    "attn_res-cutile-sm_100 attn_res._forward[ROWS=1, BLOCK=8192; *": (2, _WIDE_SOURCES),
+    "attn_res-cutile-sm_100 attn_res._backward[*, ROWS=1, BLOCK=8192; *": (4, _WIDE_SOURCES),
     "embedding-cutile-sm_90 embedding._sum_runs[*": (8, _EIGHT_BLOCKS),
     "embedding-cutile-sm_100 embedding._sum_runs[*": (2, _EIGHT_BLOCKS),
     "embedding-cutile-sm_120 embedding._sum_runs[*": (4, _EIGHT_BLOCKS),

@@ -1,6 +1,7 @@
 """One training step of a whole model: time, memory, loss and the kernels' time, per way of running it.
 
     python benchmarks/end_to_end.py --models llama-1b --ways plain,compile,liger,triton,triton-lean
+    python benchmarks/end_to_end.py --models llama-1b,llama-8b-lora --ways liger,triton-lean --longest
     python benchmarks/end_to_end.py --render first.csv second.csv
     python benchmarks/end_to_end.py --smoke
 
@@ -14,6 +15,8 @@ with fused kernels. Each way is a process of its own:
   times choose.
 
 With ``--together 4``, four ways start at once and compile side by side; each is timed alone.
+
+With ``--longest``, a way's row has the longest sequence whose step fits the device's memory, one sequence a step.
 
 Attention is causal in all of them and gets no mask: compiled code would otherwise build one, and take a slower kernel. Gemma 2
 has transformers' own attention, with its mask.
@@ -52,10 +55,10 @@ loss, additions, copies and attention's small kernels."""
 
 COLUMNS = (
     "model", "way", "tokens", "checkpointing", "parameters", "ms", "tokens_per_s", "peak_gb", "forward_peak_gb", "kept_gb",
-    "start_s", "first_loss", "last_loss", "loss_off", "device_ms", *(f"{place}_ms" for place in PLACES), "note",
+    "start_s", "first_loss", "last_loss", "loss_off", "device_ms", *(f"{place}_ms" for place in PLACES), "longest", "note",
 )  # fmt: skip
-"""`kept_gb` is what a forward leaves for its backward, `start_s` the first steps, which compile. `loss_off` is the largest
-relative difference of a step's loss from that of the first way."""
+"""`longest` is in tokens. `kept_gb` is what a forward leaves for its backward, `start_s` the first steps, which compile.
+`loss_off` is the largest relative difference of a step's loss from that of the first way."""
 
 WARM = 4
 """Steps before the first that is timed: they compile, and fill the optimizer's state."""
@@ -132,6 +135,7 @@ class Job(NamedTuple):
     device: str
     smoke: bool
     warm: int = WARM
+    longest: bool = False
 
 
 def measure(job: Job, gate: Callable[[], object] = lambda: None) -> dict[str, Any]:
@@ -192,8 +196,58 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:.2f}"
 
 
-def trainer(job: Job) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None], int]:
-    """What returns the loss of a step, what does the rest of the step, and the number of parameters."""
+SHORT, FINER = 8192, 1024
+"""The first length that `longest` tries, and what its lengths are multiples of."""
+
+FEWER = 0.98
+"""Each length that `longest` tries over the one before, which did not fit."""
+
+
+def longest(job: Job) -> dict[str, Any]:
+    """Find the longest sequence whose step fits, within `FEWER`.
+
+    Memory grows with the length in proportion. So two short steps tell about which length is the longest; from a little above
+    it, each shorter one is tried until one fits.
+    """
+    device = torch.get_device_module(job.device)
+
+    def step(tokens: int) -> int:
+        device.empty_cache()
+        device.reset_peak_memory_stats()
+        loss = forward(tokens)
+        finish(loss)
+        device.synchronize()
+        return device.max_memory_allocated()
+
+    forward, finish, parameters = trainer(job._replace(batch=1, length=SHORT))
+    step(SHORT)  # the optimizer's state
+    first, second = step(SHORT), step(2 * SHORT)
+    device.empty_cache()
+    room = device.mem_get_info()[0] + device.memory_reserved() - first
+    tokens = floor_to(1.04 * (SHORT + room / ((second - first) / SHORT)), FINER)
+    while tokens > SHORT:
+        start = time.perf_counter()
+        try:
+            peak = step(tokens)
+        except torch.OutOfMemoryError:
+            tokens = floor_to(FEWER * tokens, FINER)
+        else:
+            ms = (time.perf_counter() - start) * 1e3
+            found = {"ms": f"{ms:.0f}", "tokens_per_s": f"{tokens / ms * 1e3:.0f}", "peak_gb": _gb(peak)}
+            return {"longest": tokens, "parameters": parameters, **found}
+    return {"note": f"no more than {SHORT} tokens fit"}
+
+
+def floor_to(number: float, step: int) -> int:
+    """The largest multiple of `step` that is not larger."""
+    return int(number) // step * step
+
+
+def trainer(job: Job) -> tuple[Callable[..., torch.Tensor], Callable[[torch.Tensor], None], int]:
+    """What returns the loss of a step, what does the rest of the step, and the number of parameters.
+
+    The first takes another length than the job's, if it is given one.
+    """
     import transformers
 
     kind, sizes, vision, rank, attention = MODELS[job.model]
@@ -252,7 +306,12 @@ def trainer(job: Job) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tenso
         optimizer.step()
         optimizer.zero_grad()
 
-    return lambda: run(tokens), finish, sum(parameter.numel() for parameter in model.parameters())
+    def forward(length: int = job.length) -> torch.Tensor:
+        if job.longest:
+            optimizer.zero_grad()  # of a step that didn't fit
+        return run(tokens if length == job.length else tokens.repeat(1, math.ceil(length / job.length))[:, :length])
+
+    return forward, finish, sum(parameter.numel() for parameter in model.parameters())
 
 
 class Adapted(torch.nn.Module):
@@ -358,7 +417,7 @@ def one(job: Job) -> dict[str, Any]:
         sys.stdin.readline()
 
     try:
-        return measure(job, gate)
+        return longest(job) if job.longest else measure(job, gate)
     except torch.OutOfMemoryError:
         return {"note": "out of memory"}
 
@@ -367,7 +426,7 @@ def row_of(job: Job, found: dict[str, Any], plain: Sequence[float] | None) -> di
     """A row of the record. `plain` are the losses of the first way, which the others are held to."""
     losses: list[float] = found.pop("losses", [])
     row: dict[str, Any] = dict.fromkeys(COLUMNS, "")
-    row |= {"model": job.model, "way": job.way, "tokens": f"{job.batch} x {job.length}"}
+    row |= {"model": job.model, "way": job.way, "tokens": "" if job.longest else f"{job.batch} x {job.length}"}
     row["checkpointing"] = "yes" if job.checkpointing else ""
     if losses:
         row |= {"first_loss": f"{losses[0]:.4f}", "last_loss": f"{losses[-1]:.4f}"}
@@ -394,6 +453,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         "--limit", type=float, default=600.0, help="seconds that a way may take to start, and again to run"
     )
     command.add_argument("--checkpointing", action="store_true", help="keep each layer's input alone, and run it again")
+    command.add_argument("--longest", action="store_true", help="find the longest sequence whose step fits, instead")
     command.add_argument("--name", default="end-to-end", help="of the record")
     command.add_argument(
         "--render", type=Path, nargs="+", metavar="CSV", help="measure nothing: make one record of these"
@@ -429,7 +489,7 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     for model in options.models:
         first: list[float] | None = None
         size = options.batch, options.length, options.steps
-        rest = options.checkpointing, options.device, options.smoke, options.warm
+        rest = options.checkpointing, options.device, options.smoke, options.warm, options.longest
         jobs = [Job(model, way, *size, *rest) for way in options.ways]
         for i in range(0, len(jobs), options.together):
             group = jobs[i : i + options.together]

@@ -513,3 +513,32 @@ def test_small_calls_of_the_reference() -> None:
 def test_a_call_in_one_thread() -> None:
     call = small.in_one_thread(torch.autograd.is_multithreading_enabled)
     assert (call(), torch.autograd.is_multithreading_enabled()) == (False, True)
+
+
+def test_the_longest_sequence_is_searched_from_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device of 100 GB: 10 GB are always taken, a token takes 1 MB, and from 60000 tokens on 2 % more."""
+    held = SimpleNamespace(peak=0)
+    tried: list[int] = []
+
+    def forward(tokens: int) -> torch.Tensor:
+        tried.append(tokens)
+        held.peak = 10_000_000_000 + int(tokens * 1_000_000 * (1.02 if tokens > 60000 else 1.0))
+        if held.peak > 100_000_000_000:
+            raise torch.OutOfMemoryError
+        return torch.zeros(())
+
+    device = SimpleNamespace(
+        empty_cache=lambda: None,
+        synchronize=lambda: None,
+        reset_peak_memory_stats=lambda: None,
+        max_memory_allocated=lambda: held.peak,
+        mem_get_info=lambda: (90_000_000_000, 100_000_000_000),
+        memory_reserved=lambda: 10_000_000_000,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda name: device)
+    monkeypatch.setattr(end_to_end, "trainer", lambda job: (forward, lambda loss: None, 7))
+    found = end_to_end.longest(end_to_end.Job("llama-1b", "plain", 8, 2048, 1, False, "cuda", False, longest=True))
+    assert 90e9 / 1.02e6 * end_to_end.FEWER - end_to_end.FINER <= found["longest"] <= 90e9 / 1.02e6
+    assert found["longest"] % end_to_end.FINER == 0
+    assert found["longest"] == tried[-1] < tried[-2] < 1.05 * 90_000
+    assert found["peak_gb"] == f"{held.peak / 1e9:.2f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,6 +199,34 @@ def test_activation_checkpointing(toys: None, reentrant: bool, place: str) -> No
         models[1](models[0](x)).square().sum().backward()
         expected = tuple(tensor.grad for tensor in wanted)  # type: ignore[assignment]
     equal(backward(), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ends", ["early", "by an exception"])
+def test_memory_is_free_without_a_collection_of_cycles(ends: str) -> None:
+    """Also if an exception left the region, as it does whenever a checkpointed one has run again as far as is needed."""
+    alive: list[StorageWeakRef] = []
+
+    def region(x: Tensor, weight: Tensor) -> Tensor:
+        with lean():
+            gate = x * 2
+            alive.append(StorageWeakRef(gate.untyped_storage()))
+            y = F.linear(liger_core.swiglu(gate, gate), weight)
+            if ends == "by an exception":
+                raise ZeroDivisionError
+            return y
+
+    x, weight = draw(2, 8).requires_grad_(), draw(4, 8).requires_grad_()
+    gc.disable()
+    try:
+        if ends == "early":
+            checkpoint(region, x, weight, use_reentrant=False).sum().backward()
+        else:
+            with pytest.raises(ZeroDivisionError):
+                region(x, weight)
+        assert len(alive) == (2 if ends == "early" else 1)
+        assert all(storage.expired() for storage in alive)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("inner", [False, True])

@@ -40,8 +40,12 @@ def lean() -> Generator[None]:
             yield
             return
         keeper = remade.Keeper(outer)
-        with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
-            yield
-        keeper.results.clear()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
+                yield
+        finally:
+            # Results know their keeper: a cycle, which would hold tensors until Python looks for cycles. An exception comes by here
+            # whenever a checkpointed region has run again as far as backward needs it.
+            keeper.results.clear()
     finally:
         remade.state.lean = before

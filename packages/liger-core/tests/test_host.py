@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from liger_core.asking import source_of
 from liger_core.contract import Once
@@ -202,6 +203,22 @@ def test_chunks_cover_all_and_are_aligned(aligned: int) -> None:
             assert all(0 < last - first <= most for first, last in ends)
             if most >= aligned:
                 assert all(first % aligned == 0 for first, _ in ends)
+
+
+def test_compiled_chunks_are_added_up_in_one_place() -> None:
+    """A weight's float32 gradient takes a gigabyte and more: one, and not one for each chunk."""
+
+    def compute(a: Tensor, b: Tensor) -> Tensor:
+        total = None
+        for first, last in chunks(12, 4, 1):
+            total = Linear().add_product(total, a[first:last], b[first:last], torch.float32)
+        assert total is not None
+        return total.to(torch.bfloat16)
+
+    a, b = torch.randn(12, 16).bfloat16(), torch.randn(12, 8).bfloat16()
+    found, (code,) = run_and_get_code(torch.compile(compute, fullgraph=True), a, b)
+    assert torch.equal(found, compute(a, b))
+    assert code.count("empty_strided_cpu((16, 8), (8, 1), torch.float32)") == 1
 
 
 def test_a_kernel_file_is_the_source_of_what_core_runs_for_it() -> None:

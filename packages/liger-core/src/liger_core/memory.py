@@ -44,8 +44,8 @@ def lean() -> Generator[None]:
             with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
                 yield
         finally:
-            # Results know their keeper: a cycle, which would hold tensors until Python looks for cycles. An exception comes by here
-            # whenever a checkpointed region has run again as far as backward needs it.
+            # Results know their keeper: a cycle, which would hold tensors until Python looks for cycles. An exception comes by
+            # here whenever a checkpointed region has run again as far as backward needs it.
             keeper.results.clear()
     finally:
         remade.state.lean = before

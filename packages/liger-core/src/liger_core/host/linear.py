@@ -18,13 +18,13 @@ from torch import Tensor
 
 from liger_core import modes
 from liger_core.contract import Needs, Once, Saved
+from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_cross_entropy import chunk_columns, chunk_rows, temporary_memory
 
 # A matmul of half-precision operands with a float32 result: on ROCm since pytorch#162600; added to a float32 tensor since
-# pytorch#167931; that in a trace since pytorch#179634.
+# pytorch#167931.
 _FLOAT32_MM = torch.version.hip is None or torch.__version__ >= "2.10"
 _FLOAT32_ADDMM = torch.__version__ >= "2.10"
-_FLOAT32_ADDMM_TRACED = torch.__version__ >= "2.12"
 
 
 def chunks(size: int, most: int, aligned: int) -> list[tuple[int, int]]:
@@ -49,6 +49,25 @@ def chunks(size: int, most: int, aligned: int) -> list[tuple[int, int]]:
 def is_wide(bias: Tensor | None, x: Tensor) -> bool:
     """Whether logits of half-precision x are float32 with a bias of another dtype: so is their gradient, which it sums."""
     return bias is not None and bias.dtype is not x.dtype and x.dtype is not torch.float32
+
+
+@opaque(writes=("total",))
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Total += aᵀ b. Were it traced, Inductor would add up the products of all chunks at the end, each in memory of its own."""
+    a, dtype = a.t(), total.dtype
+    if dtype is torch.float32 and a.dtype is not torch.float32:
+        if not (a.is_cuda and _FLOAT32_MM):
+            a, b = a.float(), b.float()
+        elif _FLOAT32_ADDMM:
+            torch.addmm(total, a, b, out_dtype=dtype, out=total)
+            return
+        else:
+            total.add_(torch.mm(a, b, out_dtype=dtype))
+            return
+    if a.dtype is dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(torch.mm(a, b))
 
 
 class Linear:
@@ -78,19 +97,14 @@ class Linear:
 
     def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         """Total + aᵀ b, in `dtype`; written to total."""
-        a = a.t()
+        if total is not None:
+            _add_product(total, a, b)
+            return total
         if dtype is torch.float32 and a.dtype is not torch.float32:
-            if not (a.is_cuda and _FLOAT32_MM):
-                a, b = a.float(), b.float()
-            elif total is None:
-                return torch.mm(a, b, out_dtype=dtype)
-            elif _FLOAT32_ADDMM_TRACED if modes.compiling() else _FLOAT32_ADDMM:
-                return torch.addmm(total, a, b, out_dtype=dtype, out=total)
-            else:
-                return total.add_(torch.mm(a, b, out_dtype=dtype))
-        if total is None:
-            return torch.mm(a, b).to(dtype)
-        return total.addmm_(a, b) if a.dtype is dtype else total.add_(torch.mm(a, b))
+            if a.is_cuda and _FLOAT32_MM:
+                return torch.mm(a.t(), b, out_dtype=dtype)
+            a, b = a.float(), b.float()
+        return torch.mm(a.t(), b).to(dtype)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """A b, in float32, of values that are not rounded to the dtype of both."""

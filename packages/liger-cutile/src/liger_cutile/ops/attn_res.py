@@ -351,13 +351,14 @@ def _launch_backward(
         dblocks = dblocks.view(-1, columns)
     sources = count + (partial is not None)
     tensors = dy, table.rows, partial, query, weight, statistics, count
-    if columns > (LONGEST if multiplies_from_shared(dy.device) else LONGEST // 2):
+    # Rows of one element lie side by side: tileiras 13.4 stores several, 16 bytes at once, from where they aren't aligned.
+    if columns == 1 or columns > (LONGEST if multiplies_from_shared(dy.device) else LONGEST // 2):
         slopes = None
         if sums is not None:
             slopes = torch.empty((rows, sources), dtype=torch.float32, device=dy.device)
         launch(
             _backward_long, (rows,), dblocks, dpartial, slopes, *tensors, sources, *table.steps, power_of_2(sources),
-            long_block(columns),
+            min(power_of_2(columns), long_block(columns)),
         )  # fmt: skip
         if sums is not None:
             tile_rows = _rows_of_tile(table, rows, 64)

@@ -61,7 +61,7 @@ CASES = (
     Case("without-partial", "option", rows=3, hidden=40, partial=False),
     Case("one-source", "edge", rows=3, hidden=24, count=1, partial=False),
     Case("vector", "edge", rows=(), hidden=33),
-    Case("rows-of-one", "edge", rows=64, hidden=1),
+    Case("rows-of-one", "odd", rows=64, hidden=1),
     Case("no-weight", "option", rows=3, hidden=40, weight=False),
     Case("float32-parameters", "option", rows=3, hidden=40, parameter_dtype=torch.float32),
     Case("query-zero", "option", rows=3, hidden=40, query=0.0),

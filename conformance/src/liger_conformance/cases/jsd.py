@@ -79,6 +79,7 @@ CASES = (
     Case("many-rows", "odd", rows=133, vocabulary=17, ignored=0.1),
     Case("long-row", "odd", rows=2, vocabulary=5000, beta=0.1),
     Case("one-row", "edge", rows=1, vocabulary=40),
+    Case("one-class", "odd", rows=64, vocabulary=1, ignored=0.3),
     Case("two-classes", "edge", rows=3, vocabulary=2, beta=0.7),
     Case("all-ignored", "edge", rows=3, vocabulary=33, ignored=1.0),
     Case("ignored-class", "edge", rows=6, vocabulary=33, ignored=0.3, ignore_index=3, beta=1.0),

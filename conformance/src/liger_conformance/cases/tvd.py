@@ -59,6 +59,7 @@ CASES = (
     Case("rows-of-248", "option", rows=3, vocabulary=248, ignored=0.3),
     Case("rows-of-1024", "option", rows=21, vocabulary=1024),
     Case("one-element", "edge", rows=1, vocabulary=1, reduction="none"),
+    Case("one-class", "odd", rows=64, vocabulary=1, ignored=0.3),
     Case("one-row", "edge", rows=1, vocabulary=40),
     Case("all-ignored", "edge", rows=3, vocabulary=33, ignored=1.0),
     Case("all-ignored-mean", "edge", rows=3, vocabulary=33, ignored=1.0, reduction="mean"),

@@ -10,10 +10,13 @@ def as_rows(x: Tensor) -> Tensor:
     """A tensor as ``[rows, columns]``, each row's elements adjacent.
 
     It is a view of `x` wherever x's strides allow: contiguous, or sliced or expanded in any dimension but the last.
-    Otherwise it is a copy.
+    Otherwise it is a copy. Rows of one element get a column stride of 2: with 1, tileiras 13.4 stores several rows 16 bytes at
+    once, from where they aren't aligned.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a reshape takes the host 2 µs, whatever it does
     apart, adjacent = rows.stride()
+    if rows.shape[1] == 1 and apart <= LARGEST:
+        return rows.as_strided(rows.shape, (apart, 2))
     if adjacent == 1 and apart <= LARGEST:
         return rows
     # A single row counts as contiguous, however far it is to a next one.

@@ -35,7 +35,8 @@ def table_of(tensor: Tensor, columns: int, sizes: Sequence[int], strides: Sequen
         tensor = tensor.as_strided((*held, columns), (*strides, 1)).contiguous()
         near = [between if stride else 0 for stride, between in zip(strides, tensor.stride()[:-1], strict=True)]
         return table_of(tensor, columns, sizes, near)
-    return Table(tensor.as_strided((last + 1, columns), (step, 1)), tuple(stride // step for stride in strides))
+    rows = tensor.as_strided((last + 1, columns), (step, 1 if columns > 1 else 2))  # 2: see as_rows
+    return Table(rows, tuple(stride // step for stride in strides))
 
 
 def one_tile(steps: Sequence[int], rows: int) -> bool:

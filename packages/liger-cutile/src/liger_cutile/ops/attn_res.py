@@ -347,18 +347,16 @@ def _launch_backward(
     count, rows, columns = blocks.shape
     table, partial = _sources(blocks, partial)
     dy = as_rows(dy)
-    if dblocks is not None:
-        dblocks = dblocks.view(-1, columns)
+    dblocks, dpartial = (None if t is None else as_rows(t.view(-1, columns)) for t in (dblocks, dpartial))
     sources = count + (partial is not None)
     tensors = dy, table.rows, partial, query, weight, statistics, count
-    # Rows of one element lie side by side: tileiras 13.4 stores several, 16 bytes at once, from where they aren't aligned.
-    if columns == 1 or columns > (LONGEST if multiplies_from_shared(dy.device) else LONGEST // 2):
+    if columns > (LONGEST if multiplies_from_shared(dy.device) else LONGEST // 2):
         slopes = None
         if sums is not None:
             slopes = torch.empty((rows, sources), dtype=torch.float32, device=dy.device)
         launch(
             _backward_long, (rows,), dblocks, dpartial, slopes, *tensors, sources, *table.steps, power_of_2(sources),
-            min(power_of_2(columns), long_block(columns)),
+            long_block(columns),
         )  # fmt: skip
         if sums is not None:
             tile_rows = _rows_of_tile(table, rows, 64)

@@ -174,7 +174,7 @@ def _run(
     else:
         student, teacher, labels = as_rows(student), as_rows(teacher), labels.contiguous()
     if dstudent is not None:
-        dstudent = dstudent.view_as(student)
+        dstudent = as_rows(dstudent.view_as(student))
     # Of rows that may not count, tiles of half the size: larger ones spill, by tileiras 13.4 for sm_90.
     rows, block = tile_of(student, TILE_BYTES if labels is None else TILE_BYTES // 2)
     grid = persistent(student, rows, block)

@@ -432,7 +432,7 @@ def _launch_backward(
         dweights = torch.empty((grid, columns), dtype=torch.float32, device=x.device)
     launch(
         kernel, (grid,), dx, None if chunked else dscale, None if chunked else dshift,
-        *(None if part is None else part.view(-1, columns) for part in parts), dweights,
+        *(None if part is None else as_rows(part.view(-1, columns)) for part in parts), dweights,
         dy, x, weight, table.rows, inverse_rms, tiling.groups * chunks, chunks, tiling.members, columns,
         *tiling.sizes, *steps, float(offset),
         scale_rows, tiling.group_rows, tiling.rows, block,

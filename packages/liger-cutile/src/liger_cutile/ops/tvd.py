@@ -114,7 +114,7 @@ def _launch_forward(
 
 @opaque(writes=("dp",))
 def _launch_backward(dp: Tensor, dloss: Tensor, signs: Tensor, count: Tensor | None, reduction: str) -> None:
-    dloss = as_rows(dloss) if reduction == "none" else dloss.view(1)
+    dp, dloss = as_rows(dp), as_rows(dloss) if reduction == "none" else dloss.view(1)
     rows, block = tile_of(dp, 2 * WRITTEN_BYTES)  # on an H200, 4096 x 128256 bf16 take 0.321 ms, with half of it 0.382
     launch(
         _backward, one_each(tiles_of(dp, rows, block)), dp, dloss, signs, count, _divisor(dp, reduction, count),

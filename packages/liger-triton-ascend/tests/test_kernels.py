@@ -1,5 +1,6 @@
 """What kernels do with sizes and strides that the suite's cases don't reach."""
 
+import functools
 from importlib.util import find_spec
 
 import pytest
@@ -13,8 +14,8 @@ from liger_conformance import interpreters
 from liger_conformance.case import Make
 from liger_conformance.compare import compare
 from liger_conformance.interpreters.triton_bounds import OutOfBounds
-from liger_conformance.running import Target, baseline_and_truth, evaluate, only
-from liger_core.contract import ops
+from liger_conformance.running import Target, baseline_and_truth, errors_nearby, evaluate, only
+from liger_core.contract import Op, ops
 from liger_triton_ascend import backend
 
 DEVICE = liger_core.infer_device()
@@ -24,7 +25,16 @@ INTERPRETED = interpreters.interprets(backend, DEVICE)
 if INTERPRETED:
     interpreters.repair(backend)
 
-from liger_triton_ascend.ops import _linear, geglu, jsd, kl_div, swiglu  # noqa: E402
+from liger_triton_ascend.ops import _linear, geglu, jsd, kl_div, mhc_pre, swiglu  # noqa: E402
+
+
+def check(op: Op, arguments: dict[str, torch.Tensor]) -> None:
+    with only(Target(op, "triton-ascend", DEVICE, backend, "interpreted" if INTERPRETED else "passed")):
+        actual = evaluate(op, op, arguments)
+    baseline, truth = baseline_and_truth(op, arguments)
+    nearby = functools.cache(lambda: errors_nearby(op, arguments))
+    for what, value in actual.items().items():
+        compare(what, value, baseline.items()[what], truth.items()[what], lambda what=what: nearby()[what])
 
 
 def far(x: torch.Tensor) -> torch.Tensor:
@@ -42,11 +52,29 @@ def test_planes_far_apart():
         "sin": far(make.randn(3, 1, 2, 16)),
         "mrope_section": (2, 3, 3),
     }
-    with only(Target(op, "triton-ascend", DEVICE, backend, "interpreted" if INTERPRETED else "passed")):
-        actual = evaluate(op, op, arguments)
-    baseline, truth = baseline_and_truth(op, arguments)
-    for what, value in actual.items().items():
-        compare(what, value, baseline.items()[what], truth.items()[what])
+    check(op, arguments)
+
+
+def streams(count: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    make = Make(torch.float32, DEVICE)
+    numbers = count * count + 2 * count
+    x, weight = make.randn(3, count, 2).to(dtype), make.randn(numbers, count * 2) * 0.2
+    return {"x": x, "weight": weight, "bias": make.randn(numbers), "alpha": make.uniform(3)}
+
+
+def test_as_many_streams_as_fit():
+    check(ops["mhc_pre"], streams(16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_of_streams_in_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mhc_pre, "CHUNK", 8)
+    check(ops["mhc_pre"], streams(2, dtype))
+
+
+def test_more_streams_than_fit_are_refused():
+    with liger_core.use("triton-ascend"), pytest.raises(liger_core.Unsupported, match="17 streams are more than 16"):
+        liger_core.mhc_pre(**streams(17))
 
 
 SIZE = (1 << 31) - 1

@@ -56,6 +56,7 @@ CASES = (
     Case("row-of-7168", "odd", rows=1, hidden=7168, count=2),
     Case("dx-of-8200", "odd", how=How(wanted=("blocks",)), rows=1, hidden=8200, count=1, partial=False),
     Case("dpartial-of-8200", "odd", how=How(wanted=("partial", "query")), rows=1, hidden=8200, count=1, weight=False),
+    Case("y-of-8200", "odd", how=How(wanted=()), rows=1, hidden=8200, count=1),
     Case("many-sources", "option", rows=3, hidden=24, count=17),
     Case("nine", "option", rows=3, hidden=24, count=9),
     Case("without-partial", "option", rows=3, hidden=40, partial=False),

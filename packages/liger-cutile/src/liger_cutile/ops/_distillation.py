@@ -280,6 +280,15 @@ def _with_room() -> Any:
     return _rows.replace_hints(occupancy=2)
 
 
+@functools.cache
+def _gradient_with_room() -> Any:
+    """`_gradient` where the target is given and something is added to logits: with the registers of six blocks.
+
+    In those of eight, tileiras 13.4 keeps up to 4 registers in memory.
+    """
+    return _gradient.replace_hints(occupancy=6)
+
+
 def _kind(divergence: str) -> tuple[bool, ...]:
     named = (divergence == name for name in ("forward", "reverse", "tvd", "cosine"))
     return *named, divergence in ("given", "log"), divergence == "log"
@@ -344,8 +353,10 @@ def _launch_gradient(
     share = {"forward": 1.0, "given": 1.0, "log": 1.0, "reverse": LN_2, "tvd": 0.5}.get(
         divergence, (1.0 - beta) * LN_2
     ) / temperature
+    roomy = divergence in ("given", "log") and (student_bias is not None or student_softcap is not None)
+    kernel = _gradient_with_room() if roomy else _gradient
     launch(
-        _gradient, (min(rows * blocks(columns, block), MOST_BLOCKS),), dstudent, student, teacher, student_bias, teacher_bias,
+        kernel, (min(rows * blocks(columns, block), MOST_BLOCKS),), dstudent, student, teacher, student_bias, teacher_bias,
         statistics, labels, by_soft, by_hard, first, first_column, ignore_index, LOG2_E / temperature,
         1.0 if divergence == "cosine" else share, beta, 1.0 - beta, student_softcap, teacher_softcap,
         *_kind(divergence), beta == 0.5, *(0 if by is None or by.shape[0] == 1 else 1 for by in (by_soft, by_hard)), block,

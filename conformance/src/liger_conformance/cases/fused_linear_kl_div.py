@@ -101,7 +101,6 @@ CASES = (
     Case("absent-log-target", "edge", rows=5, hidden=16, vocabulary=70, absent=0.4, **LOG, reduction="none"),
     Case("empty-target", "edge", rows=5, hidden=16, vocabulary=33, absent=1.0, eps=0.0),
     Case("forbidden-token", "edge", rows=4, hidden=16, vocabulary=33, forbidden=True),
-    Case("long-forbidden", "edge", rows=1, hidden=1, vocabulary=1025, forbidden=True),
     Case("forbidden-log-target", "edge", rows=4, hidden=16, vocabulary=33, forbidden=True, **LOG),
     Case("expanded-target", "edge", rows=4, hidden=16, vocabulary=33, how=How(layouts={"target": "expanded"})),
     Case("transposed-target", "edge", rows=4, hidden=16, vocabulary=33, how=How(layouts={"target": "transposed"})),

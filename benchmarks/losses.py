@@ -2,6 +2,7 @@
 
     python benchmarks/losses.py --subjects logprobs,dpo --providers ours-triton,liger
     python benchmarks/losses.py --subjects length --lengths 1024,4096,16384,65536
+    python benchmarks/losses.py --seconds 190
     python benchmarks/losses.py --smoke
 
 Subjects:
@@ -10,9 +11,12 @@ Subjects:
   head that may hold no logits needs: one forward, four with the backward, two with the backward of a frozen head.
 - ``dpo``, ``grpo``: 2 × 8 sequences of 4096 tokens. For DPO the reference model's head is computed too; for GRPO
   the old and the reference log-probabilities are given.
-- ``length``: the most memory that DPO of one pair takes, by sequence length.
+- ``length``: the most memory that DPO and GRPO of two sequences take, by their length.
 - ``ratio``: how far e^(lp − old) is from 1, where old is the log-probability of the same policy: in float64, and by the same
   provider for an eighth of the rows at a time.
+
+With ``--seconds`` what would start after that many is a row without numbers: a record is whole within a known time. Sizes of
+one subject come before the next, and short lengths before long ones.
 
 Providers are ``ours-LANGUAGE``, ``eager`` (PyTorch as its users write it), ``compile``, ``liger`` (liger-kernel's chunked losses
 and its fused_linear_scaled_cross_entropy) and ``cce`` (cut-cross-entropy). A provider that fails is a row that says why.
@@ -23,6 +27,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -79,11 +84,12 @@ def _logprobs_of_logits(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return -F.cross_entropy((x @ weight.T).float(), target, reduction="none")
 
 
-def logprobs_of(provider: str) -> Logprobs:
-    """The provider's function of x, weight and target, in float32."""
+def logprobs_of(provider: str, any_length: bool = False) -> Logprobs:
+    """The provider's function of x, weight and target, in float32. With `any_length` one compilation serves all rows."""
     if provider == "compile":
-        torch.compiler.reset()
-        return torch.compile(_logprobs_of_logits, dynamic=False)
+        if not any_length:
+            torch.compiler.reset()
+        return torch.compile(_logprobs_of_logits, dynamic=any_length)
     if provider == "liger":
         scaled = import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
         return lambda x, weight, target: -_first(scaled.apply(x, weight, target))
@@ -103,14 +109,14 @@ def _first(found: Any) -> Tensor:
     return found[0] if isinstance(found, tuple) else found
 
 
-def dpo_of(provider: str) -> Callable[..., Tensor]:
+def dpo_of(provider: str, any_length: bool = False) -> Callable[..., Tensor]:
     """DPO's loss of x ``[2B, T, H]``, chosen first, by its head, and of the reference model by its own."""
     if provider == "liger":
         module = import_module("liger_kernel.chunked_loss").LigerFusedLinearDPOLoss()
         return lambda x, weight, target, ref_x, ref_weight: module(
             weight, x, target, ref_input=ref_x, ref_weight=ref_weight
         )[0]
-    logprobs = logprobs_of(provider)
+    logprobs = logprobs_of(provider, any_length)
 
     def loss(x: Tensor, weight: Tensor, target: Tensor, ref_x: Tensor, ref_weight: Tensor) -> Tensor:
         def scored(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
@@ -123,7 +129,7 @@ def dpo_of(provider: str) -> Callable[..., Tensor]:
     return loss
 
 
-def grpo_of(provider: str) -> Callable[..., Tensor]:
+def grpo_of(provider: str, any_length: bool = False) -> Callable[..., Tensor]:
     """GRPO's loss of x ``[B, L, H]`` by its head."""
     if provider == "liger":
         module = import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss(
@@ -132,7 +138,7 @@ def grpo_of(provider: str) -> Callable[..., Tensor]:
         return lambda x, weight, target, mask, advantages, old, ref: module(
             x, weight, target, mask, advantages, ref_per_token_logps=ref, old_per_token_logps=old
         )[0]
-    logprobs = logprobs_of(provider)
+    logprobs = logprobs_of(provider, any_length)
 
     def loss(
         x: Tensor, weight: Tensor, target: Tensor, mask: Tensor, advantages: Tensor, old: Tensor, ref: Tensor
@@ -146,8 +152,16 @@ def grpo_of(provider: str) -> Callable[..., Tensor]:
 class Bench:
     """The measurements, printed row by row as they are made."""
 
-    def __init__(self, sizes: Sizes, device: str) -> None:
+    def __init__(self, sizes: Sizes, device: str, seconds: float | None = None) -> None:
         self.sizes, self.device, self.found = sizes, device, list[Row]()
+        self.ends = None if seconds is None else time.monotonic() + seconds
+
+    def is_late(self, subject: str, mode: str, rows: int, provider: str) -> bool:
+        """Whether the time is up; then this is a row that says so."""
+        late = self.ends is not None and time.monotonic() > self.ends
+        if late:
+            self.row(subject, mode, rows, provider, note="not run: the time was up")
+        return late
 
     def randn(self, *shape: int, seed: int = 0) -> Tensor:
         """Values for bfloat16, the same for each provider."""
@@ -179,6 +193,8 @@ class Bench:
         timed: bool = True,
     ) -> float | None:
         """A row of the call that `make` prepares; its milliseconds, if it has any."""
+        if self.is_late(subject, mode, rows, provider):
+            return None
         language = provider.removeprefix("ours-")
         try:
             with liger_core.use(language) if provider != language else liger_core.use():
@@ -227,37 +243,39 @@ class Bench:
     def dpo(self, providers: Sequence[str]) -> None:
         sizes = self.sizes
         for provider in providers:
-            make = functools.partial(self._dpo, provider, sizes.pairs, sizes.length)
+            make = functools.partial(self._dpo, lambda p=provider: dpo_of(p), 2 * sizes.pairs, sizes.length)
             self.measure("dpo", "full", 2 * sizes.pairs * sizes.length, provider, make)
 
-    def _dpo(self, provider: str, pairs: int, length: int) -> Callable[[], Any]:
-        shape = 2 * pairs, length, self.sizes.hidden
+    def _dpo(self, loss_of: Callable[[], Callable[..., Tensor]], batch: int, length: int) -> Callable[[], Any]:
+        shape = batch, length, self.sizes.hidden
         x, weight = self.randn(*shape).requires_grad_(), self.head().requires_grad_()
-        ref_x, ref_weight, target = self.randn(*shape, seed=4), self.head(5), self.targets(2 * pairs, length)
-        loss = dpo_of(provider)
+        ref_x, ref_weight, target = self.randn(*shape, seed=4), self.head(5), self.targets(batch, length)
+        loss = loss_of()
         return lambda: torch.autograd.grad(loss(x, weight, target, ref_x, ref_weight), (x, weight))
 
     def grpo(self, providers: Sequence[str]) -> None:
-        rows = 2 * self.sizes.pairs * self.sizes.length
+        batch, length = 2 * self.sizes.pairs, self.sizes.length
         for provider in providers:
-            self.measure("grpo", "full", rows, provider, functools.partial(self._grpo, provider))
+            make = functools.partial(self._grpo, lambda p=provider: grpo_of(p), batch, length)
+            self.measure("grpo", "full", batch * length, provider, make)
 
-    def _grpo(self, provider: str) -> Callable[[], Any]:
-        sizes = self.sizes
-        batch = 2 * sizes.pairs
-        x, weight = self.randn(batch, sizes.length, sizes.hidden).requires_grad_(), self.head().requires_grad_()
-        target, loss = self.targets(batch, sizes.length), grpo_of(provider)
-        mask = torch.ones(batch, sizes.length, device=self.device)
-        mask[:, sizes.length // 2 :] = (torch.arange(batch, device=self.device) % 2)[:, None].float()
-        old, ref = (self.randn(batch, sizes.length, seed=seed).float() * 0.1 - 12 for seed in (6, 7))
+    def _grpo(self, loss_of: Callable[[], Callable[..., Tensor]], batch: int, length: int) -> Callable[[], Any]:
+        x, weight = self.randn(batch, length, self.sizes.hidden).requires_grad_(), self.head().requires_grad_()
+        target, loss = self.targets(batch, length), loss_of()
+        mask = torch.ones(batch, length, device=self.device)
+        mask[:, length // 2 :] = (torch.arange(batch, device=self.device) % 2)[:, None].float()
+        old, ref = (self.randn(batch, length, seed=seed).float() * 0.1 - 12 for seed in (6, 7))
         advantages = self.randn(batch, seed=8).float()
         return lambda: torch.autograd.grad(loss(x, weight, target, mask, advantages, old, ref), (x, weight))
 
     def length(self, providers: Sequence[str], lengths: Sequence[int]) -> None:
+        torch.compiler.reset()
+        ways = {"dpo": (self._dpo, functools.cache(dpo_of)), "grpo": (self._grpo, functools.cache(grpo_of))}
         for length in lengths:
-            for provider in providers:
-                make = functools.partial(self._dpo, provider, 1, length)
-                self.measure("length", "dpo", 2 * length, provider, make, timed=False)
+            for mode, (prepare, loss_of) in ways.items():
+                for provider in providers:
+                    make = functools.partial(prepare, functools.partial(loss_of, provider, True), 2, length)
+                    self.measure("length", mode, 2 * length, provider, make, timed=False)
 
     def ratio(self, providers: Sequence[str]) -> None:
         """Tokens are sampled from the policy; its logits are near 11 at scale 2.5, near 22 at 5."""
@@ -270,6 +288,8 @@ class Bench:
             old = log_p.gather(1, target)[:, 0]
             target, log_p = target[:, 0], None
             for provider in providers:
+                if self.is_late("ratio", f"logits of {scale}", rows, provider):
+                    continue
                 try:
                     with torch.no_grad(), liger_core.use(provider[5:] if provider.startswith("ours-") else None):
                         function = logprobs_of(provider)
@@ -311,9 +331,10 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument(
         "--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[1024, 4096, 16384, 65536]
     )
+    command.add_argument("--seconds", type=float, help="what would start later is not run")
     options = command.parse_args(words)
     if options.smoke:
-        options.device, options.providers, options.lengths = "cpu", ["ours-torch", "eager"], [4]
+        options.device, options.providers, options.lengths = "cpu", ["ours-torch", "eager"], [4, 6]
     able = [f"ours-{b.language}" for b in backends() if b.missing(options.device) is None]
     options.providers = options.providers or [*able, *PEERS]
     command.check(options)
@@ -325,12 +346,11 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
     options = parse(words)
     head = records.head_of(options.device)
     print(records.comment(head) + ",".join(COLUMNS), flush=True)
-    bench = Bench(SMOKE if options.smoke else Sizes(), options.device)
+    bench = Bench(SMOKE if options.smoke else Sizes(), options.device, options.seconds)
     for subject in options.subjects:
         more = {"lengths": options.lengths} if subject == "length" else {}
         measure: Callable[..., None] = getattr(bench, subject)
-        # cut-cross-entropy and liger-kernel's scaled cross-entropy are functions of log-probabilities, not losses.
-        measure([p for p in options.providers if subject in ("logprobs", "ratio") or p != "cce"], **more)
+        measure(options.providers, **more)
     if not options.smoke:
         lines = [[str(row[column]) for column in COLUMNS] for row in bench.found]
         title = "Losses on log-probabilities, without logits"

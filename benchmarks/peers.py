@@ -81,6 +81,10 @@ class Eager:
         return Eager.jsd(student, torch.log_softmax((teacher_x @ teacher_weight.T).float(), -1))
 
     @staticmethod
+    def fused_linear_kl_div(x: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+        return F.kl_div(torch.log_softmax((x @ linear_weight.T).float(), -1), target.float(), reduction="batchmean")
+
+    @staticmethod
     def fused_linear_logit_statistics(x: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = (x @ linear_weight.T).float()
         return logits.logsumexp(-1), logits.gather(-1, target[:, None])[:, 0]
@@ -285,6 +289,9 @@ def liger(module: str = "liger_kernel.ops") -> Functions:
         "fused_linear_distillation": _liger_distillation,
         "fused_linear_jsd": lambda student_x, student_weight, teacher_x, teacher_weight: (
             ops.LigerFusedLinearJSDFunction.apply(student_x, student_weight, teacher_x, teacher_weight)
+        ),
+        "fused_linear_kl_div": lambda x, linear_weight, target: ops.LigerFusedLinearKLDivFunction.apply(
+            x, linear_weight, target
         ),
         "fused_moe": lambda x, gate_up_weight, down_weight, expert_indices, expert_weights: (
             ops.LigerFusedMoEFunction.apply(x, gate_up_weight, down_weight, expert_indices.int(), expert_weights)

@@ -1,4 +1,4 @@
-"""Pictures of what was measured, drawn from the records of `compare.py` and `end_to_end.py` and from nothing else.
+"""Pictures of what was measured, drawn from the records of `compare.py`, `end_to_end.py` and `losses.py` and from nothing else.
 
     python benchmarks/pictures.py                    docs/pictures/*.png
     python benchmarks/pictures.py --page FILE.html   the same as one interactive page, which needs plotly and no network
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PICTURES = Path(__file__).parent.parent / "docs/pictures"
 HEAT_MAP = "best-peer"
 END_TO_END = "end-to-end"
+LENGTHS = "memory-over-length"
 
 GROUPS = ("small", "medium", "large")
 MODES = ("forward", "forward+backward")
@@ -116,6 +117,11 @@ def whole_steps(paths: Sequence[Path]) -> dict[str, Mapping[str, str]]:
     return {way: found[way] for way in WAYS if way in found}
 
 
+def lengths(path: Path) -> list[Mapping[str, str]]:
+    """The rows of a record of `losses.py` that have a loss's memory by the length of its two sequences."""
+    return [row for row in records.read_csv(path)[1] if row["subject"] == "length" and row["peak_mib"]]
+
+
 def made_of(path: Path) -> str | None:
     """The digest that a picture holds; None if there is no picture."""
     from PIL import Image
@@ -193,6 +199,37 @@ def end_to_end_picture(steps: Mapping[str, Mapping[str, str]]) -> Figure:
     return figure
 
 
+def lengths_picture(rows: Sequence[Mapping[str, str]]) -> Figure:
+    """Peak memory of a loss over the length of its sequences, a line for each provider that has two lengths or more."""
+    from matplotlib.figure import Figure
+
+    losses = list(dict.fromkeys(row["mode"] for row in rows))
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    for axes, loss in zip(figure.subplots(1, len(losses), sharey=True, squeeze=False)[0], losses, strict=True):
+        for provider, colour in (PEERS | {"cce": "#16a085"} | OURS).items():
+            mine = [row for row in rows if row["mode"] == loss and row["provider"] == provider]
+            points = sorted((int(row["rows"]) // 2, max(float(row["peak_mib"]), 1.0) / 1024) for row in mine)
+            ours = provider in OURS
+            if points:
+                x, y = zip(*points, strict=True)
+                style = {"linewidth": 2.4 if ours else 1.2, "zorder": 3 if ours else 2, "markersize": 6 if ours else 4}
+                axes.plot(x, y, marker="o", color=colour, label=provider, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        ticks = sorted({int(row["rows"]) // 2 for row in rows})
+        axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(visible=True, which="major", axis="y", color="#dddddd", linewidth=0.6)
+        axes.set_title(loss.upper(), fontsize=10)
+        axes.set_xlabel("tokens of each of two sequences")
+        axes.legend(fontsize=8, frameon=False)
+    figure.suptitle(
+        f"Peak memory beyond inputs, GiB: a head of {rows[0]['vocabulary']} × {rows[0]['hidden']}, forward and backward",
+        fontsize=11,
+    )
+    return figure
+
+
 def _square(x: int, y: int, colour: object) -> object:
     from matplotlib.patches import Rectangle
 
@@ -251,22 +288,31 @@ def limit(op: Op, case: str, mode: str) -> float | None:
 
 
 class Records(NamedTuple):
-    """What all pictures are drawn from: the ops, the whole steps, and the files that these were read from."""
+    """What all pictures are drawn from: the ops, the whole steps, losses by length, and the files that these were read from."""
 
     ops: Mapping[str, Op]
     steps: Mapping[str, Mapping[str, str]]
+    lengths: Sequence[Mapping[str, str]]
     paths: Sequence[Path]
 
     @classmethod
     def of(cls, directory: Path = records.RECORDS) -> Records:
         """The records in a folder."""
         compared, steps = sources("compare", directory), sources("end-to-end", directory)
-        return cls(read(compared), whole_steps(steps), [*compared, *steps])
+        # Only the newest: it says itself beside whom it was measured. Most records of losses have no lengths.
+        curves = [path for path in sorted(directory.glob("*-losses-*.csv")) if lengths(path)][-1:]
+        found = [row for path in curves for row in lengths(path)]
+        return cls(read(compared), whole_steps(steps), found, [*compared, *steps, *curves])
 
     @property
     def names(self) -> list[str]:
         """The pictures, without their suffix."""
-        return [*[END_TO_END] * bool(self.steps), *[HEAT_MAP] * bool(self.ops), *self.ops]
+        return [
+            *[END_TO_END] * bool(self.steps),
+            *[LENGTHS] * bool(self.lengths),
+            *[HEAT_MAP] * bool(self.ops),
+            *self.ops,
+        ]
 
     @property
     def digest(self) -> str:
@@ -281,6 +327,8 @@ class Records(NamedTuple):
         """One of `names`."""
         if name == END_TO_END:
             return end_to_end_picture(self.steps)
+        if name == LENGTHS:
+            return lengths_picture(self.lengths)
         return heat_map(self.ops) if name == HEAT_MAP else op_picture(name, self.ops[name])
 
 

@@ -55,6 +55,27 @@ def test_the_last_measurement_of_an_op_counts(tmp_path: Path) -> None:
     assert ratios == {"rms_norm": (4.0, "eager"), "swiglu": (2.0, "eager")}
 
 
+def test_memory_over_length_is_of_the_newest_record_that_has_it(tmp_path: Path) -> None:
+    """And of no record, there is no such picture."""
+    columns = ("subject", "mode", "rows", "hidden", "vocabulary", "provider", "peak_mib")
+    blank = {"subject": "length", "mode": "dpo", "rows": "2048", "hidden": "8", "vocabulary": "24", "provider": "liger"}
+    found = [
+        blank | {"peak_mib": "9"},
+        blank | {"rows": "8192", "peak_mib": "36"},
+        blank | {"rows": "9", "peak_mib": ""},
+    ]
+    write(tmp_path, "compare", rows({"ours-triton": 1.0}))
+    assert pictures.LENGTHS not in pictures.Records.of(tmp_path).names
+    write(tmp_path, "losses", found, columns)
+    write(tmp_path, "losses-of-grpo", [row | {"mode": "grpo"} for row in found], columns)
+    write(tmp_path, "losses-without", [blank | {"subject": "dpo", "peak_mib": "7"}], columns)
+    everything = pictures.Records.of(tmp_path)
+    assert [(row["mode"], row["rows"]) for row in everything.lengths] == [("grpo", "2048"), ("grpo", "8192")]
+    assert pictures.LENGTHS in everything.names
+    pictures.draw(everything, tmp_path)
+    assert pictures.made_of(tmp_path / f"{pictures.LENGTHS}.png") == everything.digest
+
+
 def test_whole_steps_are_of_one_model_and_without_checkpointing(tmp_path: Path) -> None:
     columns = ("model", "way", "tokens", "checkpointing", "parameters", "ms", "peak_gb")
     step = {

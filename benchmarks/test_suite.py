@@ -335,6 +335,14 @@ def test_losses_of_the_reference() -> None:
     assert not [row["note"] for row in rows if row["note"]]
     off = {row["provider"]: float(row["error"]) for row in rows if row["mode"].endswith("float64")}
     assert off["ours-torch"] < 1e-5 < 1e-4 < off["eager"]
+    curve = [(row["mode"], row["rows"]) for row in rows if row["subject"] == "length" and row["provider"] == "eager"]
+    assert curve == [("dpo", 8), ("grpo", 8), ("dpo", 12), ("grpo", 12)]
+
+
+def test_losses_that_would_start_too_late_are_rows_that_say_so() -> None:
+    rows = losses.main(["--smoke", "--seconds=0", "--subjects=grpo,ratio,length"])
+    assert {row["subject"] for row in rows} == {"grpo", "ratio", "length"}
+    assert {row["note"] for row in rows} == {"not run: the time was up"}
 
 
 @pytest.mark.parametrize("make", [losses.dpo_of, losses.grpo_of], ids=["dpo", "grpo"])

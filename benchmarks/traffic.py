@@ -74,6 +74,7 @@ MOVES = {
 
 PRODUCTS = {
     "fused_linear_cross_entropy": (Product("x", "linear_weight", 1, 2),),
+    "fused_linear_kl_div": (Product("x", "linear_weight", 1, 2),),
     "fused_linear_logit_statistics": (Product("x", "linear_weight", 1, 3),),
     "fused_moe": (
         Product("expert_indices", "gate_up_weight", 1, 2, grouped=True),

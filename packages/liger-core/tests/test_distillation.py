@@ -1,4 +1,4 @@
-"""The distillations, against their formulas written again as arithmetic on single numbers."""
+"""The distillations and fused_linear_kl_div, against their formulas written again as arithmetic on single numbers."""
 
 import math
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 from liger_core.ops.distillation import DIVERGENCES, distillation
 from liger_core.ops.fused_linear_distillation import fused_linear_distillation
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
+from liger_core.ops.fused_linear_kl_div import fused_linear_kl_div
 
 WIDE = torch.float64
 NONE = -100
@@ -141,3 +142,55 @@ def test_equal_probabilities_have_no_tvd_gradient() -> None:
     (gradient,) = torch.autograd.grad(loss, logits)
     assert loss.item() == 0.0
     assert not gradient.any()
+
+
+@pytest.mark.parametrize("log_target", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_kl_div_is_the_formula(log_target: bool, softcap: float | None) -> None:
+    """Of a target that adds up to 0.6, with a class of probability 0 and one below eps."""
+    x, weight, bias, labels = randn(4, 3), randn(5, 3), randn(5), torch.tensor([0, NONE, 4, 2])
+    y = 0.6 * torch.rand(4, 5, dtype=WIDE).softmax(-1)
+    y[0, 1], y[2, 3] = 0.0, 1e-4
+    options: dict[str, Any] = {"log_target": log_target, "temperature": 1.7, "softcap": softcap, "eps": 1e-3}
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor, reduction: str = "none") -> Tensor:
+        target = y.log() if log_target else y
+        return fused_linear_kl_div(x, weight, target, labels, bias, **options, reduction=reduction)
+
+    found = call(x, weight, bias)
+    assert found.shape == (4,)
+    least = 0.0 if log_target else 1e-3
+    for row, logits in enumerate((x @ weight.T + bias).tolist()):
+        z = [v if softcap is None else softcap * math.tanh(v / softcap) for v in logits]
+        q = softmax([v / 1.7 for v in z])
+        terms = (a * (math.log(max(a, least)) - math.log(b)) for a, b in zip(y[row].tolist(), q, strict=True) if a > 0)
+        expected = sum(terms) if labels[row] != NONE else 0.0
+        torch.testing.assert_close(found[row].item(), expected, rtol=1e-9, atol=1e-9)
+    total = found.sum()
+    for reduction, divisor in (("sum", 1), ("batchmean", 3), ("mean", 15)):
+        torch.testing.assert_close(call(x, weight, bias, reduction), total / divisor)
+    assert torch.autograd.gradcheck(call, (x, weight, bias))
+
+
+def test_kl_div_from_a_teacher_is_its_distillation() -> None:
+    """The forward divergence from a teacher's probabilities, if they add up to 1, is that from its logits."""
+    x, weight, teacher = randn(4, 3), randn(5, 3), randn(4, 5, grad=False)
+    expected = distillation(x @ weight.T, teacher, beta=0.0).loss
+    for target, log_target in ((teacher.softmax(-1), False), (teacher.log_softmax(-1), True)):
+        found = fused_linear_kl_div(x, weight, target, log_target=log_target)
+        torch.testing.assert_close(found, expected)
+        got = [torch.autograd.grad(loss, (x, weight), retain_graph=True) for loss in (found, expected)]
+        torch.testing.assert_close(*got)
+
+
+def test_kl_div_gives_its_target_no_gradient_and_takes_any_ignored_one() -> None:
+    target = torch.rand(2, 5, requires_grad=True)
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(5, 3)
+    with torch.no_grad():
+        target[1] = torch.nan
+    loss = fused_linear_kl_div(x, weight, target, torch.tensor([0, NONE]))
+    dx, dtarget = torch.autograd.grad(loss, (x, target), allow_unused=True)
+    assert dtarget is None
+    assert loss.isfinite()
+    assert dx[0].any()
+    assert not dx[1].any()

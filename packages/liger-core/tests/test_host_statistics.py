@@ -166,6 +166,35 @@ def test_gradients_of_statistics(kind: str, each: int | None, needs: Needs) -> N
     Found(given, needs, budget).check()
 
 
+@pytest.mark.parametrize("accum_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_weight_gradient_of_many_chunks_is_as_exact_as_that_of_one(accum_dtype: torch.dtype) -> None:
+    """It is summed in float32 and rounded once. Summed in bfloat16, its error grows with the chunks."""
+    given = arguments(torch.bfloat16, rows=512)
+    x, weight = given["x"], given["linear_weight"]
+    options = {**OPTIONS, "accum_dtype": accum_dtype, "return_entropy": False, "return_total": False}
+    needs = (False, True, False)
+    incoming = torch.randn(512, generator=torch.Generator().manual_seed(1))
+    leaves = {name: t.double().requires_grad_() if t.is_floating_point() else t for name, t in given.items()}
+    lse = fused_linear_logit_statistics.reference(**leaves, **options).lse
+    (exact,) = torch.autograd.grad(lse, leaves["linear_weight"], incoming.double())
+    errors = []
+    beside = 4 * VOCABULARY + 32 * 512 + 4 * VOCABULARY * HIDDEN
+    for chunk in (512, 32, 4):
+        budget = beside + chunk * 6 * VOCABULARY
+        how: dict[str, Any] = {"accum_dtype": accum_dtype, "memory_budget": budget, "picked_alone": True}
+        assert chunk == 512 or not plan_of(needs, x, weight, **how).whole
+        host = FusedLinearStatistics(TorchKernels(), TorchLinear())
+        _, saved = host.forward(needs, **given, **options, memory_budget=budget)
+        _, dweight, _ = host.backward(needs, saved, incoming, None, None, None, **options, memory_budget=budget)
+        assert dweight is not None
+        errors.append(((dweight.double() - exact).norm() / exact.norm()).item())
+    assert errors[0] < 0.005
+    if accum_dtype is torch.float32:
+        assert max(errors) < 1.1 * errors[0]
+    else:
+        assert errors[-1] > 2 * errors[0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_in_float32(kind: str) -> None:
     """The gradient of logits takes their memory."""

@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from liger_core import losses
+from liger_core import fused_linear_cross_entropy, losses
 from liger_core.losses import policy, preference
 
 Inputs = dict[str, Tensor]
@@ -90,6 +90,24 @@ def topk(given: Inputs) -> Tensor:
     return losses.topk_kl(lp, given["teacher"], tail=True).sum()
 
 
+def with_likelihood(given: Inputs) -> Tensor:
+    """Two losses of pairs, weighted, and the likelihood of the chosen."""
+    target = given["target"]
+    lp, mask = tokens(given).view(target.shape), target != -100
+    chosen, rejected = losses.sequence_logprobs(lp, mask).chunk(2)
+    pairs = losses.dpo_loss(chosen, rejected).loss + 0.5 * losses.dpo_loss(chosen, rejected, loss_type="hinge").loss
+    return pairs - 0.1 * lp.chunk(2)[0].sum() / mask.chunk(2)[0].sum().clamp(min=1)
+
+
+def with_entropy(given: Inputs) -> Tensor:
+    """GRPO with a bonus for the entropy of the tokens that count."""
+    mask = given["target"] != -100
+    found = tokens(given, return_entropy=True)
+    lp, entropy = found.logprobs.view(mask.shape), found.entropy.view(mask.shape)
+    policy = losses.policy_loss(lp, given["old"], given["reference"], given["advantages"], mask, loss_type="bnpo").loss
+    return policy - 0.01 * (entropy * mask).sum() / mask.sum().clamp(min=1)
+
+
 LOSSES: dict[str, Callable[[Inputs], Tensor]] = {
     **{f"dpo-{kind}": dpo(kind) for kind in preference.DPO_LOSS_TYPES},
     "orpo": lambda given: losses.orpo_loss(*halves(given, average=True)).loss,
@@ -97,6 +115,8 @@ LOSSES: dict[str, Callable[[Inputs], Tensor]] = {
     "cpo": lambda given: losses.cpo_loss(*halves(given)).loss,
     "kto": lambda given: losses.kto_loss(completions(given), given["old"].sum(-1), given["desirable"]).loss,
     **{f"policy-{kind}": of_policy(kind) for kind in policy.LOSS_TYPES},
+    "dpo-with-likelihood": with_likelihood,
+    "policy-with-entropy": with_entropy,
     "exploring": exploring,
     "packed": packed,
     "topk": topk,
@@ -111,6 +131,59 @@ def evaluate(loss: Callable[[Inputs], Tensor], given: Inputs) -> tuple[Tensor, .
 @pytest.mark.parametrize("name", LOSSES)
 def test_is_finite_with_an_empty_completion(name: str) -> None:
     assert all(tensor.isfinite().all() for tensor in evaluate(LOSSES[name], inputs("cpu", 0)))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_is_finite_if_nothing_counts(name: str) -> None:
+    """All tokens are ignored, those of the chosen too: nothing flows back into hidden states and the head."""
+    given = inputs("cpu", 0)
+    given["target"].fill_(-100)
+    given["ids"].fill_(-100)
+    loss, *gradients = evaluate(LOSSES[name], given)
+    assert loss.isfinite()
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("kind", ["dapo", "cispo", "vespo"])
+def test_micro_batches_add_up_to_the_batch(kind: str) -> None:
+    """With the tokens of all of it as what each divides by: without a process group, and however they are divided."""
+    given = inputs("cpu", 0, pairs=3)
+    mask, old, advantages = given["target"] != -100, given["old"], given["advantages"]
+    lp = tokens(given).view(mask.shape)
+    items = int(mask.sum())
+
+    def loss(rows: slice) -> Tensor:
+        some = lp[rows], old[rows], given["reference"][rows], advantages[rows], mask[rows]
+        beta = 0.0 if kind == "vespo" else 0.04
+        return losses.policy_loss(*some, beta=beta, loss_type=kind, num_items_in_batch=items).loss
+
+    wanted = given["x"], given["weight"]
+    parts = loss(slice(0, 1)) + loss(slice(1, 4)) + loss(slice(4, 6))
+    whole = loss(slice(0, 6))
+    torch.testing.assert_close(parts, whole)
+    got = (torch.autograd.grad(total, wanted, retain_graph=True) for total in (parts, whole))
+    torch.testing.assert_close(*got)
+
+
+def test_sums_of_pairs_add_up_to_the_batch() -> None:
+    chosen, rejected = -torch.rand(6), -torch.rand(6)
+    parts = (losses.dpo_loss(chosen[s], rejected[s], reduction="sum").loss for s in (slice(0, 1), slice(1, 6)))
+    torch.testing.assert_close(sum(parts) / 6, losses.dpo_loss(chosen, rejected).loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_log_probabilities_add_up_to_the_cross_entropy(dtype: torch.dtype) -> None:
+    """Within the error of its logits, which are of x's dtype; those here are float32, and so is the entropy."""
+    given = {name: t.detach().to(dtype) if name in ("x", "weight") else t for name, t in inputs("cpu", 0).items()}
+    x, target = given["x"].flatten(0, 1), given["target"].flatten()
+    expected = fused_linear_cross_entropy(x, given["weight"], target, reduction="sum")
+    found = tokens(given, return_entropy=True)
+    assert isinstance(expected, Tensor)
+    eps = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(-found.logprobs.sum(), expected, rtol=eps, atol=0)
+    p = (x.double() @ given["weight"].double().T).softmax(-1)
+    entropy = -(p * p.log()).sum(-1).masked_fill(target == -100, 0.0)
+    torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -13,6 +13,7 @@ import liger_core.ops.grpo_loss as grpo
 from liger_core.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_core.ops.fused_linear_cross_entropy import chunk_rows, fused_linear_cross_entropy, least_memory
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
+from liger_core.ops.fused_linear_kl_div import fused_linear_kl_div
 from liger_core.ops.grpo_loss import GRPOOutput, grpo_loss
 from liger_core.ops.jsd import jsd
 from liger_core.ops.kl_div import kl_div
@@ -551,6 +552,11 @@ def calls(dtype: torch.dtype = WIDE, rows: int = 3) -> dict[str, tuple[Any, list
             [randn(rows, 4, dtype=dtype), weights[0], randn(rows, 2, dtype=dtype), weights[1]],
             {"labels": labels},
         ),
+        "fused_linear_kl_div": (
+            fused_linear_kl_div,
+            [randn(rows, 4, dtype=dtype), weights[0], probabilities[1], None, randn(5, dtype=dtype)],
+            {"labels": labels},
+        ),
         "kl_div": (kl_div, [logprobs(rows, 5, dtype=dtype), probabilities[1]], {}),
         "tvd": (tvd, probabilities, {"labels": labels}),
         "grpo_loss": (
@@ -595,7 +601,7 @@ def test_nothing_that_counts_is_zero(name: str, dtype: torch.dtype) -> None:
     """0 and not NaN, with gradients of 0."""
     op, arguments = arguments_of(name, dtype)
     for label in ("target", "labels"):
-        if label in arguments:
+        if label in arguments and not arguments[label].is_floating_point():
             arguments[label].fill_(NONE)
     if name == "grpo_loss":
         arguments["completion_mask"].fill_(False)

@@ -17,6 +17,7 @@ from liger_core.ops.fused_add_rms_norm import fused_add_rms_norm
 from liger_core.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_core.ops.fused_linear_distillation import fused_linear_distillation
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
+from liger_core.ops.fused_linear_kl_div import fused_linear_kl_div
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
 from liger_core.ops.fused_moe import fused_moe
 from liger_core.ops.fused_neighborhood_attention import fused_neighborhood_attention
@@ -61,6 +62,7 @@ __all__ = [
     "fused_linear_cross_entropy",
     "fused_linear_distillation",
     "fused_linear_jsd",
+    "fused_linear_kl_div",
     "fused_linear_logit_statistics",
     "fused_moe",
     "fused_neighborhood_attention",

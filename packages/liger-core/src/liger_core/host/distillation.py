@@ -15,8 +15,10 @@ class Options(NamedTuple):
     """What a row's losses depend on besides tensors.
 
     Attributes:
-        divergence: ``"forward"``, ``"reverse"`` or ``"mixture"`` of `beta`; ``"tvd"`` or ``"cosine"``.
-        beta: the teacher's weight in the mixture.
+        divergence: ``"forward"``, ``"reverse"`` or ``"mixture"`` of `beta`; ``"tvd"`` or ``"cosine"``. ``"given"`` and
+            ``"log"`` are `kl_div` from probabilities, or from their logarithms, that stand in place of the teacher's logits:
+            any numbers, which need not add up to 1.
+        beta: the teacher's weight in the mixture; of ``"given"``, the least probability whose logarithm is taken.
         temperature: what logits are divided by, but for the hard loss and for ``"cosine"``.
         student_softcap, teacher_softcap: bounds of logits, or None.
         ignore_index: the label of rows that don't count.

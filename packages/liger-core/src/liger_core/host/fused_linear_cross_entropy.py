@@ -17,7 +17,7 @@ from liger_core.host.cross_entropy import (
     options_of,
     result_of,
 )
-from liger_core.host.linear import Gradients, Linear, LinearLoss, is_wide, plan_of
+from liger_core.host.linear import Linear, LinearLoss, plan_of
 
 
 class _Loss(LinearLoss):
@@ -41,23 +41,10 @@ class _Loss(LinearLoss):
         super().__init__(linear, needs, x, linear_weight, bias, plan, accum_dtype)
         self.kernels, self.labels, self.statistics = kernels, labels, statistics
         self.results: Rows | None = None
-        wide = is_wide(bias, x)
-        if not plan.whole:
-            takes_memory = plan.needs[1] and linear.takes_memory(x, accum_dtype)
-            self.rows = plan.chunk if takes_memory or (plan.needs[2] and wide) else 2 * plan.chunk
-        if plan.columns is not None:
-            self.columns = plan.columns if needs[2] and wide else 2 * plan.columns
 
-    def visit(
-        self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any
-    ) -> tuple[Tensor, ...]:
-        if results:
-            assert self.results is not None
-            self.kernels.rows(self.results, logits, self.labels, first)
-        if gradients is not None:
-            self.add_wide_bias(gradients, (logits,), incoming, first)
-            self.gradient(logits, (None,), incoming, first)
-        return (logits,)
+    def write(self, first: int, *logits: Tensor) -> None:
+        assert self.results is not None
+        self.kernels.rows(self.results, logits[0], self.labels, first)
 
     def incoming(self, dloss: Tensor | None) -> Any:
         return self.kernels.incoming(dloss, self.divisor, self.labels.target)

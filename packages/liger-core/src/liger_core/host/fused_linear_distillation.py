@@ -1,8 +1,4 @@
-"""Distillation of two linear layers by a language's kernels: all but these.
-
-The teacher's logits are no more than read, so they are computed for few rows of a chunk at a time: fewer chunks, each of
-which reads and writes the accumulator of the weight's gradient, fit the same memory.
-"""
+"""Distillation of two linear layers by a language's kernels: all but these."""
 
 from __future__ import annotations
 
@@ -24,69 +20,34 @@ from liger_core.host.distillation import (
     options_of,
     result_of,
 )
-from liger_core.host.linear import Gradients, Linear, LinearLoss, is_wide, plan_of
+from liger_core.host.linear import Linear, TeacherLoss
 from liger_core.ops.distillation import DistillationOutput
 
 
-class _Loss(LinearLoss):
-    """A call. `results` are written in forward alone; `made` is what backward multiplies gradients of rows with."""
+class _Loss(TeacherLoss):
+    """A call. `results` are written in forward alone; `made` is what backward multiplies gradients of rows with.
+
+    `layers` and `how` are what every `TeacherLoss` takes.
+    """
 
     def __init__(
         self,
         kernels: DistillationKernels,
-        linear: Linear,
-        needs: Needs,
-        student_x: Tensor,
-        student_weight: Tensor,
-        student_bias: Tensor | None,
-        teacher_x: Tensor,
-        teacher_weight: Tensor,
         given: Given,
         weights: tuple[float, float],
         statistics: Tensor,
-        reduction: str,
-        accum_dtype: torch.dtype,
-        memory_budget: int | None,
+        *layers: Any,
+        **how: Any,
     ) -> None:
-        plan = plan_of(
-            needs,
-            student_x,
-            student_weight,
-            accum_dtype=accum_dtype,
-            memory_budget=memory_budget,
-            reduced=reduction != "none",
-            teacher_x=teacher_x,
-        )
-        super().__init__(linear, needs, student_x, student_weight, student_bias, plan, accum_dtype)
-        self.kernels, self.teacher_x, self.teacher_weight, self.given = kernels, teacher_x, teacher_weight, given
-        self.weights, self.statistics = weights, statistics
+        super().__init__(*layers, **how)
+        self.kernels, self.given, self.weights, self.statistics = kernels, given, weights, statistics
         self.results: Rows | None = None
         self.made: Incoming | None = None
-        self.teacher_rows = self.rows
-        if not plan.whole:
-            if memory_budget is not None and not (needs[2] and is_wide(student_bias, student_x)):
-                # There is room for the student's logits beside their gradient, which here take the same memory; and for
-                # the teacher's, half of which `add_product` may take instead.
-                takes_memory = needs[1] and linear.takes_memory(student_x, accum_dtype)
-                self.rows += plan.chunk // 2 if takes_memory else plan.chunk
-            # Matmuls need a few hundred rows for their full speed.
-            self.teacher_rows = min(plan.chunk, max(256, plan.chunk // 8))
 
-    def visit(
-        self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any
-    ) -> tuple[Tensor, ...]:
-        teacher: Any = None
-        for start, end in self.linear.chunks(logits.shape[0], self.teacher_rows):
-            teacher = None
-            teacher = self.teacher_x[first + start : first + end] @ self.teacher_weight.t()
-            student = logits[start:end]
-            if results:
-                assert self.results is not None
-                self.kernels.rows(self.results, student, teacher, self.given, first + start)
-            if gradients is not None:
-                self.add_wide_bias(gradients, (student, teacher), incoming, first + start)
-                self.gradient(student, (None, teacher), incoming, first + start)
-        return logits, teacher
+    def write(self, first: int, *logits: Tensor) -> None:
+        student, teacher = logits
+        assert self.results is not None
+        self.kernels.rows(self.results, student, teacher, self.given, first)
 
     def incoming(self, dloss: Tensor | None) -> Incoming:
         if dloss is not None and self.made is not None:
@@ -139,19 +100,13 @@ class FusedLinearDistillation:
         rows = new_rows(student_x, options.hard)
         loss = _Loss(
             self.kernels,
-            self.linear,
-            needs,
-            student_x,
-            student_weight,
-            student_bias,
-            teacher_x,
-            teacher_weight,
             given,
             (soft_weight, hard_weight),
             rows.statistics,
-            reduction,
-            accum_dtype,
-            memory_budget,
+            *(self.linear, needs, student_x, student_weight, student_bias, teacher_x, teacher_weight),
+            accum_dtype=accum_dtype,
+            memory_budget=memory_budget,
+            reduced=reduction != "none",
         )
         loss.results = rows
         divisor = divisor_of(self.kernels, student_x, given, reduction, num_items_in_batch)
@@ -189,19 +144,13 @@ class FusedLinearDistillation:
         given = given_of(labels, bias, teacher_bias, options)
         loss = _Loss(
             self.kernels,
-            self.linear,
-            needs,
-            x,
-            weight,
-            bias,
-            teacher_x,
-            teacher_weight,
             given,
             (soft_weight, hard_weight),
             statistics,
-            reduction,
-            accum_dtype,
-            memory_budget,
+            *(self.linear, needs, x, weight, bias, teacher_x, teacher_weight),
+            accum_dtype=accum_dtype,
+            memory_budget=memory_budget,
+            reduced=reduction != "none",
         )
         loss.divisor = divisor
         if loss.plan.at_once and dloss is not None and dsoft is None and dhard is None:

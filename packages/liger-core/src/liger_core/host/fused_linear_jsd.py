@@ -1,8 +1,4 @@
-"""Jensen-Shannon divergence of two linear layers by a language's kernels: all but these.
-
-The teacher's logits are no more than read, so they are computed for few rows of a chunk at a time: fewer chunks, each of
-which reads and writes the accumulator of the weight's gradient, fit the same memory.
-"""
+"""Jensen-Shannon divergence of two linear layers by a language's kernels: all but these."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
-from liger_core.host.linear import Gradients, Linear, LinearLoss, plan_of
+from liger_core.host.linear import Linear, TeacherLoss
 
 
 class Given(NamedTuple):
@@ -77,55 +73,25 @@ class DivergenceKernels:
         raise NotImplementedError
 
 
-class _Loss(LinearLoss):
-    """A call, of which `losses` are written in forward alone."""
+class _Loss(TeacherLoss):
+    """A call, of which `losses` are written in forward alone. `layers` and `how` are what every `TeacherLoss` takes."""
 
     def __init__(
         self,
         kernels: DivergenceKernels,
-        linear: Linear,
-        needs: Needs,
-        student_x: Tensor,
-        student_weight: Tensor,
-        teacher_x: Tensor,
-        teacher_weight: Tensor,
         given: Given,
         losses: Tensor | None,
         statistics: Tensor | None,
-        accum_dtype: torch.dtype,
-        memory_budget: int | None,
+        *layers: Any,
+        **how: Any,
     ) -> None:
-        needs = (*needs, False)
-        plan = plan_of(
-            needs, student_x, student_weight, accum_dtype=accum_dtype, memory_budget=memory_budget, teacher_x=teacher_x
-        )
-        super().__init__(linear, needs, student_x, student_weight, None, plan, accum_dtype)
-        self.kernels, self.teacher_x, self.teacher_weight, self.given = kernels, teacher_x, teacher_weight, given
-        self.losses, self.statistics = losses, statistics
-        self.teacher_rows = self.rows
-        if not plan.whole:
-            if memory_budget is not None:
-                # There is room for the student's logits beside their gradient, which here take the same memory; and for
-                # the teacher's, half of which `add_product` may take instead.
-                takes_memory = needs[1] and linear.takes_memory(student_x, accum_dtype)
-                self.rows += plan.chunk // 2 if takes_memory else plan.chunk
-            # Matmuls need a few hundred rows for their full speed.
-            self.teacher_rows = min(plan.chunk, max(256, plan.chunk // 8))
+        super().__init__(*layers, **how)
+        self.kernels, self.given, self.losses, self.statistics = kernels, given, losses, statistics
 
-    def visit(
-        self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any
-    ) -> tuple[Tensor, ...]:
-        teacher: Any = None
-        for start, end in self.linear.chunks(logits.shape[0], self.teacher_rows):
-            teacher = None
-            teacher = self.teacher_x[first + start : first + end] @ self.teacher_weight.t()
-            student = logits[start:end]
-            if results:
-                assert self.losses is not None
-                self.kernels.rows(self.losses, self.statistics, student, teacher, self.given, first + start)
-            if gradients is not None:
-                self.gradient(student, (None, teacher), incoming, first + start)
-        return logits, teacher
+    def write(self, first: int, *logits: Tensor) -> None:
+        student, teacher = logits
+        assert self.losses is not None
+        self.kernels.rows(self.losses, self.statistics, student, teacher, self.given, first)
 
     def incoming(self, dloss: Tensor | None) -> Any:
         assert self.divisor is not None
@@ -168,17 +134,12 @@ class FusedLinearJSD:
         statistics = losses.new_empty((5, n)) if differentiable else None
         loss = _Loss(
             self.kernels,
-            self.linear,
-            needs,
-            student_x,
-            student_weight,
-            teacher_x,
-            teacher_weight,
             given,
             losses,
             statistics,
-            accum_dtype,
-            memory_budget,
+            *(self.linear, (*needs, False), student_x, student_weight, None, teacher_x, teacher_weight),
+            accum_dtype=accum_dtype,
+            memory_budget=memory_budget,
         )
         loss.divisor = count = self.kernels.count(student_x, given.labels, ignore_index)
         kept = loss.forward()
@@ -204,17 +165,12 @@ class FusedLinearJSD:
         given = Given(labels, ignore_index, temperature, beta)
         loss = _Loss(
             self.kernels,
-            self.linear,
-            needs,
-            student_x,
-            student_weight,
-            teacher_x,
-            teacher_weight,
             given,
             None,
             statistics,
-            accum_dtype,
-            memory_budget,
+            *(self.linear, (*needs, False), student_x, student_weight, None, teacher_x, teacher_weight),
+            accum_dtype=accum_dtype,
+            memory_budget=memory_budget,
         )
         loss.divisor = count
         dx, dweight, _ = loss.backward(tuple(kept), dloss)

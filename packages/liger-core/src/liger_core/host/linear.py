@@ -239,7 +239,7 @@ def plan_of(
 
 
 class LinearLoss:
-    """A call of a loss of a linear layer's logits. An op's subclass has `visit` and `gradient`.
+    """A call of a loss of a linear layer's logits. An op's subclass has `write`, `incoming` and `gradient`.
 
     Attributes:
         rows: of logits at a time, whose gradient overwrites them.
@@ -261,8 +261,18 @@ class LinearLoss:
     ) -> None:
         self.linear, self.needs, self.x, self.weight, self.bias = linear, needs, x, weight, bias
         self.plan, self.accum_dtype = plan, accum_dtype
-        self.rows = x.shape[0] if plan.whole else plan.chunk
-        self.columns = plan.columns
+        self.rows, self.columns = x.shape[0] if plan.whole else plan.chunk, plan.columns
+        # A plan has room for logits beside their gradient. Here that overwrites them, but that of a wide bias.
+        wide = is_wide(bias, x)
+        if not (plan.whole or self.takes_memory or (plan.needs[2] and wide)):
+            self.rows *= 2
+        if plan.columns is not None and not (needs[2] and wide):
+            self.columns = 2 * plan.columns
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether adding up the weight's gradient takes about as much memory as the logits."""
+        return self.plan.needs[1] and self.linear.takes_memory(self.x, self.accum_dtype)
 
     def visit(
         self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any
@@ -272,6 +282,15 @@ class LinearLoss:
         Returns:
             What `gradient` reads: `logits`, and others beside it.
         """
+        if results:
+            self.write(first, logits)
+        if gradients is not None:
+            self.add_wide_bias(gradients, (logits,), incoming, first)
+            self.gradient(logits, (None,), incoming, first)
+        return (logits,)
+
+    def write(self, first: int, *logits: Tensor) -> None:
+        """Write results of the rows from `first` on, of their logits; in a `TeacherLoss`, also of the teacher's."""
         raise NotImplementedError
 
     def incoming(self, dloss: Tensor | None) -> Any:
@@ -406,3 +425,61 @@ class LinearLoss:
         dx, dweight, dbias = gradients.made
         dweight = None if dweight is None else dweight.to(self.weight.dtype)
         return dx, dweight, None if dbias is None or self.bias is None else dbias.to(self.bias.dtype)
+
+
+class TeacherLoss(LinearLoss):
+    """A `LinearLoss` of a student that also depends on the logits of its teacher, another linear layer without gradients.
+
+    The teacher's logits are no more than read, so they are computed for few rows of a chunk at a time: fewer chunks, each of
+    which reads and writes the accumulator of the weight's gradient, fit the same memory.
+    """
+
+    def __init__(
+        self,
+        linear: Linear,
+        needs: Needs,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_x: Tensor,
+        teacher_weight: Tensor,
+        *,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+        reduced: bool = True,
+    ) -> None:
+        plan = plan_of(
+            needs,
+            x,
+            weight,
+            accum_dtype=accum_dtype,
+            memory_budget=memory_budget,
+            reduced=reduced,
+            teacher_x=teacher_x,
+        )
+        super().__init__(linear, needs, x, weight, bias, plan, accum_dtype)
+        self.teacher_x, self.teacher_weight = teacher_x, teacher_weight
+        self.teacher_rows = self.rows
+        if not plan.whole:
+            self.rows = plan.chunk
+            if memory_budget is not None and not (needs[2] and is_wide(bias, x)):
+                # There is room for the student's logits beside their gradient, which here take the same memory; and for
+                # the teacher's, half of which `add_product` may take instead.
+                self.rows += plan.chunk // 2 if self.takes_memory else plan.chunk
+            # Matmuls need a few hundred rows for their full speed.
+            self.teacher_rows = min(plan.chunk, max(256, plan.chunk // 8))
+
+    def visit(
+        self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any
+    ) -> tuple[Tensor, ...]:
+        teacher: Any = None
+        for start, end in self.linear.chunks(logits.shape[0], self.teacher_rows):
+            teacher = None
+            teacher = self.teacher_x[first + start : first + end] @ self.teacher_weight.t()
+            student = logits[start:end]
+            if results:
+                self.write(first + start, student, teacher)
+            if gradients is not None:
+                self.add_wide_bias(gradients, (student, teacher), incoming, first + start)
+                self.gradient(student, (None, teacher), incoming, first + start)
+        return logits, teacher

@@ -38,16 +38,21 @@ def kl_div(
     >>> kl_div(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]]))
     tensor(0.6931)
     """
+    loss = terms_of(log_pred, target, log_target=log_target, eps=eps)
+    if reduction == "none":
+        return loss.to(log_pred.dtype)
+    counts = {"batchmean": loss.shape[0], "mean": loss.numel(), "sum": 1}
+    return loss.sum() / max(counts[reduction], 1)
+
+
+def terms_of(log_pred: Tensor, target: Tensor, *, log_target: bool, eps: float) -> Tensor:
+    """Every class's term of the divergence, in at least float32."""
     x, y = upcast(log_pred), upcast(target.detach())
     if log_target:
         y, log_y = y.exp(), y
     else:
         log_y = y.clamp(min=eps).log()
-    loss = (y * (log_y - x)).masked_fill(y == 0, 0.0)
-    if reduction == "none":
-        return loss.to(log_pred.dtype)
-    counts = {"batchmean": loss.shape[0], "mean": loss.numel(), "sum": 1}
-    return loss.sum() / max(counts[reduction], 1)
+    return (y * (log_y - x)).masked_fill(y == 0, 0.0)
 
 
 @kl_div.checks

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
 from liger_core.opaque import opaque
 from liger_cutile.ops._cross_entropy import _cap
-from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
+from liger_cutile.ops._divergences import above_mixture, exp, finite, launch_count, launch_total
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 from liger_cutile.ops._tiles import load_vector
@@ -100,6 +100,19 @@ def _part(log_q, log_p, q, p, beta, rest, TVD, REVERSE, HALF):
 
 
 @ct.function
+def _given(target, row, tile, eps, LOG, BLOCK, GROUP):
+    """Probabilities that stand in place of the teacher's logits, and their logarithms; 0 outside."""
+    if LOG:
+        t = ct.load(target, (row, tile), (1, BLOCK), padding_mode=ct.PaddingMode.NEG_INF, allow_tma=False)
+        t = ct.astype(ct.reshape(t, (BLOCK // GROUP, GROUP)), ct.float32)
+        return exp(t, False), t
+    else:
+        t = ct.load(target, (row, tile), (1, BLOCK), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+        t = ct.astype(ct.reshape(t, (BLOCK // GROUP, GROUP)), ct.float32)
+        return t, ct.log(ct.maximum(t, eps, propagate_nan=True))
+
+
+@ct.function
 def _label_of(labels, row, ignore_index):
     """A row's label, and whether it doesn't count."""
     if given(labels):
@@ -113,7 +126,8 @@ def _label_of(labels, row, ignore_index):
 def _rows(
     soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels,
     first, ignore_index: ct.ScalarInt64, scale, beta, rest, student_softcap, teacher_softcap,
-    FORWARD: ConstBool, REVERSE: ConstBool, TVD: ConstBool, COSINE: ConstBool, HALF: ConstBool, TEMPERED: ConstBool,
+    FORWARD: ConstBool, REVERSE: ConstBool, TVD: ConstBool, COSINE: ConstBool, GIVEN: ConstBool, LOG: ConstBool,
+    HALF: ConstBool, TEMPERED: ConstBool,
     BLOCK: ConstInt, GROUP: ConstInt,
 ):  # fmt: skip
     for local in range(ct.bid(0), student.shape[0], ct.num_blocks(0)):
@@ -130,7 +144,7 @@ def _rows(
                 q_top, q_log_sum, hard_log_sum = _top_and_log_sums(
                     student, student_bias, student_softcap, local, scale, given(hard) and TEMPERED, BLOCK, GROUP
                 )
-            if not COSINE:
+            if not COSINE and not GIVEN:
                 of_row = _top_and_log_sums(teacher, teacher_bias, teacher_softcap, local, scale, False, BLOCK, GROUP)
                 p_top, p_log_sum = of_row[0], of_row[1]
             from_q = ct.zeros((BLOCK // GROUP, 1), ct.float32)
@@ -141,8 +155,14 @@ def _rows(
             for back in range(tiles):
                 tile = tiles - 1 - back
                 x = _load(student, student_bias, student_softcap, local, tile, BLOCK, GROUP)[0]
-                y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, GROUP)[0]
-                if COSINE:
+                if GIVEN:
+                    p, log_p = _given(teacher, local, tile, beta, LOG, BLOCK, GROUP)
+                    log_q = ((x - q_top) * scale - q_log_sum) * LN_2
+                    from_q += ct.sum(p, axis=1, keepdims=True)
+                    from_p += ct.sum(ct.where(p == 0.0, 0.0, p * (log_p - log_q)), axis=1, keepdims=True)
+                    products += ct.sum(exp(log_q, False), axis=1, keepdims=True)
+                elif COSINE:
+                    y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, GROUP)[0]
                     column = tile * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (BLOCK // GROUP, GROUP))
                     inside = column < student.shape[1]
                     x, y = ct.where(inside, x, 0.0), ct.where(inside, y, 0.0)
@@ -150,6 +170,7 @@ def _rows(
                     from_p += ct.sum(y * y, axis=1, keepdims=True)
                     products += ct.sum(x * y, axis=1, keepdims=True)
                 else:
+                    y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, GROUP)[0]
                     log_q = finite((x - q_top) * scale - q_log_sum)
                     log_p = finite((y - p_top) * scale - p_log_sum)
                     q, p = _exp2(log_q), _exp2(log_p)
@@ -168,6 +189,9 @@ def _rows(
                 cosine = ct.sum(products) * by_teacher
                 loss = 1.0 - cosine
                 by_student = ct.where(zero, 0.0, cosine / of_student)
+            elif GIVEN:
+                # With the logarithm of the student's sum, 1 but for rounding: of close distributions the loss is as small.
+                loss = of_teacher + of_student * ct.log(ct.sum(products))
             elif TVD:
                 loss = 0.5 * of_teacher
             elif FORWARD:
@@ -197,7 +221,8 @@ def _rows(
 def _gradient(
     dstudent, student, teacher, student_bias, teacher_bias, statistics, labels, by_soft, by_hard,
     first, first_column, ignore_index: ct.ScalarInt64, scale, factor, beta, rest, student_softcap, teacher_softcap,
-    FORWARD: ConstBool, REVERSE: ConstBool, TVD: ConstBool, COSINE: ConstBool, HALF: ConstBool,
+    FORWARD: ConstBool, REVERSE: ConstBool, TVD: ConstBool, COSINE: ConstBool, GIVEN: ConstBool, LOG: ConstBool,
+    HALF: ConstBool,
     SOFT_STEP: ConstInt, HARD_STEP: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
     across = ct.num_tiles(dstudent, axis=1, shape=(1, BLOCK))
@@ -216,11 +241,16 @@ def _gradient(
             gradient = ct.zeros((1, BLOCK), ct.float32)
             if given(by_soft):
                 by = factor * ct.load(by_soft, (row * SOFT_STEP,), ())
-                y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, BLOCK)[0]
                 of_teacher, of_student = ct.load(statistics, (2, row), ()), ct.load(statistics, (3, row), ())
-                if COSINE:
+                if GIVEN:
+                    p = _given(teacher, local, tile, beta, LOG, BLOCK, BLOCK)[0]
+                    q = _exp2((x - q_top) * scale - q_log_sum)
+                    gradient = by * (q * ct.load(statistics, (4, row), ()) - p)
+                elif COSINE:
+                    y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, BLOCK)[0]
                     gradient = by * (x * of_student - y * of_teacher)
                 else:
+                    y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, BLOCK)[0]
                     log_q = finite((x - q_top) * scale - q_log_sum)
                     log_p = finite((y - of_teacher) * scale - of_student)
                     q, p = _exp2(log_q), _exp2(log_p)
@@ -242,15 +272,26 @@ def _gradient(
 
 @functools.cache
 def _with_room() -> Any:
-    """`_rows` where something is added to logits, or a second sum: with the registers of two blocks on a multiprocessor.
+    """`_rows` where something is added to logits, or a second sum, or the target is given: with the registers of two blocks
+    on a multiprocessor.
 
     In those of four, tileiras 13.4 keeps up to 94 registers in memory.
     """
     return _rows.replace_hints(occupancy=2)
 
 
-def _kind(divergence: str) -> tuple[bool, bool, bool, bool]:
-    return divergence == "forward", divergence == "reverse", divergence == "tvd", divergence == "cosine"
+@functools.cache
+def _gradient_with_room() -> Any:
+    """`_gradient` where the target is given and something is added to logits: with the registers of six blocks.
+
+    In those of eight, tileiras 13.4 keeps up to 4 registers in memory.
+    """
+    return _gradient.replace_hints(occupancy=6)
+
+
+def _kind(divergence: str) -> tuple[bool, ...]:
+    named = (divergence == name for name in ("forward", "reverse", "tvd", "cosine"))
+    return *named, divergence in ("given", "log"), divergence == "log"
 
 
 @opaque(writes=("soft", "hard", "statistics"))
@@ -275,7 +316,7 @@ def _launch_rows(
     rows, size = student.shape[0], max(student.element_size(), teacher.element_size())
     tempered = temperature != 1.0
     added = [x for x in (student_bias, teacher_bias, student_softcap, teacher_softcap) if x is not None]
-    roomy = bool(added) or (hard is not None and tempered)
+    roomy = bool(added) or (hard is not None and tempered) or divergence in ("given", "log")
     kernel, block = (_with_room(), ROW_BYTES // 2) if roomy else (_rows, ROW_BYTES)
     launch(
         kernel, (min(rows, MOST_BLOCKS),), soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels,
@@ -309,9 +350,13 @@ def _launch_gradient(
     of_columns = slice(first_column, first_column + columns)
     student_bias, teacher_bias = (None if bias is None else bias[of_columns] for bias in (student_bias, teacher_bias))
     block = min(power_of_2(columns), GRADIENT_BYTES // max(dstudent.element_size(), teacher.element_size()))
-    share = {"forward": 1.0, "reverse": LN_2, "tvd": 0.5}.get(divergence, (1.0 - beta) * LN_2) / temperature
+    share = {"forward": 1.0, "given": 1.0, "log": 1.0, "reverse": LN_2, "tvd": 0.5}.get(
+        divergence, (1.0 - beta) * LN_2
+    ) / temperature
+    roomy = divergence in ("given", "log") and (student_bias is not None or student_softcap is not None)
+    kernel = _gradient_with_room() if roomy else _gradient
     launch(
-        _gradient, (min(rows * blocks(columns, block), MOST_BLOCKS),), dstudent, student, teacher, student_bias, teacher_bias,
+        kernel, (min(rows * blocks(columns, block), MOST_BLOCKS),), dstudent, student, teacher, student_bias, teacher_bias,
         statistics, labels, by_soft, by_hard, first, first_column, ignore_index, LOG2_E / temperature,
         1.0 if divergence == "cosine" else share, beta, 1.0 - beta, student_softcap, teacher_softcap,
         *_kind(divergence), beta == 0.5, *(0 if by is None or by.shape[0] == 1 else 1 for by in (by_soft, by_hard)), block,

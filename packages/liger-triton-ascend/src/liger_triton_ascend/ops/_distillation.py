@@ -22,8 +22,10 @@ SUM_TILES = 9
 FORWARD_TILES = 16
 BACKWARD_TILES = 16
 
-KINDS = {"forward": 0, "reverse": 1, "mixture": 2, "tvd": 3, "cosine": 4}
-FORWARD, REVERSE, TVD, COSINE = (tl.constexpr(KINDS[name]) for name in ("forward", "reverse", "tvd", "cosine"))
+KINDS = {"forward": 0, "reverse": 1, "mixture": 2, "tvd": 3, "cosine": 4, "given": 5, "log": 6}
+FORWARD, REVERSE, TVD, COSINE, GIVEN, LOG = (
+    tl.constexpr(KINDS[name]) for name in ("forward", "reverse", "tvd", "cosine", "given", "log")
+)
 
 
 @triton.jit
@@ -64,6 +66,16 @@ def _order(q, p):
 
 
 @triton.jit
+def _given(target, column, inside, eps, KIND: tl.constexpr):
+    """Probabilities that stand in place of the teacher's logits, and their logarithms; 0 outside."""
+    t = tl.load(target + column, inside, other=float("-inf") if KIND == LOG else 0.0).to(tl.float32)
+    if KIND == LOG:
+        return tl.exp(t), t
+    else:
+        return t, tl.log(tl.maximum(t, eps))
+
+
+@triton.jit
 def _rows(
     soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels, student_stride, teacher_stride, columns,
     first, count, rows, ignore_index, scale, beta, rest, student_softcap, teacher_softcap,
@@ -87,7 +99,7 @@ def _rows(
             if HARD and TEMPERED:
                 _, hard_sum = _top_and_sum(q_row, student_bias, student_softcap, end, None, SUM_BLOCK, LANES)
                 hard_log_sum = tl.log(hard_sum)
-        if KIND != COSINE:
+        if KIND < COSINE:
             p_top, p_sum = _top_and_sum(p_row, teacher_bias, teacher_softcap, end, scale, SUM_BLOCK, LANES)
             p_log_sum = tl.log(p_sum)
         from_q = tl.zeros((BLOCK,), tl.float32)
@@ -97,8 +109,15 @@ def _rows(
             column = start + lane
             inside = column < columns
             x = _load(q_row, student_bias, student_softcap, column, inside)
-            y = _load(p_row, teacher_bias, teacher_softcap, column, inside)
-            if KIND == COSINE:
+            if KIND <= COSINE:
+                y = _load(p_row, teacher_bias, teacher_softcap, column, inside)
+            if KIND >= GIVEN:
+                p, log_p = _given(p_row, column, inside, beta, KIND)
+                log_q = (x - q_top) * scale - q_log_sum
+                from_q += p
+                from_p += tl.where(p == 0.0, 0.0, p * (log_p - log_q))
+                others += tl.exp(log_q)
+            elif KIND == COSINE:
                 x, y = tl.where(inside, x, 0.0), tl.where(inside, y, 0.0)
                 from_q += x * x
                 from_p += y * y
@@ -122,6 +141,9 @@ def _rows(
             cosine = of_others * by_teacher
             loss = tl.where(end > 0, 1.0 - cosine, 0.0)
             p_top, p_log_sum = by_teacher, tl.where(zero, 0.0, cosine / of_student)
+        elif KIND >= GIVEN:
+            # With the logarithm of the student's sum, 1 but for rounding: of close distributions the loss is as small.
+            loss = tl.where(end > 0, of_teacher + of_student * tl.log(of_others), 0.0)
         elif KIND == TVD:
             loss = 0.5 * of_teacher
         elif KIND == FORWARD:
@@ -178,7 +200,12 @@ def _gradient(
             inside = column < columns
             x, derivative = _cap(_load_biased(q_row, student_bias, column, inside, float("-inf")), student_softcap)
             gradient = tl.zeros((BLOCK,), tl.float32)
-            if by_soft is not None:
+            if KIND >= GIVEN:
+                p, _ = _given(p_row, column, inside, beta, KIND)
+                q = tl.exp((x - q_top) * scale - q_log_sum)
+                # A row's probabilities of the target, by the student's, which add up to 1 but for rounding.
+                gradient = tl.load(by_soft + at * SOFT_STEP) * scale * (q * whole_sum - p)
+            elif by_soft is not None:
                 by = tl.load(by_soft + at * SOFT_STEP)
                 y = _cap(_load_biased(p_row, teacher_bias, column, inside, float("-inf")), teacher_softcap)[0]
                 if KIND == COSINE:

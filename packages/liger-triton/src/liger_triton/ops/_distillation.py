@@ -12,7 +12,7 @@ from triton.language.extra import libdevice
 
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows
 from liger_triton.ops._cross_entropy import _biased, _cap
-from liger_triton.ops._divergences import above_mixture, count_of, finite, total
+from liger_triton.ops._divergences import above_mixture, count_of, exp, finite, total
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
@@ -23,8 +23,10 @@ STAGES = 3
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-KINDS = {"forward": 0, "reverse": 1, "mixture": 2, "tvd": 3, "cosine": 4}
-FORWARD, REVERSE, TVD, COSINE = (tl.constexpr(KINDS[name]) for name in ("forward", "reverse", "tvd", "cosine"))
+KINDS = {"forward": 0, "reverse": 1, "mixture": 2, "tvd": 3, "cosine": 4, "given": 5, "log": 6}
+FORWARD, REVERSE, TVD, COSINE, GIVEN, LOG = (
+    tl.constexpr(KINDS[name]) for name in ("forward", "reverse", "tvd", "cosine", "given", "log")
+)
 
 
 @triton.jit
@@ -92,6 +94,16 @@ def _order(q, p):
     return tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
 
 
+@triton.jit
+def _given(target, column, inside, eps, KIND: tl.constexpr):
+    """Probabilities that stand in place of the teacher's logits, and their logarithms; 0 outside."""
+    t = tl.load(target + column, inside, other=-float("inf") if KIND == LOG else 0.0).to(tl.float32)
+    if KIND == LOG:
+        return exp(t, False), t
+    else:
+        return t, tl.log(tl.maximum(t, eps))
+
+
 @kernel(do_not_specialize=["first", "rows", "student_stride", "teacher_stride"])
 def _rows(
     soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels, student_stride, teacher_stride, columns,
@@ -120,7 +132,7 @@ def _rows(
         q_top, q_log_sum, hard_log_sum = _top_and_log_sums(
             student, student_bias, student_softcap, scale, columns, HARD and TEMPERED, ALIGNED, GROUPS, GROUP, STAGES
         )
-    if KIND != COSINE:
+    if KIND < COSINE:
         p_top, p_log_sum, _ = _top_and_log_sums(
             teacher, teacher_bias, teacher_softcap, scale, columns, False, ALIGNED, GROUPS, GROUP, STAGES
         )
@@ -133,8 +145,15 @@ def _rows(
         column = (columns - 1) // (GROUPS * GROUP) * (GROUPS * GROUP) - back + lanes
         inside = column < columns
         x = _load(student, student_bias, student_softcap, column, inside)
-        y = _load(teacher, teacher_bias, teacher_softcap, column, inside)
-        if KIND == COSINE:
+        if KIND <= COSINE:
+            y = _load(teacher, teacher_bias, teacher_softcap, column, inside)
+        if KIND >= GIVEN:
+            p, log_p = _given(teacher, column, inside, beta, KIND)
+            log_q = ((x - q_top) * scale - q_log_sum) * LN_2
+            from_q += tl.sum(p, axis=1)
+            from_p += tl.sum(tl.where(p == 0.0, 0.0, p * (log_p - log_q)), axis=1)
+            products += tl.sum(exp(log_q, False), axis=1)
+        elif KIND == COSINE:
             x, y = tl.where(inside, x, 0.0), tl.where(inside, y, 0.0)
             from_q += tl.sum(x * x, axis=1)
             from_p += tl.sum(y * y, axis=1)
@@ -159,6 +178,9 @@ def _rows(
         cosine = product * by_teacher
         loss = 1.0 - cosine
         by_student = tl.where(zero, 0.0, tl.math.div_rn(cosine, of_student))
+    elif KIND >= GIVEN:
+        # With the logarithm of the student's sum, 1 but for rounding: of close distributions the loss is as small.
+        loss = of_teacher + of_student * tl.log(tl.sum(products))
     elif KIND == TVD:
         loss = 0.5 * of_teacher
     elif KIND == FORWARD:
@@ -183,8 +205,9 @@ def _rows(
         tl.store(statistics + 2 * rows + row, by_teacher)
         tl.store(statistics + 3 * rows + row, by_student)
     else:
-        tl.store(statistics + 2 * rows + row, p_top)
-        tl.store(statistics + 3 * rows + row, p_log_sum)
+        if KIND < COSINE:
+            tl.store(statistics + 2 * rows + row, p_top)
+            tl.store(statistics + 3 * rows + row, p_log_sum)
         tl.store(statistics + 4 * rows + row, of_student)
 
 
@@ -217,7 +240,11 @@ def _gradient(
     if KIND != COSINE or by_hard is not None:
         q_top, q_log_sum = tl.load(statistics + row), tl.load(statistics + rows + row)
     gradient = tl.zeros([BLOCK], tl.float32)
-    if by_soft is not None:
+    if KIND >= GIVEN:
+        p, _ = _given(teacher + local * teacher_stride, column, inside, beta, KIND)
+        q = tl.exp2((x - q_top) * scale - q_log_sum)
+        gradient = tl.load(by_soft + row * SOFT_STEP) / temperature * (q * tl.load(statistics + 4 * rows + row) - p)
+    elif by_soft is not None:
         y = tl.load(teacher + local * teacher_stride + column, inside, other=-float("inf")).to(tl.float32)
         y = _cap(_biased(y, teacher_bias, first_column + column, inside), teacher_softcap, teacher)[0]
         factor = tl.load(by_soft + row * SOFT_STEP)

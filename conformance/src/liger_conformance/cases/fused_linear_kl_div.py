@@ -1,0 +1,196 @@
+"""Cases of fused_linear_kl_div."""
+
+from typing import Any
+
+import torch
+
+from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.cases.cross_entropy import labels
+from liger_conformance.cases.fused_linear_cross_entropy import CHUNKS, COLUMNS, budgets, few_chunks
+from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+from liger_core.ops.kl_div import REDUCTIONS
+
+
+def build(
+    make: Make,
+    *,
+    rows: int,
+    hidden: int,
+    vocabulary: int,
+    scale: float = 1.0,
+    mass: float = 1.0,
+    absent: float = 0.0,
+    ignored: float | None = None,
+    garbage: bool = False,
+    forbidden: bool = False,
+    bias: bool = False,
+    bias_dtype: torch.dtype | None = None,
+    target_dtype: torch.dtype | None = None,
+    own_accum_dtype: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """`mass` is what a row of the target adds up to, `absent` the share of its classes that have probability 0.
+
+    `ignored` is the share of ignored rows, whose targets are NaN with `garbage`; None: no labels. `forbidden`: a bias of −inf
+    and a probability of 0 in the last column. With `own_accum_dtype` the accumulators have x's dtype.
+    """
+    ignore_index = options.get("ignore_index", -100)
+    if own_accum_dtype:
+        options["accum_dtype"] = make.dtype
+    wide = torch.promote_types(make.dtype, torch.float32)
+    target = mass * (make.randn(rows, vocabulary, dtype=wide) * scale).softmax(-1)
+    if absent:
+        target = target.masked_fill(make.mask(absent, rows, vocabulary), 0.0)
+    added = make.randn(vocabulary, dtype=bias_dtype) * 0.5 if bias or forbidden else None
+    if added is not None and forbidden:
+        target[:, -1], added[-1] = 0.0, -torch.inf
+    of_rows = None if ignored is None else labels(make, rows, vocabulary, ignored, ignore_index)
+    if of_rows is not None and garbage:
+        target[of_rows == ignore_index] = torch.nan
+    if options.get("log_target", False):
+        target = target.log()
+    return {
+        "x": make.randn(rows, hidden) * scale,
+        "linear_weight": make.randn(vocabulary, hidden) * hidden**-0.5,
+        "target": target.to(target_dtype or make.dtype),
+        "labels": of_rows,
+        "bias": added,
+        **options,
+    }
+
+
+VARY = Vary(
+    sizes={"rows": Size(most=1 << 16), "hidden": Size(most=1 << 13), "vocabulary": Size()},
+    tensors=("rows hidden", "vocabulary hidden", "rows vocabulary"),
+    values={
+        "log_target": (False, True),
+        "temperature": (1.0, Number(0.3, 10.0)),
+        "softcap": (None, Number(3.0, 100.0)),
+        "eps": (0.0, Number(1e-10, 0.1)),
+        "mass": (1.0, Number(0.1, 3.0)),
+        "absent": (0.0, Number(0.0, 1.0)),
+        "forbidden": lambda vocabulary: (False, vocabulary > 1),
+        "ignored": (None, 0.0, Number(0.0, 1.0)),
+        "ignore_index": (-100, -1, 3),
+        "bias": (False, True),
+        "bias_dtype": ANY_DTYPE,
+        "target_dtype": ANY_DTYPE,
+        "reduction": REDUCTIONS,
+        "accum_dtype": lambda: (torch.float32,),
+        "own_accum_dtype": few_chunks,
+        "memory_budget": budgets,
+    },
+)
+
+CAPPED: dict[str, Any] = {"ignored": 0.2, "bias": True, "softcap": 3.0, "temperature": 2.0, "mass": 0.7}
+LOG: dict[str, Any] = {"log_target": True}
+
+CASES = (
+    Case("odd", "odd", rows=5, hidden=24, vocabulary=67, **CAPPED),
+    Case("plain", "odd", rows=7, hidden=17, vocabulary=45),
+    Case("log-target", "odd", rows=7, hidden=17, vocabulary=45, **LOG),
+    Case("many-rows", "odd", rows=133, hidden=8, vocabulary=33, ignored=0.1, reduction="mean"),
+    Case("long-vocabulary", "odd", rows=2, hidden=16, vocabulary=3001, **LOG, **CAPPED),
+    Case("wide", "odd", rows=3, hidden=517, vocabulary=40, **LOG),
+    Case("one-row", "edge", rows=1, hidden=16, vocabulary=45),
+    Case("one-class", "edge", rows=3, hidden=16, vocabulary=1, bias=True),
+    Case("all-ignored", "edge", rows=3, hidden=16, vocabulary=33, ignored=1.0, garbage=True, reduction="mean"),
+    Case("ignored-class", "edge", rows=6, hidden=16, vocabulary=33, ignored=0.3, ignore_index=3, garbage=True),
+    Case("garbage-log-target", "edge", rows=6, hidden=16, vocabulary=33, ignored=0.3, garbage=True, **LOG),
+    Case("absent", "edge", rows=5, hidden=16, vocabulary=70, absent=0.4),
+    Case("absent-log-target", "edge", rows=5, hidden=16, vocabulary=70, absent=0.4, **LOG, reduction="none"),
+    Case("empty-target", "edge", rows=5, hidden=16, vocabulary=33, absent=1.0, eps=0.0),
+    Case("forbidden-token", "edge", rows=4, hidden=16, vocabulary=33, forbidden=True),
+    Case("forbidden-log-target", "edge", rows=4, hidden=16, vocabulary=33, forbidden=True, **LOG),
+    Case("expanded-target", "edge", rows=4, hidden=16, vocabulary=33, how=How(layouts={"target": "expanded"})),
+    Case("transposed-target", "edge", rows=4, hidden=16, vocabulary=33, how=How(layouts={"target": "transposed"})),
+    Case("mean", "option", rows=5, hidden=32, vocabulary=96, ignored=0.2, reduction="mean", **LOG),
+    Case("sum", "option", rows=5, hidden=32, vocabulary=96, reduction="sum", temperature=0.7),
+    Case("none", "option", rows=5, hidden=32, vocabulary=96, **CAPPED, reduction="none"),
+    Case("eps", "option", rows=5, hidden=32, vocabulary=96, eps=0.02),
+    Case("eps-zero", "option", rows=5, hidden=32, vocabulary=96, eps=0.0, absent=0.3, mass=2.5),
+    Case("softcap", "option", rows=5, hidden=32, vocabulary=97, softcap=2.0),
+    Case("float32-bias", "option", rows=5, hidden=32, vocabulary=96, **CAPPED, bias_dtype=torch.float32),
+    Case("chunks", "option", **CHUNKS, **CAPPED),
+    Case("chunks-log-target", "option", **CHUNKS, **LOG, ignored=0.1, reduction="mean"),
+    Case("chunks-none", "option", **CHUNKS, **CAPPED, reduction="none"),
+    Case("chunks-float32-bias", "option", **CHUNKS, **CAPPED, bias_dtype=torch.float32),
+    Case("columns", "option", **COLUMNS, **CAPPED),
+    Case("columns-none", "option", **COLUMNS, **LOG, reduction="none"),
+    Case("own-accum-dtype", "option", rows=6, hidden=32, vocabulary=33, own_accum_dtype=True),
+    Case("float32-target", "option", rows=6, hidden=32, vocabulary=45, target_dtype=torch.float32),
+    Case("bfloat16-target", "option", rows=6, hidden=32, vocabulary=45, target_dtype=torch.bfloat16, **LOG),
+    Case("big-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=8.0),
+    Case("big-values-log-target", "extreme", rows=4, hidden=32, vocabulary=65, scale=8.0, **LOG),
+    Case("tiny-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=1e-2),
+    Case("uneven-rows", "extreme", rows=6, hidden=16, vocabulary=65, **CAPPED, reduction="none", by_row=("incoming",)),
+    Case("uneven-targets", "extreme", rows=6, hidden=16, vocabulary=65, reduction="none", by_row=("target",)),
+    Case("small", "small", rows=1024, hidden=1024, vocabulary=32000),
+    Case("medium", "medium", rows=4096, hidden=2048, vocabulary=128256),
+    Case("large", "large", rows=8192, hidden=2048, vocabulary=128256),
+)
+
+
+def _good(make: Make, **changed: Any) -> dict[str, Any]:
+    return {"x": make.randn(3, 4), "linear_weight": make.randn(8, 4), "target": make.uniform(3, 8), **changed}
+
+
+def _chunks(make: Make, memory_budget: object) -> dict[str, Any]:
+    return {**_good(make), "linear_weight": make.randn(8, 4).requires_grad_(), "memory_budget": memory_budget}
+
+
+BAD = (
+    *(
+        Bad(
+            f"integer-{name.replace('_', '-')}",
+            TypeError,
+            (name, "int64"),
+            lambda make, name=name: _good(make, **{name: _good(make)[name].long()}),
+        )
+        for name in ("x", "linear_weight", "target")
+    ),
+    Bad(
+        "weight-of-another-dtype",
+        TypeError,
+        ("linear_weight", "float16", "x", "float32"),
+        lambda make: _good(make, linear_weight=make.randn(8, 4, dtype=torch.float16)),
+    ),
+    Bad("target-not-a-tensor", TypeError, ("target", "list"), lambda make: _good(make, target=[[1.0] * 8] * 3)),
+    Bad("vector-x", ValueError, ("x", "1 dimensions"), lambda make: _good(make, x=make.randn(4))),
+    Bad(
+        "narrow-linear-weight",
+        ValueError,
+        ("linear_weight", "(8, 3)", "(8, 4)"),
+        lambda make: _good(make, linear_weight=make.randn(8, 3)),
+    ),
+    Bad(
+        "no-classes",
+        ValueError,
+        ("linear_weight", "(0, 4)"),
+        lambda make: _good(make, linear_weight=make.randn(0, 4)),
+    ),
+    Bad("narrow-target", ValueError, ("target", "(3, 7)", "(3, 8)"), lambda make: _good(make, target=make.randn(3, 7))),
+    Bad("short-target", ValueError, ("target", "(2, 8)", "(3, 8)"), lambda make: _good(make, target=make.randn(2, 8))),
+    Bad("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
+    Bad(
+        "short-labels", ValueError, ("labels", "(2,)", "(3,)"), lambda make: _good(make, labels=make.integers(0, 8, 2))
+    ),
+    Bad("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _good(make, bias=make.randn(7))),
+    Bad("integer-bias", TypeError, ("bias", "int64"), lambda make: _good(make, bias=make.integers(0, 8, 8))),
+    Bad("log-target-not-a-bool", TypeError, ("log_target", "1"), lambda make: _good(make, log_target=1)),
+    Bad("temperature-zero", ValueError, ("temperature", "0.0"), lambda make: _good(make, temperature=0.0)),
+    Bad("negative-softcap", ValueError, ("softcap", "-1.0"), lambda make: _good(make, softcap=-1.0)),
+    Bad("eps-not-a-number", TypeError, ("eps", "None"), lambda make: _good(make, eps=None)),
+    Bad("negative-eps", ValueError, ("eps", "-1e-10"), lambda make: _good(make, eps=-1e-10)),
+    Bad(
+        "unknown-reduction",
+        ValueError,
+        ("reduction", "'average'", "'batchmean'"),
+        lambda make: _good(make, reduction="average"),
+    ),
+    Bad("ignore-index-a-float", TypeError, ("ignore_index", "1.5"), lambda make: _good(make, ignore_index=1.5)),
+    Bad("accum-dtype-a-string", TypeError, ("accum_dtype", "'fp32'"), lambda make: _good(make, accum_dtype="fp32")),
+    Bad("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _chunks(make, 1e6)),
+    # As in fused_linear_cross_entropy: all three rows are 2 · 3 · 8 · 4 bytes of logits, or one column of them is less.
+    Bad("budget-too-small", ValueError, ("memory_budget", "1;", "at least"), lambda make: _chunks(make, 1)),
+)

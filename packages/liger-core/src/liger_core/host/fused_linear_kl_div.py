@@ -1,0 +1,141 @@
+"""KL divergence of a linear layer from given probabilities, by a language's kernels of distillations: all but these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core.contract import Needs, Saved
+from liger_core.host.distillation import (
+    DistillationKernels,
+    Given,
+    Incoming,
+    Options,
+    Rows,
+    divisor_of,
+    given_of,
+    incoming_of,
+    new_rows,
+)
+from liger_core.host.linear import Linear, LinearLoss, plan_of
+
+
+class _Loss(LinearLoss):
+    """A call: rows of the target stand in place of a teacher's logits. `results` are written in forward alone; `made` is what
+    backward multiplies gradients of rows with.
+    """
+
+    def __init__(
+        self, kernels: DistillationKernels, given: Given, target: Tensor, statistics: Tensor, *layer: Any
+    ) -> None:
+        super().__init__(*layer)
+        self.kernels, self.given, self.target, self.statistics = kernels, given, target, statistics
+        self.results: Rows | None = None
+        self.made: Incoming | None = None
+
+    def write(self, first: int, *logits: Tensor) -> None:
+        assert self.results is not None
+        target = self.target[first : first + logits[0].shape[0]]
+        self.kernels.rows(self.results, logits[0], target, self.given, first)
+
+    def incoming(self, dloss: Tensor | None) -> Incoming:
+        if dloss is not None and self.made is not None:
+            return self.made
+        return Incoming(torch.ones(1, dtype=torch.float32, device=self.x.device), None)
+
+    def gradient(
+        self, dlogits: Tensor, kept: tuple[Tensor | None, ...], incoming: Any, first: int = 0, first_column: int = 0
+    ) -> None:
+        rows, columns = dlogits.shape
+        target = self.target[first : first + rows, first_column : first_column + columns]
+        self.kernels.gradient(dlogits, kept[0], target, self.given, self.statistics, incoming, first, first_column)
+
+
+class FusedLinearKLDiv:
+    """`fused_linear_kl_div` by a language's kernels: chunks of logits, in memory used again for each."""
+
+    def __init__(self, kernels: DistillationKernels, linear: Linear) -> None:
+        self.kernels, self.linear = kernels, linear
+
+    def forward(
+        self,
+        needs: Needs,
+        x: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        labels: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        log_target: bool = False,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        eps: float = 1e-10,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        accum_dtype: torch.dtype = torch.float32,
+        memory_budget: int | None = None,
+    ) -> tuple[Tensor, Saved]:
+        """The contract's, for a kernel file."""
+        given = given_of(labels, bias, None, _options(log_target, temperature, softcap, eps, ignore_index))
+        rows = new_rows(x, False)
+        layer = needs, x, linear_weight, bias
+        loss = self._loss(given, target, rows.statistics, layer, reduction, accum_dtype, memory_budget)
+        loss.results = rows
+        divided = reduction in ("batchmean", "mean")
+        loss.divisor = divisor_of(self.kernels, x, given, "mean" if divided else reduction, None)
+        if reduction == "mean" and loss.divisor is not None:
+            loss.divisor = loss.divisor * linear_weight.shape[0]
+        kept = loss.forward()
+        result = rows.soft if reduction == "none" else self.kernels.total(rows.soft, loss.divisor)
+        if not any(needs):
+            return result, ()
+        return result, (x, linear_weight, target, given.labels, bias, rows.statistics, loss.divisor, *kept)
+
+    def backward(
+        self,
+        needs: Needs,
+        saved: Saved,
+        dloss: Tensor,
+        *,
+        log_target: bool,
+        temperature: float,
+        softcap: float | None,
+        eps: float,
+        reduction: str,
+        ignore_index: int,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+    ) -> tuple[Tensor | None, ...]:
+        """The contract's, for a kernel file."""
+        x, linear_weight, target, labels, bias, statistics, divisor, *kept = saved
+        given = given_of(labels, bias, None, _options(log_target, temperature, softcap, eps, ignore_index))
+        layer = needs, x, linear_weight, bias
+        loss = self._loss(given, target, statistics, layer, reduction, accum_dtype, memory_budget)
+        loss.divisor = divisor
+        # Without these, gradients that were made in forward are only scaled.
+        if not loss.plan.at_once or loss.plan.columns is not None:
+            loss.made = incoming_of(None, dloss, None, divisor, 1.0, 0.0)
+        return loss.backward(tuple(kept), dloss)
+
+    def _loss(
+        self,
+        given: Given,
+        target: Tensor,
+        statistics: Tensor,
+        layer: tuple[Needs, Tensor, Tensor, Tensor | None],
+        reduction: str,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+    ) -> _Loss:
+        needs, x, weight, _ = layer
+        reduced = reduction != "none"
+        plan = plan_of(needs, x, weight, accum_dtype=accum_dtype, memory_budget=memory_budget, reduced=reduced)
+        return _Loss(self.kernels, given, target, statistics, self.linear, *layer, plan, accum_dtype)
+
+
+def _options(log_target: bool, temperature: float, softcap: float | None, eps: float, ignore_index: int) -> Options:
+    """Those of a distillation of which the target is data."""
+    softcap = None if softcap is None else float(softcap)
+    return Options("log" if log_target else "given", float(eps), float(temperature), softcap, None, ignore_index, False)

@@ -1,0 +1,189 @@
+"""Host code of the linear losses that read a teacher's rows or given probabilities, with kernels that are PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_core.contract import Needs, Once
+from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
+from liger_core.host.fused_linear_distillation import FusedLinearDistillation
+from liger_core.host.fused_linear_kl_div import FusedLinearKLDiv
+from liger_core.host.linear import Linear, plan_of
+from liger_core.ops.fused_linear_distillation import fused_linear_distillation
+from liger_core.ops.fused_linear_kl_div import fused_linear_kl_div
+
+ROWS, HIDDEN, VOCABULARY = 48, 16, 96
+ALL = (True, True, True)
+BUDGETS = {"whole": None, "chunks": 12_000, "columns": 5_000}
+
+
+class TorchLinear(Linear):
+    """Notes the dtypes of what it multiplies for the weight's gradient."""
+
+    def __init__(self) -> None:
+        self.added: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def scale(self, y: Tensor, x: Tensor, dloss: Tensor, divisor: Tensor | None) -> None:
+        y.copy_(x.float() * (dloss if divisor is None else dloss / divisor.view(-1)[0]))
+
+    def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        self.added.append((a.dtype, b.dtype))
+        return super().add_product(total, a, b, dtype)
+
+
+class TorchKernels(DistillationKernels):
+    """Of the forward divergence from a teacher's logits or from probabilities, without temperature and softcaps."""
+
+    def _both(self, student: Tensor, teacher: Tensor, given: Given, column: int) -> tuple[Tensor, Tensor]:
+        z = student.float()
+        if given.student_bias is not None:
+            z = z + given.student_bias.float()[column : column + z.shape[1]]
+        return z, teacher.float() if given.options.divergence == "given" else teacher.float().softmax(1)
+
+    def _counts(self, given: Given, first: int, rows: int) -> Tensor:
+        labels = given.labels
+        counts = torch.ones(rows, dtype=torch.bool)
+        return counts if labels is None else labels[first : first + rows] != given.options.ignore_index
+
+    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
+        some = slice(first, first + student.shape[0])
+        z, p = self._both(student, teacher, given, 0)
+        least = given.options.beta if given.options.divergence == "given" else 0.0
+        losses = (p * (p.clamp(min=least).log() - z.log_softmax(1))).nan_to_num(0.0).sum(1)
+        results.soft[some] = losses.masked_fill(~self._counts(given, first, len(losses)), 0.0)
+        results.statistics[0, some], results.statistics[4, some] = z.logsumexp(1), p.sum(1)
+
+    def gradient(
+        self,
+        dstudent: Tensor,
+        student: Tensor | None,
+        teacher: Tensor,
+        given: Given,
+        statistics: Tensor,
+        incoming: Incoming,
+        first: int,
+        first_column: int,
+    ) -> None:
+        some = slice(first, first + dstudent.shape[0])
+        z, p = self._both(dstudent if student is None else student, teacher, given, first_column)
+        assert incoming.soft is not None
+        by = incoming.soft.expand(statistics.shape[1])[some, None]
+        dz = by * (torch.exp(z - statistics[0, some, None]) * statistics[4, some, None] - p)
+        dstudent.copy_(dz.masked_fill(~self._counts(given, first, len(dz))[:, None], 0.0))
+
+    def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+        return torch.tensor(float(len(x)) if labels is None else max((labels != ignore_index).sum().item(), 1.0))
+
+    def total(self, losses: Tensor, divisor: Tensor | None) -> Tensor:
+        return losses.sum() if divisor is None else losses.sum() / divisor
+
+
+def arguments(dtype: torch.dtype = torch.bfloat16, bias_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    randn = torch.randn
+    return {
+        "x": randn(ROWS, HIDDEN, generator=generator).to(dtype),
+        "linear_weight": randn(VOCABULARY, HIDDEN, generator=generator).to(dtype) * 0.5,
+        "target": 0.8 * randn(ROWS, VOCABULARY, generator=generator).softmax(1),
+        "labels": torch.randint(-1, 2, (ROWS,), generator=generator),
+        "bias": randn(VOCABULARY, generator=generator).to(bias_dtype or dtype),
+    }
+
+
+OPTIONS: dict[str, Any] = {"log_target": False, "temperature": 1.0, "softcap": None, "eps": 1e-10, "ignore_index": -1}
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "mean", "sum", "none"])
+@pytest.mark.parametrize("kind", BUDGETS)
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_kl_div(kind: str, reduction: str, bias_dtype: torch.dtype) -> None:
+    """By chunks of rows, by blocks of columns or at once they are the reference's, twice the same; the target keeps its own."""
+    given = arguments(bias_dtype=bias_dtype)
+    budget = BUDGETS[kind]
+    found = plan_of(
+        ALL,
+        given["x"],
+        given["linear_weight"],
+        accum_dtype=torch.float32,
+        memory_budget=budget,
+        reduced=reduction != "none",
+    )
+    assert (found.whole, found.columns is not None) == (kind == "whole", kind == "columns")
+    options = {**OPTIONS, "reduction": reduction, "accum_dtype": torch.float32, "memory_budget": budget}
+    linear, before = TorchLinear(), given["target"].clone()
+    host = FusedLinearKLDiv(TorchKernels(), linear)
+    loss, saved = host.forward(ALL, **given, **options)
+    dloss = torch.randn(loss.shape, generator=torch.Generator().manual_seed(1))
+    got = [host.backward(ALL, saved, dloss, **options) for _ in range(2)]
+    assert torch.equal(given["target"], before)
+    assert saved[2] is given["target"]
+    assert all(
+        dtypes == (torch.bfloat16, torch.bfloat16) for dtypes in linear.added
+    )  # 16-bit operands, never their copies
+    leaves = {name: t.double().requires_grad_() if t.is_floating_point() else t for name, t in given.items()}
+    truth = fused_linear_kl_div.reference(**leaves, **options)
+    wanted = [leaves[name] for name in ("x", "linear_weight", "bias")]
+    torch.testing.assert_close(loss.double(), truth, rtol=2e-2, atol=2e-2)
+    for one, again, right in zip(*got, torch.autograd.grad(truth, wanted, dloss.double()), strict=True):
+        assert one is not None
+        assert again is not None
+        assert torch.equal(one, again)
+        assert (one.double() - right).abs().max() < 2e-2 * right.abs().max()
+
+
+def test_gradients_made_in_forward_are_given_away_once() -> None:
+    given = arguments()
+    options = {**OPTIONS, "reduction": "batchmean", "accum_dtype": torch.float32, "memory_budget": BUDGETS["chunks"]}
+    host = FusedLinearKLDiv(TorchKernels(), TorchLinear())
+    assert isinstance(host.forward(ALL, **given, **options)[1][-1], Once)
+    assert host.forward((False, False, False), **given, **options)[1] == ()
+
+
+def test_what_is_kept_of_an_unreduced_loss_is_no_gradient() -> None:
+    given = arguments()
+    options = {**OPTIONS, "reduction": "none", "accum_dtype": torch.float32, "memory_budget": BUDGETS["chunks"]}
+    _, saved = FusedLinearKLDiv(TorchKernels(), TorchLinear()).forward(ALL, **given, **options)
+    assert len(saved) == 7
+
+
+@pytest.mark.parametrize("needs", [ALL, (True, False, False), (False, True, False)], ids=str)
+@pytest.mark.parametrize("kind", ["whole", "chunks"])
+def test_a_frozen_student_takes_no_product_of_its_weight(kind: str, needs: Needs) -> None:
+    """Nor has it a gradient; that of the teacher has no product at all."""
+    given = arguments()
+    linear = TorchLinear()
+    host = FusedLinearDistillation(TorchKernels(), linear)
+    options: dict[str, Any] = {
+        "divergence": "jsd",
+        "beta": 0.0,
+        "temperature": 1.0,
+        "soft_weight": 1.0,
+        "hard_weight": 0.0,
+        "student_softcap": None,
+        "teacher_softcap": None,
+        "ignore_index": -1,
+        "reduction": "mean",
+        "accum_dtype": torch.float32,
+        "memory_budget": None if kind == "whole" else 18_000,
+    }
+    tensors = (
+        given["x"],
+        given["linear_weight"],
+        given["x"] * 2,
+        given["linear_weight"] * 2,
+        given["labels"],
+        given["bias"],
+    )
+    result, saved = host.forward(needs, *tensors, **options)
+    one = torch.ones(())
+    gradients = host.backward(needs, saved, one, None, None, **options)
+    assert [gradient is not None for gradient in gradients] == [*needs]
+    assert bool(linear.added) == needs[1]
+    truth = fused_linear_distillation.reference(
+        *(t.double() if t.is_floating_point() else t for t in tensors), **options
+    )
+    torch.testing.assert_close(result.loss.double(), truth.loss, rtol=2e-2, atol=2e-2)

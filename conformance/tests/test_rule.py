@@ -55,7 +55,14 @@ def test_a_baseline_that_is_right_by_luck_is_no_measure() -> None:
     assert over, "one baseline is enough here: the test shows nothing"
 
 
-@pytest.mark.parametrize("op", sorted(ops))
+OF_PRODUCTS = ("fused_linear_", "fused_moe", "gated_mlp")
+"""Ops that are products and another op. What roundings may do to them takes seconds to find."""
+
+
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(op, marks=[pytest.mark.slow] if op.startswith(OF_PRODUCTS) else []) for op in sorted(ops)],
+)
 def test_luck_excuses_no_lower_precision(op: str) -> None:
     """Operands rounded to the 11 bits of TF32 are over the bound by far, in each op, with all that roundings may do."""
     arguments = complete(ops[op], cases_of(op).build(cases_of(op).cases[0], torch.float32, "cpu"))

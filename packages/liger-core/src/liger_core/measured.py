@@ -124,7 +124,7 @@ def figures(op: str, chip: str | None, compiled: bool) -> list[Figure]:
         for table in tables:
             on_chip = table.get(chip or "", {})
             for size, times in on_chip.get("compiled" if compiled else "eager", {}).get(op, ()):
-                others = found[size].times if size in found else {}
+                others: Mapping[str, float] = found[size].times if size in found else {}
                 found[size] = Figure(size, {**others, **times}, on_chip["record"])
         if found:
             return [found[size] for size in sorted(found)]

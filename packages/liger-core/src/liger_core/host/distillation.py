@@ -70,6 +70,11 @@ class Incoming(NamedTuple):
     hard: Tensor | None
 
 
+def step_of(incoming: Tensor | None) -> int:
+    """How far apart in `Incoming` lie what two adjacent rows' gradients are multiplied with."""
+    return 0 if incoming is None or incoming.shape[0] == 1 else 1
+
+
 class DistillationKernels:
     """A language's kernels of distillations."""
 

@@ -48,6 +48,15 @@ class Routing(NamedTuple):
     def per_token(self) -> int:
         return self.keys.shape[1]
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a kernel needs to find an expert's slots and a block's expert."""
+        return self.starts, self.tile_experts, self.tile_starts
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The row of each sorted slot's token, ``[T·K, ...]``."""
+        return x.index_select(0, self.order // self.per_token)
+
 
 def route(indices: Tensor, experts: int, rows: int) -> Routing:
     """Sort the slots by expert and divide each expert's into blocks, without waiting for the device."""

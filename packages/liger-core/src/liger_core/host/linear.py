@@ -410,11 +410,12 @@ class LinearLoss:
     def _scaled(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         own = isinstance(kept[0], Once)
         if own:
-            kept = kept[0].take()
-            if kept is None:  # a backward before this one has taken them
+            taken: Saved | None = kept[0].take()
+            if taken is None:  # a backward before this one has taken them
                 gradients = self._gradients(self.accum_dtype)
                 self.run(False, gradients, None)
-                kept = gradients.made
+                taken = gradients.made
+            kept = taken
         dx, dweight, dbias = kept
         scaled, divisor = self.linear.scaled, self.divisor
         dx = scaled(dx, self.x.dtype, dloss, divisor, own)

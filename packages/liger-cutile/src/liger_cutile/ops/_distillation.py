@@ -12,7 +12,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
+from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows, step_of
 from liger_core.opaque import opaque
 from liger_cutile.ops._cross_entropy import _cap
 from liger_cutile.ops._divergences import above_mixture, exp, finite, launch_count, launch_total
@@ -359,7 +359,7 @@ def _launch_gradient(
         kernel, (min(rows * blocks(columns, block), MOST_BLOCKS),), dstudent, student, teacher, student_bias, teacher_bias,
         statistics, labels, by_soft, by_hard, first, first_column, ignore_index, LOG2_E / temperature,
         1.0 if divergence == "cosine" else share, beta, 1.0 - beta, student_softcap, teacher_softcap,
-        *_kind(divergence), beta == 0.5, *(0 if by is None or by.shape[0] == 1 else 1 for by in (by_soft, by_hard)), block,
+        *_kind(divergence), beta == 0.5, step_of(by_soft), step_of(by_hard), block,
     )  # fmt: skip
 
 

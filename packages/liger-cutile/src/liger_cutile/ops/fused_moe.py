@@ -343,14 +343,14 @@ class Kernels(MoEKernels):
         routing: Routing,
         activation: Activation,
     ) -> None:
-        _launch_up(factors, activated, _gathered(x, routing), gate, up, *_tables(routing), routing.rows, *activation)
+        _launch_up(factors, activated, routing.gathered(x), gate, up, *routing.tables, routing.rows, *activation)
 
     def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
         """Sorted."""
         result = total
         if result is None:
             result = torch.empty(routing.slots, weight.shape[1], dtype=torch.float32, device=left.device)
-        _launch_product(result, left, weight, *_tables(routing), routing.rows, total is not None)
+        _launch_product(result, left, weight, *routing.tables, routing.rows, total is not None)
         return result
 
     def gradient(
@@ -365,9 +365,9 @@ class Kernels(MoEKernels):
         routing: Routing,
         activation: Activation,
     ) -> None:
-        left = None if dfactors is None and sums is None else _gathered(dy, routing)
+        left = None if dfactors is None and sums is None else routing.gathered(dy)
         _launch_gradient(
-            dfactors, weighted, sums, left, down, factors, expert_weights, routing.order, *_tables(routing), routing.rows,
+            dfactors, weighted, sums, left, down, factors, expert_weights, routing.order, *routing.tables, routing.rows,
             *activation,
         )  # fmt: skip
 
@@ -380,9 +380,9 @@ class Kernels(MoEKernels):
         if result is None:
             result = left.new_empty(routing.by_size.shape[0], left.shape[1], right.shape[1])
         if gathers == "left":
-            left = _gathered(left, routing)
+            left = routing.gathered(left)
         else:
-            right = _gathered(right, routing)
+            right = routing.gathered(right)
         _launch_weight_gradient(result, left, right, routing.starts, routing.by_size)
         return result
 
@@ -424,15 +424,6 @@ def _halves(factors: Tensor | None) -> Tensor | None:
 
 def _whole(rows: Tensor | None) -> Tensor | None:
     return None if rows is None else rows[:, None]
-
-
-def _tables(routing: Routing) -> tuple[Tensor, ...]:
-    return routing.starts, routing.tile_experts, routing.tile_starts
-
-
-def _gathered(x: Tensor, routing: Routing) -> Tensor:
-    """The row of each sorted slot's token."""
-    return x.index_select(0, routing.order // routing.per_token)
 
 
 @functools.cache

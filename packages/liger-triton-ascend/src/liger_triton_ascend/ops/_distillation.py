@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows
+from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
 from liger_triton_ascend.ops._cross_entropy import _cap
 from liger_triton_ascend.ops._divergences import above_mixture, count_of, finite
 from liger_triton_ascend.ops._exponentials import LANES, add_exponentials, no_exponentials
@@ -275,11 +275,10 @@ class _Kernels(DistillationKernels):
         count, columns = dstudent.shape
         programs, block = long_row_blocks(dstudent, count, columns, BACKWARD_TILES)
         options, kind = _options(given.options)
-        soft, hard = (0 if by is None or by.shape[0] == 1 else 1 for by in incoming)
         _gradient[(programs,)](
             dstudent, statistics, student, teacher, given.student_bias, given.teacher_bias, given.labels, *incoming,
             student_stride, teacher_stride, columns, first, first_column, count, statistics.shape[1], *options, **kind,
-            SOFT_STEP=soft, HARD_STEP=hard, BLOCK=block,
+            SOFT_STEP=step_of(incoming.soft), HARD_STEP=step_of(incoming.hard), BLOCK=block,
         )  # fmt: skip
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:

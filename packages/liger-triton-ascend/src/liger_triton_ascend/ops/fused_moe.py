@@ -215,7 +215,7 @@ class Kernels(MoEKernels):
     ) -> None:
         experts, columns, depth = gate.shape
         _up[_grid(routing, columns)](
-            factors, activated, _gathered(x, routing), gate, up, *_tables(routing), experts, _tiles(routing), columns, depth,
+            factors, activated, routing.gathered(x), gate, up, *routing.tables, experts, _tiles(routing), columns, depth,
             activation.limit, *gate.stride(), GELU=activation.gelu, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
         )  # fmt: skip
 
@@ -225,7 +225,7 @@ class Kernels(MoEKernels):
         if result is None:
             result = torch.empty(routing.slots, columns, dtype=torch.float32, device=left.device)
         _product[_grid(routing, columns)](
-            result, left, weight, *_tables(routing), experts, _tiles(routing), columns, depth,
+            result, left, weight, *routing.tables, experts, _tiles(routing), columns, depth,
             left.stride(0), *weight.stride(), ADD=total is not None, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
         )  # fmt: skip
         return result
@@ -246,8 +246,8 @@ class Kernels(MoEKernels):
         parts = self.parts(columns, dy)
         found = None if sums is None else torch.zeros_like(sums)
         _gradient[_grid(routing, columns)](
-            dfactors, weighted, found, _gathered(dy, routing), down, factors, expert_weights[routing.order],
-            *_tables(routing), experts, _tiles(routing), columns,
+            dfactors, weighted, found, routing.gathered(dy), down, factors, expert_weights[routing.order],
+            *routing.tables, experts, _tiles(routing), columns,
             depth if dfactors is not None or sums is not None else 0, parts, activation.limit, *down.stride(),
             GELU=activation.gelu, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
         )  # fmt: skip
@@ -264,9 +264,9 @@ class Kernels(MoEKernels):
         if result is None:
             result = left.new_empty(experts, rows, columns)
         if gathers == "left":
-            left = _gathered(left, routing)
+            left = routing.gathered(left)
         else:
-            right = _gathered(right, routing)
+            right = routing.gathered(right)
         blocks = (rows + ROWS - 1) // ROWS * ((columns + COLUMNS - 1) // COLUMNS)
         _weight_gradient[(min(experts * blocks, get_npu_core_count(result.device)),)](
             result, left, right, routing.starts, experts, rows, columns, *result.stride(), left.stride(0), right.stride(0),
@@ -284,10 +284,6 @@ class Kernels(MoEKernels):
         )  # fmt: skip
 
 
-def _tables(routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-    return routing.starts, routing.tile_experts, routing.tile_starts
-
-
 def _tiles(routing: Routing) -> int:
     return routing.tile_experts.shape[0]
 
@@ -295,11 +291,6 @@ def _tiles(routing: Routing) -> int:
 def _grid(routing: Routing, columns: int) -> tuple[int]:
     blocks = _tiles(routing) * ((columns + COLUMNS - 1) // COLUMNS)
     return (min(blocks, get_npu_core_count(routing.order.device)),)
-
-
-def _gathered(x: Tensor, routing: Routing) -> Tensor:
-    """The row of each sorted slot's token."""
-    return x.index_select(0, routing.order // routing.per_token)
 
 
 _host = FusedMoE(Kernels())

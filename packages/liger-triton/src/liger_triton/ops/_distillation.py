@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows
+from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
 from liger_triton.ops._cross_entropy import _biased, _cap
 from liger_triton.ops._divergences import above_mixture, count_of, exp, finite, total
 from liger_triton.ops._launch import kernel
@@ -320,11 +320,10 @@ class _Kernels(DistillationKernels):
         while block < columns and block < 2048:
             block *= 2
         options, kind = _options(given.options)
-        soft, hard = (0 if by is None or by.shape[0] == 1 else 1 for by in incoming)
         _gradient[(n * ((columns + block - 1) // block),)](
             dstudent, statistics, student, teacher, given.student_bias, given.teacher_bias, given.labels, *incoming,
             student_stride, teacher_stride, columns, first, first_column, statistics.shape[1], *options, **kind,
-            SOFT_STEP=soft, HARD_STEP=hard, BLOCK=block, num_warps=max(block // 512, 1),
+            SOFT_STEP=step_of(incoming.soft), HARD_STEP=step_of(incoming.hard), BLOCK=block, num_warps=max(block // 512, 1),
         )  # fmt: skip
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:

@@ -429,9 +429,9 @@ class Kernels(MoEKernels):
         width, deep, named = _tile(x, routing.rows, columns, depth, "up")
         tiles = routing.tile_experts.shape[0]
         _up[(tiles * ((columns + width - 1) // width),)](
-            factors, activated, x, gate, up, *_tables(routing), experts, tiles, routing.per_token, columns, depth,
-            activation.limit, *x.stride(), *gate.stride(), GELU=activation.gelu, EVEN=not depth % deep,
-            WHOLE=not columns % width,
+            factors, activated, x, gate, up, routing.order, *routing.tables, experts, tiles,
+            routing.per_token, columns, depth, activation.limit, *x.stride(), *gate.stride(),
+            GELU=activation.gelu, EVEN=not depth % deep, WHOLE=not columns % width,
             ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
         )  # fmt: skip
 
@@ -446,7 +446,7 @@ class Kernels(MoEKernels):
         width, deep, named = _tile(left, routing.rows, columns, depth, "product")
         tiles = routing.tile_experts.shape[0]
         _product[(tiles * ((columns + width - 1) // width),)](
-            result, left, weight, *_tables(routing)[1:], experts, tiles, columns, depth,
+            result, left, weight, *routing.tables, experts, tiles, columns, depth,
             left.stride(0), *weight.stride(), ADD=total is not None, EVEN=not depth % deep, WHOLE=not columns % width,
             ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
         )  # fmt: skip
@@ -472,11 +472,11 @@ class Kernels(MoEKernels):
             depth = 0
         elif _grouped(columns, dy, down) and (sums is None or expert_weights.element_size() == 2):
             # It rounds d to bfloat16, which is more than a float32 gradient of the weights bears.
-            products = _multiply(_gathered(dy, routing), down, routing)
+            products = _multiply(routing.gathered(dy), down, routing)
         _gradient[(tiles * ((columns + width - 1) // width),)](
-            dfactors, weighted, sums, products, dy, down, factors, expert_weights, *_tables(routing), experts, tiles,
-            routing.per_token, columns, depth, self.parts(columns, dy), activation.limit, *dy.stride(), *down.stride(),
-            GELU=activation.gelu, EVEN=not depth % deep, WHOLE=not columns % width,
+            dfactors, weighted, sums, products, dy, down, factors, expert_weights, routing.order, *routing.tables,
+            experts, tiles, routing.per_token, columns, depth, self.parts(columns, dy), activation.limit,
+            *dy.stride(), *down.stride(), GELU=activation.gelu, EVEN=not depth % deep, WHOLE=not columns % width,
             ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
         )  # fmt: skip
 
@@ -490,8 +490,8 @@ class Kernels(MoEKernels):
         experts, rows, columns = routing.by_size.shape[0], left.shape[1], right.shape[1]
         if result is None:
             if _grouped(columns, left, right):
-                lefts = _gathered(left, routing) if gathers == "left" else left
-                rights = _gathered(right, routing) if gathers == "right" else right
+                lefts = routing.gathered(left) if gathers == "left" else left
+                rights = routing.gathered(right) if gathers == "right" else right
                 result = _multiply(lefts.t(), rights, routing)
                 # What it leaves where there is nothing to sum is not documented.
                 _clear[(experts * CLEARERS,)](result, routing.starts, rows * columns, CLEARERS, BLOCK=4096, num_warps=4)
@@ -519,11 +519,6 @@ class Kernels(MoEKernels):
         )  # fmt: skip
 
 
-def _gathered(x: Tensor, routing: Routing) -> Tensor:
-    """The row of each sorted slot's token."""
-    return x.index_select(0, routing.order // routing.per_token)
-
-
 def _grouped(columns: int, *operands: Tensor) -> bool:
     """Whether PyTorch multiplies these faster than the kernels here: in bfloat16 on Hopper, with rows of whole 16 bytes.
 
@@ -546,10 +541,6 @@ def _in_rows(operand: Tensor) -> bool:
 def _multiply(left: Tensor, right: Tensor, routing: Routing) -> Tensor:
     """PyTorch's product of each expert's rows, or over them. It writes no rows of slots without an expert."""
     return torch._grouped_mm(left, right, offs=routing.starts[1:].int())
-
-
-def _tables(routing: Routing) -> tuple[Tensor, ...]:
-    return routing.order, routing.starts, routing.tile_experts, routing.tile_starts
 
 
 WIDTHS = {"up": (128, 64), "product": (128, 128), "gradient": (64, 32), "weight_gradient": (128, 128)}

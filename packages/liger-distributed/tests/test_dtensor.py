@@ -148,6 +148,12 @@ SMOOTH = {"label_smoothing": 0.1, "lse_square_scale": 0.1, "softcap": 3.0, "retu
         ("cross_entropy", {"vocabulary": 1, "weight": None, "reduction": "sum"}, GATHER),
         ("fused_linear_cross_entropy", {"reduction": "sum"}, GATHER),
         ("fused_linear_cross_entropy", {"vocabulary": 1, "class_weight": None}, GATHER),
+        ("fused_linear_jsd", {"beta": 0.3, "temperature": 2.0}, GATHER * 2),
+        ("fused_linear_jsd", {"beta": 0.0, "vocabulary": 1, "labels": None}, GATHER * 2),
+        ("fused_linear_jsd", {"beta": 1.0}, GATHER * 2),
+        ("grpo_loss", {}, GATHER),
+        ("grpo_loss", {"reduction": "mean", "loss_type": "bnpo", "temperature": 0.7}, GATHER),
+        ("grpo_loss", {"vocabulary": 1, "reduction": "mean"}, GATHER),
     ],
 )
 def test_a_divided_vocabulary(pool: Pool, name: str, options: dict[str, Any], sent: list[str]) -> None:
@@ -175,7 +181,8 @@ def of_two_dimensions(name: str, sizes: tuple[int, int], rows: str) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     op, on = ops[name], init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
-    arguments = arguments_of(op, {"reduction": "mean"})
+    means = "reduction" in op.options and name != "grpo_loss"  # its mean is of whole rows
+    arguments = arguments_of(op, {"reduction": "mean"} if means else {})
     parts = dict(arguments)
     for tensor, names in names_of(op, arguments).items():
         at = [Shard(names.index(dim)) if dim in names else Replicate() for dim in (rows, "V")]
@@ -183,18 +190,22 @@ def of_two_dimensions(name: str, sizes: tuple[int, int], rows: str) -> None:
     hold(op, arguments, parts)
 
 
+OF_VOCABULARY = {"cross_entropy": "n", "fused_linear_cross_entropy": "n", "fused_linear_jsd": "n", "grpo_loss": "b"}
+"""Losses whose vocabulary may be divided, and the name of their rows."""
+
+
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
-@pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
+@pytest.mark.parametrize("name", OF_VOCABULARY)
 def test_a_mesh_of_two_dimensions(pool: Pool, name: str, sizes: tuple[int, int]) -> None:
-    pool.run(of_two_dimensions, name, sizes, "n")
+    pool.run(of_two_dimensions, name, sizes, OF_VOCABULARY[name])
 
 
 @pytest.mark.slow
 def test_four_processes() -> None:
     """Two by two, and parts that are uneven or empty among four."""
     four = Pool(4)
-    for name in ("cross_entropy", "fused_linear_cross_entropy"):
-        four.run(of_two_dimensions, name, (2, 2), "n")
+    for name, rows in OF_VOCABULARY.items():
+        four.run(of_two_dimensions, name, (2, 2), rows)
     for name, over in independent_names():
         four.run(divided, name, over, {})
     four.stop()
@@ -324,6 +335,11 @@ def explained() -> dict[str, tuple[str, list[str]]]:
         "addends": (liger_core.fused_add_rms_norm, (addends, spread(x, 0), spread(weight.detach(), None)), {}),
         "vocabulary": (liger_core.fused_linear_cross_entropy, (spread(x, None), spread(head, 0), target), {}),
         "labels": (liger_core.fused_linear_cross_entropy, (spread(x, 0), spread(head, None), target), {}),
+        "a teacher's vocabulary": (
+            liger_core.fused_linear_jsd,
+            (spread(x, None), spread(head, 0), spread(x, None), spread(head, 0)),
+            {},
+        ),
         "whole": (liger_core.softmax, (spread(x, None),), {}),
     }
     found = {}
@@ -350,6 +366,10 @@ def test_explain_says_what_is_divided_and_sent(pool: Pool) -> None:
         "vocabulary": (
             "divides V over tp\nsends forward: statistics of each row over tp by an all-gather",
             ["all_gather_into_tensor"],
+        ),
+        "a teacher's vocabulary": (
+            "divides V over tp\nsends forward: statistics of each row over tp by two all-gathers",
+            ["all_gather_into_tensor"] * 2,
         ),
         "labels": ("divides n over tp\nsends forward: the number of labels over tp by an all-reduce", ["all_reduce"]),
         "whole": ("divides nothing: every process makes the whole result\nsends forward: nothing", []),
@@ -413,7 +433,8 @@ def sends_of_its_own(op: Op[..., Any]) -> bool:
     assert op.dimensions is not None
     options = [arguments_of(op)[name] for name in op.options]
     counted = any(result.counted for result in op.dimensions.results)
-    return op.name in RULES or counted or any(isinstance(option, list | tuple) for option in options)
+    means = op.name in RULES and RULES[op.name].means
+    return means or counted or any(isinstance(option, list | tuple) for option in options)
 
 
 @pytest.mark.parametrize(("name", "over"), independent_names())

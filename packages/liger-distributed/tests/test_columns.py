@@ -123,7 +123,7 @@ def run_case(case: str, dtype: torch.dtype, compiled: bool) -> list[bytes]:
         whole = expected[tensor] if tensor not in places else mine(expected[tensor], places[tensor], vocabulary)
         torch.testing.assert_close(gradient, whole, **tolerance, check_dtype=False)
         assert gradient.dtype is dtype
-    return [one.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in ours]
+    return [one.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for one in ours]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -173,7 +173,7 @@ def under_autocast() -> tuple[torch.dtype, torch.dtype]:
     given, places = divergence(12, {"labels": False}, torch.float32)
     given |= {tensor: mine(given[tensor], at, 12) for tensor, at in places.items()}
     given["student_weight"] = given["student_weight"].clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         loss = liger_distributed.fused_linear_jsd(**given, group=dist.group.WORLD)
     loss.backward()
     rounded = given | {n: given[n].detach().bfloat16() for n in ("student_x", "teacher_x", *places)}

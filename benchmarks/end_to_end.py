@@ -10,6 +10,7 @@ with fused kernels. Each way is a process of its own:
 
 - `plain`, `compile`: transformers' code, and torch.compile of it.
 - `liger`: liger-kernel's patch of the model.
+- `trl`: transformers' code under the head of TRL's trainers, which never holds the logits; TRL 1.16.
 - `LANGUAGE`: `liger_transformers.apply` with kernels of that language; `LANGUAGE-lean`: with ``lean=True``. Either may end in
   `-compile`. `triton+rms_norm.swiglu-compile` leaves these ops to the reference. `measured` stands for the language that measured
   times choose.
@@ -271,7 +272,11 @@ def trainer(job: Job) -> tuple[Callable[..., torch.Tensor], Callable[[torch.Tens
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         if hasattr(code, name) and attention == "sdpa":
             setattr(code, name, lambda *args, **kwargs: None)
-    if way not in ("plain", "compile", "liger"):
+    if way == "trl":
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model)
+    if way not in ("plain", "compile", "liger", "trl"):
         import liger_core
         import liger_transformers
 
@@ -297,7 +302,7 @@ def trainer(job: Job) -> tuple[Callable[..., torch.Tensor], Callable[[torch.Tens
         image["image_grid_thw"] = torch.tensor([grid] * job.batch, device=job.device)
 
     def loss_of(tokens: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=tokens, labels=tokens, **image).loss
+        return model(input_ids=tokens, labels=tokens, **image, **({"fused_lm_head": True} if way == "trl" else {})).loss
 
     run = torch.compile(loss_of) if "compile" in (way, *extras) else loss_of
 
@@ -443,7 +448,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     ]
     command = Command(__doc__, smoke="of the reference")
     command.add_names("models", [*MODELS], default=[next(iter(MODELS))])
-    command.add_names("ways", ["plain", "compile", "liger", *kinds])
+    command.add_names("ways", ["plain", "compile", "liger", "trl", *kinds])
     command.add_argument("--batch", type=int, default=8, help="sequences in a step")
     command.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     command.add_argument("--steps", type=int, default=8, help="that are timed")

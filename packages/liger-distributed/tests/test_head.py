@@ -175,7 +175,7 @@ def divided(sequence: bool) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     tokens, target = (one.flatten(0, 1) for one in data(3))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     alone = Model(frozenset({"bias"}), torch.float64, group=None, softcap=4.0)
     head = copy.deepcopy(alone.head)
     plan = ColwiseParallel(

@@ -95,7 +95,7 @@ def run_case(case: str, dtype: torch.dtype, compiled: bool) -> list[bytes]:
     torch.testing.assert_close(ours, truth, **tolerance)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, mine(name, expected[name], call.vocabulary), **tolerance)
-    return [one.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in ours]
+    return [one.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for one in ours]
 
 
 SMOOTH = {"label_smoothing": 0.2, "lse_square_scale": 0.1, "softcap": 3.0}

@@ -17,6 +17,7 @@ import pytest
 import torch
 from tiny_models import assert_same, batch, build, classes, run
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ReLUSquaredActivation
 
@@ -237,6 +238,29 @@ def test_meta_device() -> None:
         "fused_linear_cross_entropy": 1,
     }
     print(f"apply to {layers} layers: {taken:.2f} s")
+
+
+class Operators(TorchDispatchMode):
+    """How many operators run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_class_is_proved_once() -> None:
+    """Norms and rotary functions are proved for the first model alone; an activation in each layer, by six operators."""
+    counts = []
+    for layers in (2, 2, 40):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", num_hidden_layers=layers))
+        with Operators() as operators:
+            liger_transformers.apply(model)
+        counts.append(operators.count)
+    assert counts[0] < 5000
+    assert counts[1:] == [6 * 2, 6 * 40]
 
 
 class Unweighted(nn.Module):

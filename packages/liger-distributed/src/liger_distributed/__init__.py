@@ -3,6 +3,7 @@
 That the ops take DTensors needs no import.
 """
 
+from liger_distributed.divergence import fused_linear_jsd
 from liger_distributed.head import LossHead
 from liger_distributed.losses import (
     cross_entropy,
@@ -10,11 +11,14 @@ from liger_distributed.losses import (
     fused_linear_token_logprobs,
     token_logprobs,
 )
+from liger_distributed.policy import grpo_loss
 
 __all__ = [
     "LossHead",
     "cross_entropy",
     "fused_linear_cross_entropy",
+    "fused_linear_jsd",
     "fused_linear_token_logprobs",
+    "grpo_loss",
     "token_logprobs",
 ]

@@ -21,7 +21,7 @@ from liger_core import tensors
 from liger_core.calling import MOST_REMEMBERED
 from liger_core.contract import Op, compiling
 from liger_core.dimensions import independent
-from liger_distributed.rules import RULES, Call, Spread
+from liger_distributed.rules import RULES, Call, Rule, Spread
 from liger_distributed.vocabulary import landed
 
 log = logging.getLogger("liger_distributed")
@@ -38,7 +38,8 @@ class Plan(NamedTuple):
         sizes: of the dimensions, by name, as one process would see them.
         divided: the name that each dimension of the mesh divides.
         results: the names that results are divided over, for each dimension of the mesh.
-        divides_alone: no result is a mean, which sends a count.
+        rule: what makes the results of a part, where that isn't the op alone.
+        divides_alone: nor is any result a mean, which sends a count.
         wrapped: placements, shape and stride of results, by what makes them.
         made: how DTensors are made of a kernel's results and gradients, by their metadata.
     """
@@ -49,6 +50,7 @@ class Plan(NamedTuple):
     sizes: dict[str, int]
     divided: list[str | None]
     results: list[str | None]
+    rule: Rule | None
     divides_alone: bool
     wrapped: dict[Any, tuple[tuple[Placement, ...], torch.Size, tuple[int, ...]]]
     made: dict[Any, Made]
@@ -175,9 +177,9 @@ def call(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any
             if len(_plans) >= MOST_REMEMBERED:
                 _plans.clear()
             _plans[key] = plan
-    local, rule = dict(arguments), RULES.get(op.name)
+    local, rule = dict(arguments), plan.rule
     there = {name: _redistributed(arguments[name], plan.mesh, wanted) for name, (wanted, _) in plan.taken.items()}
-    if rule is None and plan.divides_alone and key is not None:
+    if plan.divides_alone and key is not None:
         found = op.call_parts(demand, local, Parts(op, plan, arguments, there, local))
         if found is not NotImplemented:
             return found
@@ -207,9 +209,9 @@ def explained(op: Op[..., Any], arguments: dict[str, Any]) -> Iterator[str]:
                 if (how := _collective(at, to)) is not None:
                     sends.append(f"{name} over {over[number]} by {how}")
     for number, dim in enumerate(plan.divided):
-        if dim is not None and plan.results[number] is None:
-            sends.append(f"statistics of each row over {over[number]} by an all-gather")
-        elif dim in counted or (dim == "n" and op.name in RULES and arguments.get("reduction") != "none"):
+        if dim is not None and plan.rule is not None and plan.results[number] is None:
+            sends.append(f"statistics of each row over {over[number]} by {plan.rule.gathers}")
+        elif dim in counted or (dim == "n" and plan.rule is not None and arguments.get("reduction") != "none"):
             sends.append(f"the number of labels over {over[number]} by an all-reduce")
     yield f"sends forward: {'; '.join(sends) or 'nothing'}"
     for name, (_, gradient) in plan.taken.items():
@@ -266,7 +268,7 @@ def _plan(op: Op[..., Any], arguments: dict[str, Any]) -> Plan:
     more = rule.divides if rule else ()
     names |= {name: ("*",) for name in (rule.keeps if rule else ()) if name in names}
     chosen = _choose(mesh, given, names, more)
-    if not _may_be_divided(op, arguments, rule is not None):
+    if not _may_be_divided(op, arguments, rule is not None and rule.means):
         chosen = [dim if dim in more else None for dim in chosen]
     taken = {}
     for name, tensor in given.items():
@@ -275,8 +277,10 @@ def _plan(op: Op[..., Any], arguments: dict[str, Any]) -> Plan:
         taken[name] = wanted, gradient if name in op.differentiable else None
     spread = Spread([(dim, mesh.get_group(number)) for number, dim in enumerate(chosen) if dim is not None])
     results = [None if rule and dim in rule.combines else dim for dim in chosen]
-    alone = all(result.counted is None for result in layout.results)
-    return Plan(mesh, taken, spread, sizes, chosen, results, alone, {}, {})
+    if rule is not None and not rule.means and not any(dim in more for dim in chosen):
+        rule = None
+    alone = rule is None and all(result.counted is None for result in layout.results)
+    return Plan(mesh, taken, spread, sizes, chosen, results, rule, alone, {}, {})
 
 
 def _wrap(op: Op[..., Any], plan: Plan, done: Call, number: int, value: Tensor, arguments: dict[str, Any]) -> DTensor:

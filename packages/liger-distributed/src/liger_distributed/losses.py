@@ -309,7 +309,7 @@ def loss_of(
     """The loss of a row's statistics, with the checks of what it takes."""
     check_options(op, softcap=softcap, **options)
     checks.ndim(op, 1, 1, target=target)
-    _check_tokens(op, target, part, options["ignore_index"])
+    check_tokens(op, target, part, options["ignore_index"])
     return loss_of_statistics(
         statistics, target, weight, vocabulary=part.vocabulary, token_scaling=token_scaling, **options
     )
@@ -318,7 +318,7 @@ def loss_of(
 def _logprobs(
     op: str, statistics: LogitStatistics, target: Tensor, part: Part, ignore_index: int, return_lse: bool
 ) -> Tensor | TokenLogprobsOutput:
-    _check_tokens(op, target, part, ignore_index)
+    check_tokens(op, target, part, ignore_index)
     logprobs = logprobs_of_statistics(statistics, target, part.vocabulary, ignore_index)
     if not (return_lse or statistics.entropy is not None or statistics.best_index is not None):
         return logprobs
@@ -327,7 +327,7 @@ def _logprobs(
     )
 
 
-def _check_tokens(op: str, target: Tensor, part: Part, ignore_index: int) -> None:
+def check_tokens(op: str, target: Tensor, part: Part, ignore_index: int, name: str = "target") -> None:
     """An accelerator would have to wait for the values: there such a token's loss is NaN."""
     if target.device.type == "cpu" and not modes.compiling() and not modes.without_values([target]):
-        checks.indices_below(op, "target", target, part.vocabulary, ignore_index)
+        checks.indices_below(op, name, target, part.vocabulary, ignore_index)

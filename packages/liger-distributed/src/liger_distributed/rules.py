@@ -1,4 +1,4 @@
-"""The ops that can do more on a part than run on it: rows of an embedding, and the columns and means of cross-entropies."""
+"""The ops that can do more on a part than run on it: rows of an embedding, columns of losses, means of cross-entropies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch.distributed import ProcessGroup
 
 from liger_core import checks, modes
 from liger_core.contract import Op, upcast
+from liger_core.losses.policy import GRPOOutput
 from liger_core.ops.cross_entropy import CrossEntropyOutput
+from liger_distributed.divergence import divergence_of_linear
 from liger_distributed.losses import loss_of, statistics_of_linear, statistics_of_logits
+from liger_distributed.policy import loss_of_columns
 from liger_distributed.vocabulary import Part, landed, part_of
 
 
@@ -68,19 +71,21 @@ class Rule(NamedTuple):
         divides: the names that it divides beside the independent ones.
         combines: those of them whose parts it has combined: results are the same on all of them, and not addends.
         keeps: the tensors that it takes whole.
+        means: it makes the mean of rows that are divided. Without, it runs only where one of `divides` is.
+        gathers: what it sends forward of a name that it combines.
     """
 
     run: Callable[[Call], Any]
     divides: tuple[str, ...]
     combines: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
+    means: bool = False
+    gathers: str = "an all-gather"
 
 
 def _embedding(call: Call) -> Tensor:
     """Rows that are elsewhere give 0; the sum over the parts is the result."""
-    (group,) = call.spread.groups("V") or (None,)
-    if group is None:
-        return call.run()
+    (group,) = call.spread.groups("V")
     indices, weight, padding = (call.arguments[name] for name in ("indices", "weight", "padding_idx"))
     part = part_of("embedding", group, weight.shape[0], call.sizes["V"])
     if indices.device.type == "cpu" and not modes.compiling() and not modes.without_values([indices]):
@@ -156,8 +161,30 @@ def _of_columns(call: Call, part: Part, weight: Tensor | None, reduction: str) -
     return loss_of(call.op.name, statistics, target, weight, part, token_scaling=scaling, reduction=reduction, **passed)
 
 
+def _jsd(call: Call) -> Tensor:
+    """Of columns it takes an all-gather of the rows' normalisers, and one of their divergences."""
+    (group,) = call.spread.groups("V")
+    given = dict(call.arguments)
+    weights = given["student_weight"], given["teacher_weight"]
+    part = part_of(call.op.name, group, weights[0].shape[0], call.sizes["V"])
+    labels = given["labels"]
+    loss = divergence_of_linear(**given, part=part)
+    rows = given["student_x"].shape[0]
+    counted = torch.full((), rows, device=loss.device) if labels is None else (labels != given["ignore_index"]).sum()
+    return loss / counted.clamp(min=1)
+
+
+def _grpo(call: Call) -> GRPOOutput:
+    """Of columns it takes one all-gather of the rows' statistics."""
+    (group,) = call.spread.groups("V")
+    part = part_of(call.op.name, group, call.arguments["logits"].shape[-1], call.sizes["V"])
+    return loss_of_columns(**call.arguments, part=part)
+
+
 RULES: dict[str, Rule] = {
     "embedding": Rule(_embedding, ("V",)),
-    "cross_entropy": Rule(_cross_entropy, ("V",), ("V",), ("weight",)),
-    "fused_linear_cross_entropy": Rule(_cross_entropy, ("V",), ("V",), ("class_weight",)),
+    "cross_entropy": Rule(_cross_entropy, ("V",), ("V",), ("weight",), True),
+    "fused_linear_cross_entropy": Rule(_cross_entropy, ("V",), ("V",), ("class_weight",), True),
+    "fused_linear_jsd": Rule(_jsd, ("V",), ("V",), gathers="two all-gathers"),
+    "grpo_loss": Rule(_grpo, ("V",), ("V",)),
 }

@@ -80,7 +80,7 @@ def of_nothing(hanging: Tensor, target: Tensor, part: Part, options: dict[str, A
     """The statistics of no columns. They hang on `hanging`, float ``[N, 0]``, so that backward's collectives meet."""
     zero = upcast(hanging).sum(-1)
     picked = zero if target.dim() == 1 else zero[:, None].expand(target.shape)
-    best = options["return_best"]
+    best = options.get("return_best")
     return LogitStatistics(
         zero - torch.inf,
         picked,

@@ -49,7 +49,7 @@ def installed() -> Iterator[None]:
     """The language is installed, and the CPU's default; no other one is."""
     kernel = types.ModuleType("chunked.ops.fused_linear_logit_statistics")
     kernel.forward, kernel.backward = forward, backward  # type: ignore[attr-defined]
-    info = BackendInfo("chunked", ("cpu",), "torch", "chunked", "nothing to install", ("cpu",))
+    info = BackendInfo("chunked", ("cpu", "cuda"), "torch", "chunked", "nothing to install", ("cpu", "cuda"))
     name = fused_linear_logit_statistics.name
     with (
         mock.patch.object(backend, "discover", return_value=((info,), ())),

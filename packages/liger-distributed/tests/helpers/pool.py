@@ -1,4 +1,7 @@
-"""Processes of one group, started once: they run functions of test files, and return what these return."""
+"""Processes of one group, started once: they run functions of test files, and return what these return.
+
+With ``LIGER_TEST_DEVICE=cuda`` each has a device of its own, on which the functions' tensors are, and the group sends by NCCL.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,19 @@ def work(rank: int, size: int, store: str, connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", timeout=timedelta(seconds=60), rank=rank, world_size=size)
+    backend = "gloo"
+    if kind := os.environ.get("LIGER_TEST_DEVICE"):
+        torch.accelerator.set_device_index(rank)
+        device = torch.device(kind, rank)
+        torch.set_default_device(device)
+        own = torch.Generator
+
+        def generator(where: Any = device) -> torch.Generator:
+            return own(where)
+
+        torch.Generator = generator  # type: ignore[misc, assignment]  a default device is not its own
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+    dist.init_process_group(backend, f"file://{store}", timeout=timedelta(seconds=60), rank=rank, world_size=size)
     while True:
         try:
             path, name, args = connection.recv()

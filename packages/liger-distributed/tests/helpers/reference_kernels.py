@@ -65,7 +65,7 @@ ran: list[str] = []
 @contextlib.contextmanager
 def installed() -> Iterator[list[str]]:
     """The language is installed for every op, and the CPU's default; no other one is. Gives what ran."""
-    info = BackendInfo("references", ("cpu",), "torch", "references", "nothing to install", ("cpu",))
+    info = BackendInfo("references", ("cpu", "cuda"), "torch", "references", "nothing to install", ("cpu", "cuda"))
     with (
         mock.patch.object(backend, "discover", return_value=((info,), ())),
         mock.patch.object(BackendInfo, "has_kernel", return_value=True),

@@ -109,10 +109,7 @@ def grpo_loss(
     GRPOOutput(loss=tensor(-1.), kl=None, clip_ratio=tensor(0.))
     """
     vocabulary = logits.shape[-1]
-    mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask != 0
-    used = torch.ones_like(mask) if loss_type == "luspo" and reduction == "mean" else mask
-    # An id out of range stays one, whatever stands for the masked.
-    ids = completion_ids.masked_fill(completion_ids < 0, vocabulary).masked_fill(~used, IGNORED).flatten()
+    ids = ids_that_count(completion_ids, completion_mask, vocabulary, loss_type, reduction).flatten()
     rows = logits[:, :-1].reshape(-1, vocabulary)
     statistics = statistics_of_logits(rows, ids, ignore_index=IGNORED, temperature=temperature)
     logprobs = logprobs_of_statistics(statistics, ids, vocabulary, IGNORED).view(completion_ids.shape)
@@ -136,6 +133,16 @@ def grpo_loss(
         sapo_temperature_neg=sapo_temperature_neg,
         reduction=reduction,
     )
+
+
+def ids_that_count(
+    completion_ids: Tensor, completion_mask: Tensor | None, vocabulary: int, loss_type: str, reduction: str
+) -> Tensor:
+    """`completion_ids` with IGNORED where the loss doesn't depend on the token."""
+    mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask != 0
+    used = torch.ones_like(mask) if loss_type == "luspo" and reduction == "mean" else mask
+    # An id out of range stays one, whatever stands for the masked.
+    return completion_ids.masked_fill(completion_ids < 0, vocabulary).masked_fill(~used, IGNORED)
 
 
 @grpo_loss.checks

@@ -59,16 +59,21 @@ def jsd(
 def jsd_of_rows(q: Tensor, p: Tensor, beta: float) -> Tensor:
     """The divergence of each row of log-probabilities, the student's and the teacher's, ``[N, V]``."""
     if beta == 0:
-        return _kl(p, q).sum(-1)
+        return kl_of_classes(p, q).sum(-1)
     if beta == 1:
-        return _kl(q, p).sum(-1)
+        return kl_of_classes(q, p).sum(-1)
+    m = log_mixture(q, p, beta)
+    return (beta * kl_of_classes(p, m) + (1 - beta) * kl_of_classes(q, m)).sum(-1)
+
+
+def log_mixture(q: Tensor, p: Tensor, beta: float) -> Tensor:
+    """log(beta e^p + (1 − beta) e^q), where `beta` is neither 0 nor 1."""
     # Finite, since the gradient of logaddexp(−inf, −inf) is NaN.
     p_finite, q_finite = p.clamp(min=torch.finfo(p.dtype).min), q.clamp(min=torch.finfo(q.dtype).min)
-    m = torch.logaddexp(p_finite + math.log(beta), q_finite + math.log1p(-beta))
-    return (beta * _kl(p, m) + (1 - beta) * _kl(q, m)).sum(-1)
+    return torch.logaddexp(p_finite + math.log(beta), q_finite + math.log1p(-beta))
 
 
-def _kl(p: Tensor, q: Tensor) -> Tensor:
+def kl_of_classes(p: Tensor, q: Tensor) -> Tensor:
     """Each class's term of KL(exp p ‖ exp q): exp(p)(p − q), and 0 where exp(p) is."""
     absent = p.exp() == 0
     p, q = p.masked_fill(absent, 0.0), q.masked_fill(absent, 0.0)

@@ -402,7 +402,8 @@ def _wide(x: Tensor, *sizes: int) -> bool:
 
 def _width(x: Tensor, columns: int, depth: int, kind: str) -> int:
     """Columns of a tile."""
-    return min(power_of_2(columns), WIDTHS[kind][not _wide(x, columns, depth)])
+    wide, narrow = WIDTHS[kind]  # not by a bool: Dynamo of torch 2.11 and before takes none as an index
+    return min(power_of_2(columns), wide if _wide(x, columns, depth) else narrow)
 
 
 def _deep(x: Tensor, columns: int, depth: int) -> int:

@@ -29,6 +29,9 @@ from liger_cutile.ops.swiglu import _silu
 TURN = 8
 # Elements of a tile of the sums over slots.
 SUMMED = 1024
+# Slots whose float32 terms of a weight's gradient are added one after another. Of n terms such a sum is off by √n roundings,
+# where PyTorch's product divides them among several sums.
+IN_SUM = 128
 
 
 @ct.function
@@ -188,8 +191,10 @@ def _gradient(
 
 @ct.kernel
 def _weight_gradient(
-    result, left, right, starts, by_size, ROWS: ConstInt, COLUMNS: ConstInt, DEPTH: ConstInt, TURN: ConstInt
+    result, left, right, starts, by_size,
+    ROWS: ConstInt, COLUMNS: ConstInt, DEPTH: ConstInt, SPAN: ConstInt, TURN: ConstInt,
 ):  # fmt: skip
+    """Sums over SPAN times DEPTH slots are summed up; if it is 0, over all slots at once."""
     tiles, across = ct.cdiv(result.shape[1], ROWS), ct.cdiv(result.shape[2], COLUMNS)
     number = block_number()
     if number < tiles * across * by_size.shape[0]:
@@ -200,6 +205,7 @@ def _weight_gradient(
         row, column = turn * TURN + rest % size, rest // size
         first, last = _number(starts, expert), _number(starts, expert + 1)
         sums = ct.zeros((ROWS, COLUMNS), ct.float32)
+        total = ct.zeros((ROWS, COLUMNS), ct.float32)
         if first < last:
             lefts = left.slice(axis=0, start=first, stop=last)
             rights = right.slice(axis=0, start=first, stop=last)
@@ -207,6 +213,12 @@ def _weight_gradient(
                 xs = ct.load(lefts, (k, row), (DEPTH, ROWS), padding_mode=ZERO)
                 ys = ct.load(rights, (k, column), (DEPTH, COLUMNS), padding_mode=ZERO)
                 sums = ct.mma(ct.transpose(xs), ys, sums)
+                if SPAN > 0:  # noqa: SIM102
+                    if k % SPAN == SPAN - 1:
+                        total = total + sums
+                        sums = ct.zeros((ROWS, COLUMNS), ct.float32)
+        if SPAN > 0:
+            sums = sums + total
         values = ct.reshape(ct.astype(sums, result.dtype), (1, ROWS, COLUMNS))
         ct.store(result, (expert, row, column), values, allow_tma=False)
 
@@ -306,9 +318,10 @@ def _launch_gradient(
 def _launch_weight_gradient(result: Tensor, left: Tensor, right: Tensor, starts: Tensor, by_size: Tensor) -> None:
     experts, rows, columns = result.shape
     high, width = _width(left, rows, columns, "rows"), _width(left, columns, rows, "columns")
+    deep = _deep(left, rows, columns)
     launch(
         _with_warps(_weight_gradient, high * width), one_each(experts * blocks(rows, high) * blocks(columns, width)),
-        result, left, right, starts, by_size, high, width, _deep(left, rows, columns), TURN,
+        result, left, right, starts, by_size, high, width, deep, IN_SUM // deep if left.element_size() == 4 else 0, TURN,
     )  # fmt: skip
 
 

@@ -24,6 +24,9 @@ COUNTED, FOUND = 128, 16
 """Slots that a program counts and places, and experts or blocks of rows that one finds."""
 CLEARERS = 8
 """Programs that write an expert's zeros."""
+SUMMED = 128
+"""Slots whose float32 terms of a weight's gradient are added one after another. Of n terms such a sum is off by √n roundings,
+where PyTorch's product divides them among several sums."""
 MOST_BLOCKS, MOST_EXPERTS = 2048, 512
 """Up to which slots are sorted here: one program adds up what the blocks have counted."""
 
@@ -304,8 +307,9 @@ def _weight_gradient(
     result, left, right, order, starts, by_size, per_token, rows, columns,
     result_expert, result_row, result_column, left_row, left_column, right_row, right_column,
     LEFT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    TURN: tl.constexpr,
+    SPAN: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
+    """Sums over so many slots, a span, are summed up; if it is None, over all slots at once."""
     tiles = tl.cdiv(rows, ROWS)
     programs = tiles * tl.cdiv(columns, COLUMNS)
     expert = tl.load(by_size + tl.program_id(0) // programs)
@@ -317,9 +321,11 @@ def _weight_gradient(
     column = rest // size * COLUMNS + tl.arange(0, COLUMNS)
     left += row.to(tl.int64)[:, None] * left_column
     right += column.to(tl.int64)[None, :] * right_column
-    last = tl.load(starts + expert + 1)
+    first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(tl.load(starts + expert), last, DEPTH):
+    if SPAN is not None:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(first, last, DEPTH):
         place = start + tl.arange(0, DEPTH)
         here = place < last
         token = tl.load(order + place, here, other=0) // per_token
@@ -331,6 +337,12 @@ def _weight_gradient(
             xs = tl.load(left + of_left[None, :] * left_row, here[None, :] & (row < rows)[:, None], other=0.0)
             ys = tl.load(right + of_right[:, None] * right_row, here[:, None] & (column < columns)[None, :], other=0.0)
         sums = tl.dot(xs, ys, sums, input_precision="ieee")
+        if SPAN is not None:  # noqa: SIM102
+            if (start - first) % SPAN == SPAN - DEPTH:
+                total += sums
+                sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if SPAN is not None:
+        sums += total
     result += (
         expert * result_expert + row.to(tl.int64)[:, None] * result_row + column.to(tl.int64)[None, :] * result_column
     )
@@ -504,7 +516,8 @@ class Kernels(MoEKernels):
             result, left, right, routing.order, routing.starts, routing.by_size, routing.per_token, rows, columns,
             *result.stride(), *left.stride(), *right.stride(), LEFT=gathers == "left",
             WHOLE=not (rows % high or columns % width),
-            ROWS=high, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
+            ROWS=high, COLUMNS=width, DEPTH=deep, SPAN=SUMMED if left.element_size() == 4 else None, TURN=TILES_IN_TURN,
+            **named,
         )  # fmt: skip
         return result
 

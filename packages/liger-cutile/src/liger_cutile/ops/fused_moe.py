@@ -103,10 +103,22 @@ def _load(array, first, last, half, block, ROWS, COLUMNS):
     return ct.astype(ct.reshape(found, (ROWS, COLUMNS)), ct.float32)
 
 
+@ct.function
+def _made_up(gates, ups, factors, limit, GELU):
+    """The other factor, but for what is left of the gate when it is rounded, times the change of the activation by it."""
+    rounded = ct.astype(ct.astype(gates, factors.dtype), ct.float32)
+    if given(limit):
+        rounded = ct.where((gates > limit) | (rounded > limit), limit, rounded)
+        gates = ct.where(gates > limit, limit, gates)
+    acts, slopes = _activate(gates, factors, GELU)
+    return ct.where(acts == 0.0, ups, ups + ups * (gates - rounded) * (slopes / acts))
+
+
 @ct.kernel
 def _up(
     factors, activated, left, gate, up, starts, tile_experts, tile_starts, experts, limit,
-    GELU: ConstBool, SWAPPED: ConstBool, ROWS: ConstInt, COLUMNS: ConstInt, DEPTH: ConstInt, TURN: ConstInt,
+    GELU: ConstBool, EXACT: ConstBool, SWAPPED: ConstBool,
+    ROWS: ConstInt, COLUMNS: ConstInt, DEPTH: ConstInt, TURN: ConstInt,
 ):  # fmt: skip
     columns = gate.shape[2] if SWAPPED else gate.shape[1]
     tile, block = _place(tile_experts.shape[0], ct.cdiv(columns, COLUMNS), TURN)
@@ -127,11 +139,14 @@ def _up(
             acts, _ = _activate(clamped_gates, left, GELU)
             _store(activated, first, last, 0, block, acts * clamped_ups, ROWS, COLUMNS)
         if given(factors):
+            kept_ups = ups
+            if EXACT:
+                kept_ups = _made_up(gates, ups, factors, limit, GELU)
             if given(limit):
                 gates = ct.where(gates > limit, math.inf, gates)
-                ups = ct.where(ups > limit, math.inf, ct.where(ups < -limit, -math.inf, ups))
+                kept_ups = ct.where(ups > limit, math.inf, ct.where(ups < -limit, -math.inf, kept_ups))
             _store(factors, first, last, 0, block, gates, ROWS, COLUMNS)
-            _store(factors, first, last, 1, block, ups, ROWS, COLUMNS)
+            _store(factors, first, last, 1, block, kept_ups, ROWS, COLUMNS)
 
 
 @ct.kernel
@@ -254,6 +269,7 @@ def _launch_up(
     tile_experts: Tensor,
     tile_starts: Tensor,
     rows: int,
+    exact: bool,
     gelu: bool,
     limit: float | None,
 ) -> None:
@@ -262,8 +278,8 @@ def _launch_up(
     (gate, swapped), (up, _) = _inner(gate), _inner(up)
     launch(
         _with_warps(_up, rows * width * 2), one_each(tile_experts.shape[0] * blocks(columns, width)), _halves(factors),
-        _whole(activated), left, gate, up, starts, tile_experts, tile_starts, experts, limit, gelu, swapped, rows, width,
-        deep, TURN,
+        _whole(activated), left, gate, up, starts, tile_experts, tile_starts, experts, limit, gelu, exact, swapped,
+        rows, width, deep, TURN,
     )  # fmt: skip
 
 
@@ -355,8 +371,10 @@ class Kernels(MoEKernels):
         up: Tensor,
         routing: Routing,
         activation: Activation,
+        exact: bool,
     ) -> None:
-        _launch_up(factors, activated, _gathered(x, routing), gate, up, *_tables(routing), routing.rows, *activation)
+        x = _gathered(x, routing)
+        _launch_up(factors, activated, x, gate, up, *_tables(routing), routing.rows, exact, *activation)
 
     def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
         """Sorted."""

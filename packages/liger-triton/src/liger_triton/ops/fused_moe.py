@@ -171,7 +171,7 @@ def _place_slots(
 def _up(
     factors, activated, x, gate, up, order, starts, tile_experts, tile_starts, experts, tiles, per_token, columns, depth,
     limit, x_row, x_column, weight_expert, weight_row, weight_column,
-    GELU: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    GELU: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     tile, block = _place(tiles, columns, COLUMNS, TURN)
@@ -197,23 +197,28 @@ def _up(
             first += tl.cast(weight_column, tl.int64) * DEPTH
             second += tl.cast(weight_column, tl.int64) * DEPTH
         both = _both(here, inside, WHOLE)
+        kept_gates, kept_ups = gates, ups
         if limit is not None:
             bound = tl.cast(limit, tl.float32)
+            kept_gates = tl.where(gates > bound, float("inf"), gates)
+            gates = tl.where(gates > bound, bound, gates)
+        if activated is not None or EXACT:
+            acts, slopes = _activate(gates, GELU)
+            if EXACT:
+                rounded = kept_gates.to(factors.dtype.element_ty).to(tl.float32)
+                if limit is not None:
+                    rounded = tl.where(rounded > bound, bound, rounded)
+                # To the first order: what is left of the gate, times the change of the activation by it.
+                kept_ups += tl.where(acts == 0.0, 0.0, ups * (gates - rounded) * (slopes / acts))
+        if limit is not None:
+            infinity = float("inf")
+            kept_ups = tl.where(ups > bound, infinity, tl.where(ups < -bound, -infinity, kept_ups))
+            ups = tl.where(ups > bound, bound, tl.where(ups < -bound, -bound, ups))
         if factors is not None:
             place = (factors + row[:, None] * (2 * columns)) + column[None, :]
-            if limit is None:
-                tl.store(place, gates, both)
-                tl.store(place + columns, ups, both)
-            else:
-                infinity = float("inf")
-                tl.store(place, tl.where(gates > bound, infinity, gates), both)
-                clamped = tl.where(ups > bound, infinity, tl.where(ups < -bound, -infinity, ups))
-                tl.store(place + columns, clamped, both)
+            tl.store(place, kept_gates, both)
+            tl.store(place + columns, kept_ups, both)
         if activated is not None:
-            if limit is not None:
-                gates = tl.where(gates > bound, bound, gates)
-                ups = tl.where(ups > bound, bound, tl.where(ups < -bound, -bound, ups))
-            acts, _ = _activate(gates, GELU)
             tl.store((activated + row[:, None] * columns) + column[None, :], acts * ups, both)
 
 
@@ -436,14 +441,15 @@ class Kernels(MoEKernels):
         up: Tensor,
         routing: Routing,
         activation: Activation,
+        exact: bool,
     ) -> None:
         experts, columns, depth = gate.shape
         width, deep, named = _tile(x, routing.rows, columns, depth, "up")
         tiles = routing.tile_experts.shape[0]
         _up[(tiles * ((columns + width - 1) // width),)](
             factors, activated, x, gate, up, *_tables(routing), experts, tiles, routing.per_token, columns, depth,
-            activation.limit, *x.stride(), *gate.stride(), GELU=activation.gelu, EVEN=not depth % deep,
-            WHOLE=not columns % width,
+            activation.limit, *x.stride(), *gate.stride(), GELU=activation.gelu, EXACT=exact,
+            EVEN=not depth % deep, WHOLE=not columns % width,
             ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
         )  # fmt: skip
 

@@ -36,6 +36,7 @@ class Kernels(MoEKernels):
         up: Tensor,
         routing: Routing,
         activation: Activation,
+        exact: bool,
     ) -> None:
         for made in (factors, activated):
             if made is not None:

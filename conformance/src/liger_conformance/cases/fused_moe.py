@@ -111,6 +111,11 @@ CASES = (
     Case("same-expert-twice", "edge", **SMALL | {"per_token": 3}, repeat=True),
     Case("dropped", "edge", **SMALL, dropped=0.4),
     Case("all-dropped", "edge", **SMALL, dropped=1.0),
+    # Found by random calls in float32: one running sum over so many slots is off by more than PyTorch's product.
+    Case("hundreds-of-slots", "edge", tokens=41, per_token=14, experts=1, hidden=7, intermediate=214),
+    Case("hundreds-of-one-expert", "edge", tokens=39, per_token=10, experts=5, hidden=104, intermediate=57, used=1),
+    Case("thousands-of-slots", "edge", tokens=910, per_token=3, experts=1, hidden=2, intermediate=8),
+    Case("thousands-of-slots-wide", "edge", tokens=899, per_token=7, experts=1, hidden=24, intermediate=16),
     Case("float32-router", "option", **SMALL, router_dtype=torch.float32, index_dtype=torch.int32),
     Case("gelu", "option", **SMALL, activation="gelu_tanh"),
     Case("limit", "option", **SMALL, limit=0.5, scale=2.0),

@@ -111,6 +111,7 @@ class MoEKernels:
         up: Tensor,
         routing: Routing,
         activation: Activation,
+        exact: bool,
     ) -> None:
         """Write both factors of each slot, and act(gate)·up.
 
@@ -123,6 +124,8 @@ class MoEKernels:
             up: ``[E, C, H]``, with gate's strides.
             routing: of the slots.
             activation: the activation.
+            exact: whether the other one of `factors` makes up for what the gate's rounding does to their product, so that
+                this is rounded once: it is a term of the gradient of slots' weights that are wider than x.
         """
         raise NotImplementedError
 
@@ -254,13 +257,14 @@ class FusedMoE:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         weights = expert_weights.contiguous()
         keeps = plan.keeps and True in needs
+        exact = keeps and _sums_wider(needs, x, expert_weights)
         routing = factors = None
         for first, last in spans(tokens, plan.tokens):
             some = x[first:last]
             routing = self._route(expert_indices[first:last], gate, some)
             factors = some.new_empty(routing.slots, 2 * gate.shape[1]) if keeps else None
             activated = some.new_empty(routing.slots, gate.shape[1])
-            kernels.up(factors, activated, some, gate, up, routing, act)
+            kernels.up(factors, activated, some, gate, up, routing, act, exact)
             slots = kernels.product(None, activated, down_weight, routing, last=True)
             del activated
             kernels.sum_slots(y[first:last], slots, weights[first:last].view(-1), routing, marks=True)
@@ -302,7 +306,7 @@ class FusedMoE:
             wide = last - first
             if not plan.keeps:
                 factors = x.new_empty(slots, 2 * wide)
-                kernels.up(factors, None, x, some_gate, some_up, routing, act)
+                kernels.up(factors, None, x, some_gate, some_up, routing, act, _sums_wider(needs, x, expert_weights))
             dfactors = x.new_empty(slots, 2 * wide) if wants_x or wants_first else None
             weighted = x.new_empty(slots, wide) if wants_second else None
             sums = None
@@ -343,6 +347,11 @@ class FusedMoE:
     def _route(self, indices: Tensor, weight: Tensor, x: Tensor) -> Routing:
         experts = weight.shape[0]
         return self.kernels.route(indices, experts, self.kernels.rows(indices.numel(), experts, x))
+
+
+def _sums_wider(needs: Needs, x: Tensor, expert_weights: Tensor) -> bool:
+    """Whether the slots' weights want a gradient of more digits than x has."""
+    return needs[3] and expert_weights.element_size() > x.element_size()
 
 
 def activation_of(activation: str, limit: float | None) -> Activation:

@@ -29,6 +29,9 @@ from liger_cutile.ops.swiglu import _silu
 TURN = 8
 # Elements of a tile of the sums over slots.
 SUMMED = 1024
+# Slots whose float32 terms of a weight's gradient are added one after another. Of n terms such a sum is off by √n roundings,
+# where PyTorch's product divides them among several sums.
+IN_SUM = 128
 
 
 @ct.function
@@ -100,10 +103,22 @@ def _load(array, first, last, half, block, ROWS, COLUMNS):
     return ct.astype(ct.reshape(found, (ROWS, COLUMNS)), ct.float32)
 
 
+@ct.function
+def _made_up(gates, ups, factors, limit, GELU):
+    """The other factor, but for what is left of the gate when it is rounded, times the change of the activation by it."""
+    rounded = ct.astype(ct.astype(gates, factors.dtype), ct.float32)
+    if given(limit):
+        rounded = ct.where((gates > limit) | (rounded > limit), limit, rounded)
+        gates = ct.where(gates > limit, limit, gates)
+    acts, slopes = _activate(gates, factors, GELU)
+    return ct.where(acts == 0.0, ups, ups + ups * (gates - rounded) * (slopes / acts))
+
+
 @ct.kernel
 def _up(
     factors, activated, left, gate, up, starts, tile_experts, tile_starts, experts, limit,
-    GELU: ConstBool, SWAPPED: ConstBool, ROWS: ConstInt, COLUMNS: ConstInt, DEPTH: ConstInt, TURN: ConstInt,
+    GELU: ConstBool, EXACT: ConstBool, SWAPPED: ConstBool,
+    ROWS: ConstInt, COLUMNS: ConstInt, DEPTH: ConstInt, TURN: ConstInt,
 ):  # fmt: skip
     columns = gate.shape[2] if SWAPPED else gate.shape[1]
     tile, block = _place(tile_experts.shape[0], ct.cdiv(columns, COLUMNS), TURN)
@@ -124,11 +139,14 @@ def _up(
             acts, _ = _activate(clamped_gates, left, GELU)
             _store(activated, first, last, 0, block, acts * clamped_ups, ROWS, COLUMNS)
         if given(factors):
+            kept_ups = ups
+            if EXACT:
+                kept_ups = _made_up(gates, ups, factors, limit, GELU)
             if given(limit):
                 gates = ct.where(gates > limit, math.inf, gates)
-                ups = ct.where(ups > limit, math.inf, ct.where(ups < -limit, -math.inf, ups))
+                kept_ups = ct.where(ups > limit, math.inf, ct.where(ups < -limit, -math.inf, kept_ups))
             _store(factors, first, last, 0, block, gates, ROWS, COLUMNS)
-            _store(factors, first, last, 1, block, ups, ROWS, COLUMNS)
+            _store(factors, first, last, 1, block, kept_ups, ROWS, COLUMNS)
 
 
 @ct.kernel
@@ -188,8 +206,10 @@ def _gradient(
 
 @ct.kernel
 def _weight_gradient(
-    result, left, right, starts, by_size, ROWS: ConstInt, COLUMNS: ConstInt, DEPTH: ConstInt, TURN: ConstInt
+    result, left, right, starts, by_size,
+    ROWS: ConstInt, COLUMNS: ConstInt, DEPTH: ConstInt, SPAN: ConstInt, TURN: ConstInt,
 ):  # fmt: skip
+    """Sums over SPAN times DEPTH slots are summed up; if it is 0, over all slots at once."""
     tiles, across = ct.cdiv(result.shape[1], ROWS), ct.cdiv(result.shape[2], COLUMNS)
     number = block_number()
     if number < tiles * across * by_size.shape[0]:
@@ -200,6 +220,7 @@ def _weight_gradient(
         row, column = turn * TURN + rest % size, rest // size
         first, last = _number(starts, expert), _number(starts, expert + 1)
         sums = ct.zeros((ROWS, COLUMNS), ct.float32)
+        total = ct.zeros((ROWS, COLUMNS), ct.float32)
         if first < last:
             lefts = left.slice(axis=0, start=first, stop=last)
             rights = right.slice(axis=0, start=first, stop=last)
@@ -207,6 +228,12 @@ def _weight_gradient(
                 xs = ct.load(lefts, (k, row), (DEPTH, ROWS), padding_mode=ZERO)
                 ys = ct.load(rights, (k, column), (DEPTH, COLUMNS), padding_mode=ZERO)
                 sums = ct.mma(ct.transpose(xs), ys, sums)
+                if SPAN > 0:  # noqa: SIM102
+                    if k % SPAN == SPAN - 1:
+                        total = total + sums
+                        sums = ct.zeros((ROWS, COLUMNS), ct.float32)
+        if SPAN > 0:
+            sums = sums + total
         values = ct.reshape(ct.astype(sums, result.dtype), (1, ROWS, COLUMNS))
         ct.store(result, (expert, row, column), values, allow_tma=False)
 
@@ -242,6 +269,7 @@ def _launch_up(
     tile_experts: Tensor,
     tile_starts: Tensor,
     rows: int,
+    exact: bool,
     gelu: bool,
     limit: float | None,
 ) -> None:
@@ -250,8 +278,8 @@ def _launch_up(
     (gate, swapped), (up, _) = _inner(gate), _inner(up)
     launch(
         _with_warps(_up, rows * width * 2), one_each(tile_experts.shape[0] * blocks(columns, width)), _halves(factors),
-        _whole(activated), left, gate, up, starts, tile_experts, tile_starts, experts, limit, gelu, swapped, rows, width,
-        deep, TURN,
+        _whole(activated), left, gate, up, starts, tile_experts, tile_starts, experts, limit, gelu, exact, swapped,
+        rows, width, deep, TURN,
     )  # fmt: skip
 
 
@@ -306,9 +334,10 @@ def _launch_gradient(
 def _launch_weight_gradient(result: Tensor, left: Tensor, right: Tensor, starts: Tensor, by_size: Tensor) -> None:
     experts, rows, columns = result.shape
     high, width = _width(left, rows, columns, "rows"), _width(left, columns, rows, "columns")
+    deep = _deep(left, rows, columns)
     launch(
         _with_warps(_weight_gradient, high * width), one_each(experts * blocks(rows, high) * blocks(columns, width)),
-        result, left, right, starts, by_size, high, width, _deep(left, rows, columns), TURN,
+        result, left, right, starts, by_size, high, width, deep, IN_SUM // deep if left.element_size() == 4 else 0, TURN,
     )  # fmt: skip
 
 
@@ -342,8 +371,9 @@ class Kernels(MoEKernels):
         up: Tensor,
         routing: Routing,
         activation: Activation,
+        exact: bool,
     ) -> None:
-        _launch_up(factors, activated, routing.gathered(x), gate, up, *routing.tables, routing.rows, *activation)
+        _launch_up(factors, activated, routing.gathered(x), gate, up, *routing.tables, routing.rows, exact, *activation)
 
     def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
         """Sorted."""
@@ -402,7 +432,8 @@ def _wide(x: Tensor, *sizes: int) -> bool:
 
 def _width(x: Tensor, columns: int, depth: int, kind: str) -> int:
     """Columns of a tile."""
-    return min(power_of_2(columns), WIDTHS[kind][not _wide(x, columns, depth)])
+    wide, narrow = WIDTHS[kind]  # not by a bool: Dynamo of torch 2.11 and before takes none as an index
+    return min(power_of_2(columns), wide if _wide(x, columns, depth) else narrow)
 
 
 def _deep(x: Tensor, columns: int, depth: int) -> int:

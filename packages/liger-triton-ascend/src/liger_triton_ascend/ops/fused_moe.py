@@ -212,7 +212,9 @@ class Kernels(MoEKernels):
         up: Tensor,
         routing: Routing,
         activation: Activation,
+        exact: bool,
     ) -> None:
+        """Both factors are rounded, `exact` or not: the Unified Buffer of the larger kernel was not estimated."""
         experts, columns, depth = gate.shape
         _up[_grid(routing, columns)](
             factors, activated, routing.gathered(x), gate, up, *routing.tables, experts, _tiles(routing), columns, depth,

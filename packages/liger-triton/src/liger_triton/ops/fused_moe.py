@@ -24,6 +24,9 @@ COUNTED, FOUND = 128, 16
 """Slots that a program counts and places, and experts or blocks of rows that one finds."""
 CLEARERS = 8
 """Programs that write an expert's zeros."""
+SUMMED = 128
+"""Slots whose float32 terms of a weight's gradient are added one after another. Of n terms such a sum is off by √n roundings,
+where PyTorch's product divides them among several sums."""
 MOST_BLOCKS, MOST_EXPERTS = 2048, 512
 """Up to which slots are sorted here: one program adds up what the blocks have counted."""
 
@@ -168,7 +171,7 @@ def _place_slots(
 def _up(
     factors, activated, x, gate, up, order, starts, tile_experts, tile_starts, experts, tiles, per_token, columns, depth,
     limit, x_row, x_column, weight_expert, weight_row, weight_column,
-    GELU: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    GELU: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     tile, block = _place(tiles, columns, COLUMNS, TURN)
@@ -194,23 +197,28 @@ def _up(
             first += tl.cast(weight_column, tl.int64) * DEPTH
             second += tl.cast(weight_column, tl.int64) * DEPTH
         both = _both(here, inside, WHOLE)
+        kept_gates, kept_ups = gates, ups
         if limit is not None:
             bound = tl.cast(limit, tl.float32)
+            kept_gates = tl.where(gates > bound, float("inf"), gates)
+            gates = tl.where(gates > bound, bound, gates)
+        if activated is not None or EXACT:
+            acts, slopes = _activate(gates, GELU)
+            if EXACT:
+                rounded = kept_gates.to(factors.dtype.element_ty).to(tl.float32)
+                if limit is not None:
+                    rounded = tl.where(rounded > bound, bound, rounded)
+                # To the first order: what is left of the gate, times the change of the activation by it.
+                kept_ups += tl.where(acts == 0.0, 0.0, ups * (gates - rounded) * (slopes / acts))
+        if limit is not None:
+            infinity = float("inf")
+            kept_ups = tl.where(ups > bound, infinity, tl.where(ups < -bound, -infinity, kept_ups))
+            ups = tl.where(ups > bound, bound, tl.where(ups < -bound, -bound, ups))
         if factors is not None:
             place = (factors + row[:, None] * (2 * columns)) + column[None, :]
-            if limit is None:
-                tl.store(place, gates, both)
-                tl.store(place + columns, ups, both)
-            else:
-                infinity = float("inf")
-                tl.store(place, tl.where(gates > bound, infinity, gates), both)
-                clamped = tl.where(ups > bound, infinity, tl.where(ups < -bound, -infinity, ups))
-                tl.store(place + columns, clamped, both)
+            tl.store(place, kept_gates, both)
+            tl.store(place + columns, kept_ups, both)
         if activated is not None:
-            if limit is not None:
-                gates = tl.where(gates > bound, bound, gates)
-                ups = tl.where(ups > bound, bound, tl.where(ups < -bound, -bound, ups))
-            acts, _ = _activate(gates, GELU)
             tl.store((activated + row[:, None] * columns) + column[None, :], acts * ups, both)
 
 
@@ -304,8 +312,9 @@ def _weight_gradient(
     result, left, right, order, starts, by_size, per_token, rows, columns,
     result_expert, result_row, result_column, left_row, left_column, right_row, right_column,
     LEFT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    TURN: tl.constexpr,
+    SPAN: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
+    """Sums over so many slots, a span, are summed up; if it is None, over all slots at once."""
     tiles = tl.cdiv(rows, ROWS)
     programs = tiles * tl.cdiv(columns, COLUMNS)
     expert = tl.load(by_size + tl.program_id(0) // programs)
@@ -317,9 +326,11 @@ def _weight_gradient(
     column = rest // size * COLUMNS + tl.arange(0, COLUMNS)
     left += row.to(tl.int64)[:, None] * left_column
     right += column.to(tl.int64)[None, :] * right_column
-    last = tl.load(starts + expert + 1)
+    first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(tl.load(starts + expert), last, DEPTH):
+    if SPAN is not None:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(first, last, DEPTH):
         place = start + tl.arange(0, DEPTH)
         here = place < last
         token = tl.load(order + place, here, other=0) // per_token
@@ -331,6 +342,12 @@ def _weight_gradient(
             xs = tl.load(left + of_left[None, :] * left_row, here[None, :] & (row < rows)[:, None], other=0.0)
             ys = tl.load(right + of_right[:, None] * right_row, here[:, None] & (column < columns)[None, :], other=0.0)
         sums = tl.dot(xs, ys, sums, input_precision="ieee")
+        if SPAN is not None:  # noqa: SIM102
+            if (start - first) % SPAN == SPAN - DEPTH:
+                total += sums
+                sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if SPAN is not None:
+        sums += total
     result += (
         expert * result_expert + row.to(tl.int64)[:, None] * result_row + column.to(tl.int64)[None, :] * result_column
     )
@@ -424,14 +441,15 @@ class Kernels(MoEKernels):
         up: Tensor,
         routing: Routing,
         activation: Activation,
+        exact: bool,
     ) -> None:
         experts, columns, depth = gate.shape
         width, deep, named = _tile(x, routing.rows, columns, depth, "up")
         tiles = routing.tile_experts.shape[0]
         _up[(tiles * ((columns + width - 1) // width),)](
-            factors, activated, x, gate, up, routing.order, *routing.tables, experts, tiles,
-            routing.per_token, columns, depth, activation.limit, *x.stride(), *gate.stride(),
-            GELU=activation.gelu, EVEN=not depth % deep, WHOLE=not columns % width,
+            factors, activated, x, gate, up, routing.order, *routing.tables, experts, tiles, routing.per_token, columns, depth,
+            activation.limit, *x.stride(), *gate.stride(), GELU=activation.gelu, EXACT=exact,
+            EVEN=not depth % deep, WHOLE=not columns % width,
             ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
         )  # fmt: skip
 
@@ -504,7 +522,8 @@ class Kernels(MoEKernels):
             result, left, right, routing.order, routing.starts, routing.by_size, routing.per_token, rows, columns,
             *result.stride(), *left.stride(), *right.stride(), LEFT=gathers == "left",
             WHOLE=not (rows % high or columns % width),
-            ROWS=high, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
+            ROWS=high, COLUMNS=width, DEPTH=deep, SPAN=SUMMED if left.element_size() == 4 else None, TURN=TILES_IN_TURN,
+            **named,
         )  # fmt: skip
         return result
 

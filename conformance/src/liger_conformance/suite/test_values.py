@@ -30,6 +30,7 @@ from liger_conformance.running import (
     present,
     refusal,
     require,
+    without_overflow,
 )
 from liger_core.contract import Op
 
@@ -84,12 +85,14 @@ def check(
     baseline, truth = expected
     rows = seen[target.op.names[0]].shape[0] if by_row else None
     nearby = functools.cache(lambda: errors_nearby(target.op, seen, wanted, incoming, rows))
+    unbounded = functools.cache(lambda: without_overflow(target.op, seen, wanted, incoming).items())
     same = actual.items().keys() == baseline.items().keys()
     require(same, f"there are {', '.join(actual.items())}; the contract says {', '.join(baseline.items())}")
     for name, value in actual.items().items():
         two = baseline.items()[name], truth.items()[name]
         each = rows is not None and has_rows(value, rows)
-        compare(name, value, *two, lambda name=name: nearby()[name], infinite=infinite, by_row=each)
+        others = (lambda name=name: nearby()[name]), (lambda name=name: unbounded()[name])
+        compare(name, value, *two, *others, infinite=infinite, by_row=each)
     return actual
 
 

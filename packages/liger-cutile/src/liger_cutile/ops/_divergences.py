@@ -115,13 +115,12 @@ def _log_mean(e):
 
 
 @ct.function
-def above_mixture(q, p, beta, rest, HALF, UNIT):
+def above_mixture(difference, beta, rest, HALF, UNIT):
     """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
 
-    q and p are finite logarithms; UNIT is 1 for natural ones, log2(e) for those of base 2. Where the two are equal, both
+    The difference of q and p is finite; UNIT is 1 for natural logarithms, log2(e) for those of base 2. Where it is 0, both
     results are 0.
     """
-    difference = q - p
     distance = ct.abs(difference)
     e = ct.exp2(distance * (-1.4426950408889634 / UNIT), flush_to_zero=True)
     if HALF:

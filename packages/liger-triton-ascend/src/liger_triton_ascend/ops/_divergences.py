@@ -46,12 +46,11 @@ def _log_mean(e):
 
 
 @triton.jit
-def above_mixture(q, p, beta, rest, HALF: tl.constexpr):
+def above_mixture(difference, beta, rest, HALF: tl.constexpr):
     """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
 
-    q and p are finite logarithms. Where the two are equal, both results are 0.
+    The difference of q and p is finite. Where it is 0, both results are 0.
     """
-    difference = q - p
     e = tl.exp(-tl.abs(difference))
     if HALF:
         # Without e near 1: there its rounding is off for all elements alike, by more than log M differs.

@@ -73,13 +73,12 @@ def log_mean(e):
 
 
 @triton.jit
-def above_mixture(q, p, beta, rest, HALF: tl.constexpr, UNIT: tl.constexpr):
+def above_mixture(difference, beta, rest, HALF: tl.constexpr, UNIT: tl.constexpr):
     """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
 
-    q and p are finite logarithms; UNIT is 1 for natural ones, log2(e) for those of base 2. Where the two are equal, both
+    The difference of q and p is finite; UNIT is 1 for natural logarithms, log2(e) for those of base 2. Where it is 0, both
     results are 0.
     """
-    difference = q - p
     e = tl.exp2(tl.abs(difference) * (-1.4426950408889634 / UNIT))
     if HALF:
         # Without e near 1: there a GPU's exponential is off by 1e-7, for all elements the same way.

@@ -65,7 +65,7 @@ OPTIONS: dict[str, Any] = {
     "ignored": (None, 0.0, Number(0.0, 1.0)),
     "ignore_index": (-100, -1, 3),
     "divergence": ("jsd", "jsd", "tvd", "cosine"),
-    "beta": (0.0, 0.5, 1.0, Number(0.01, 0.99)),
+    "beta": (0.0, 0.5, 1.0, Number(0.0001, 0.9999)),
     "temperature": (1.0, Number(0.3, 10.0)),
     "soft_weight": (1.0, Number(0.1, 3.0)),
     "hard_weight": hard_weights,

@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
 from liger_core.opaque import opaque
 from liger_cutile.ops._cross_entropy import _cap
-from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
+from liger_cutile.ops._divergences import above_mixture, expm1_near, finite, launch_count, launch_total
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 from liger_cutile.ops._tiles import load_vector
@@ -110,9 +110,7 @@ def _order(difference):
 def _apart(q, p, difference):
     """abs(q − p), of nearly equal ones by the difference of their logarithms."""
     t = difference * LN_2
-    series = t * (0.008333334 + t * 0.0013888889)
-    series = t * (1.0 + t * (0.5 + t * (0.16666667 + t * (0.041666668 + series))))
-    return ct.abs(ct.where(ct.abs(t) < 0.25, p * series, q - p))
+    return ct.abs(ct.where(ct.abs(t) < 0.25, p * expm1_near(t), q - p))
 
 
 @ct.function

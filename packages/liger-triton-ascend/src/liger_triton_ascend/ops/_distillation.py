@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows
 from liger_triton_ascend.ops._cross_entropy import _cap
-from liger_triton_ascend.ops._divergences import above_mixture, count_of, finite
+from liger_triton_ascend.ops._divergences import above_mixture, count_of, expm1_near, finite
 from liger_triton_ascend.ops._exponentials import LANES, add_exponentials, no_exponentials
 from liger_triton_ascend.ops._logit_statistics import _load_biased
 from liger_triton_ascend.ops._long_rows import long_row_blocks
@@ -82,9 +82,7 @@ def _order(difference):
 @triton.jit
 def _apart(q, p, t):
     """abs(q − p), of nearly equal ones by the difference t of their logarithms."""
-    series = t * (0.008333334 + t * 0.0013888889)
-    series = t * (1.0 + t * (0.5 + t * (0.16666667 + t * (0.041666668 + series))))
-    return tl.abs(tl.where(tl.abs(t) < 0.25, p * series, q - p))
+    return tl.abs(tl.where(tl.abs(t) < 0.25, p * expm1_near(t), q - p))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from triton.language.extra import libdevice
 
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows
 from liger_triton.ops._cross_entropy import _biased, _cap
-from liger_triton.ops._divergences import above_mixture, count_of, finite, total
+from liger_triton.ops._divergences import above_mixture, count_of, expm1_near, finite, total
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
@@ -113,9 +113,7 @@ def _order(difference):
 def _apart(q, p, difference):
     """abs(q − p), of nearly equal ones by the difference of their logarithms."""
     t = difference * LN_2
-    series = t * (0.008333334 + t * 0.0013888889)
-    series = t * (1.0 + t * (0.5 + t * (0.16666667 + t * (0.041666668 + series))))
-    return tl.abs(tl.where(tl.abs(t) < 0.25, p * series, q - p))
+    return tl.abs(tl.where(tl.abs(t) < 0.25, p * expm1_near(t), q - p))
 
 
 @kernel(do_not_specialize=["first", "rows", "student_stride", "teacher_stride"])

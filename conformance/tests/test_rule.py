@@ -18,6 +18,7 @@ from liger_conformance.running import (
     evaluate,
     has_rows,
     incoming_of,
+    without_overflow,
 )
 from liger_core.contract import ops
 
@@ -91,21 +92,103 @@ def test_one_infinity_of_the_truth_excuses_nothing(odd: float) -> None:
         compare("y", torch.full_like(baseline, 1e30), baseline, truth, lambda: nearby)
 
 
+def test_a_kernel_may_be_right_where_the_reference_overflows() -> None:
+    """On its way to a gradient that float16 holds. Infinite as the reference or right; nothing between, nor infinite else."""
+    op = ops["rms_norm"]
+    case = Case("overflow", "extreme", rows=(40,), hidden=1, casting_mode="none")
+    for draw in range(20):
+        arguments = complete(op, cases_of("rms_norm").build(case, torch.float16, "cpu", draw))
+        arguments["x"][7] = 1e-4
+        baseline, truth = (outcome.gradients["x"] for outcome in baseline_and_truth(op, arguments))
+        assert baseline is not None
+        assert truth is not None
+        if not baseline[7].isfinite() and baseline.isfinite().sum() == 39:
+            break
+    else:
+        raise AssertionError("the reference overflows nowhere: the test shows nothing")
+
+    def check(place: int, value: float) -> None:
+        actual = truth.half()
+        actual[place] = value
+        compare("dx", actual, baseline, truth, lambda: errors_nearby(op, arguments)["gradient of x"])
+
+    right = truth[7].item()
+    check(7, baseline[7].item())
+    check(7, right)
+    for value in (right * 1.1, 0.0, -baseline[7].item(), torch.nan):
+        with pytest.raises(Mismatch):
+            check(7, value)
+    with pytest.raises(Mismatch):
+        check(8, baseline[7].item())
+
+
+def test_the_digits_of_a_reference_that_overflows_are_its_dtypes() -> None:
+    """Where nothing overflows, rounding in float64 gives the baseline; where all does, it is the baseline that there isn't."""
+    op = ops["rms_norm"]
+    for scale, overflows in ((1.0, False), (1e-4, True)):
+        case = Case("digits", "extreme", rows=(9,), hidden=7, scale=scale, offset=1.0, casting_mode="none")
+        arguments = complete(op, cases_of("rms_norm").build(case, torch.float16, "cpu"))
+        baseline, truth = (outcome.items()["gradient of x"] for outcome in baseline_and_truth(op, arguments))
+        found = without_overflow(op, arguments).items()["gradient of x"]
+        assert baseline is not None
+        assert truth is not None
+        assert found is not None
+        assert found.isfinite().all()
+        assert bool(baseline.isfinite().all()) is not overflows
+        if not overflows:
+            assert (found - baseline.double()).abs().max() <= 2e-3 * truth.abs().max()
+            continue
+        near = truth + (found - truth).abs().max()
+        compare("dx", near.half(), baseline, truth, unbounded=lambda found=found: found)
+        with pytest.raises(Mismatch):
+            compare("dx", near.half(), baseline, truth)
+        with pytest.raises(Mismatch):
+            compare("dx", (truth * 1.05).half(), baseline, truth, unbounded=lambda found=found: found)
+
+
+def test_where_the_reference_overflows_no_bound_is_measured() -> None:
+    """A value that its dtype can't hold stays infinite, and a large one allows no more elsewhere."""
+    truth = torch.tensor([1.0, 2.0, 6e4, 7e4], dtype=torch.float64)
+    baseline = torch.tensor([1.0, 2.0, torch.inf, torch.inf], dtype=torch.float16)
+    compare("y", baseline.clone(), baseline, truth)
+    compare("y", truth.half(), baseline, truth)
+    for place, value in ((0, 1.01), (2, 5.9e4), (3, 65504.0)):
+        actual = baseline.clone()
+        actual[place] = value
+        with pytest.raises(Mismatch):
+            compare("y", actual, baseline, truth)
+
+
 def products(x: torch.Tensor, weight: torch.Tensor, digits: int) -> torch.Tensor:
-    """x · weightᵀ by a model of a tensor core: 16 products at a time join a sum, which is cut off after so many binary digits."""
+    """x · weightᵀ by a model of a tensor core: 16 products at a time join a sum, which is cut off after so many binary digits.
+
+    The products have three digits more than the largest of them and of the sum has, and are cut off there.
+    """
     total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float64)
     for left, right in zip(x.double().split(16, 1), weight.double().split(16, 1), strict=True):
-        mantissa, exponent = torch.frexp(total + left @ right.T)
+        terms = torch.cat([left[:, None] * right, total[..., None]], -1)
+        unit = torch.ldexp(torch.ones_like(total), torch.frexp(terms.abs().amax(-1))[1] - digits - 3)
+        mantissa, exponent = torch.frexp((terms / unit[..., None]).trunc().sum(-1) * unit)
         total = torch.ldexp((mantissa * 2**digits).trunc(), exponent - digits)
     return total.float()
 
 
-@pytest.mark.parametrize("hidden", [256, 4096])
-def test_tensor_cores_add_up_products_as_they_do(hidden: int) -> None:
-    """To float32 sums that are cut off, not rounded. With fewer digits, or by few logits alone, nothing else is excused."""
-    name = "fused_linear_logit_statistics"
-    case, over = Case("few-logits", "edge", rows=3, hidden=hidden, vocabulary=3), 0
+# Of few logits the errors don't cancel. Those of `decided` ones are sums of terms of one sign, which lose more. Of many
+# logits all lose, so that the sum of their exponentials does.
+DEEP = (
+    {"rows": 3, "hidden": 256, "vocabulary": 3},
+    {"rows": 3, "hidden": 4096, "vocabulary": 3},
+    {"rows": 1, "hidden": 2896, "vocabulary": 120, "decided": True},
+    {"rows": 4, "hidden": 1280, "vocabulary": 300},
+)
+
+
+@pytest.mark.parametrize("sizes", DEEP, ids=["256", "4096", "one-sign", "many-logits"])
+def test_tensor_cores_add_up_products_as_they_do(sizes: dict[str, Any]) -> None:
+    """To float32 sums that are cut off, not rounded. With fewer digits nothing is excused."""
+    name, over = "fused_linear_logit_statistics", 0
     for draw in range(4):
+        case = Case("deep", "edge", **sizes)
         arguments = complete(ops[name], cases_of(name).build(case, torch.float16, "cpu", draw))
         baseline, truth = (outcome.results["lse"] for outcome in baseline_and_truth(ops[name], arguments))
         nearby = errors_nearby(ops[name], arguments)["lse"]
@@ -197,3 +280,16 @@ def test_rounding_decides_nothing() -> None:
     actual = evaluate(op, op.reference, wrong, None, given)
     with pytest.raises(Mismatch):
         hold("sparsemax", arguments, actual)
+
+
+def test_rounding_parts_no_equals() -> None:
+    """Where student and teacher are equal, a gradient of either sign is no rounding of 0."""
+    op = ops["distillation"]
+    case = next(case for case in cases_of("distillation").cases if case.id == "equal-rows")
+    arguments = complete(op, cases_of("distillation").build(case, torch.float32, "cpu"))
+    student = arguments["student_logits"]
+    parted = {**arguments, "student_logits": student * (1 + 1e-7 * torch.rand(student.shape))}
+    given = incoming_of(op, arguments)
+    hold("distillation", arguments, evaluate(op, op.reference, arguments, None, given))
+    with pytest.raises(Mismatch, match="gradient of student_logits"):
+        hold("distillation", arguments, evaluate(op, op.reference, parted, None, given))

@@ -21,6 +21,7 @@ def compare(
     baseline: Tensor | None,
     truth: Tensor | None,
     nearby: Callable[[], list[Tensor]] | None = None,
+    unbounded: Callable[[], Tensor | None] | None = None,
     *,
     units: int = 1,
     infinite: bool = False,
@@ -30,8 +31,9 @@ def compare(
 
     max|actual − truth| ≤ 2 · max|baseline − truth| + eps(dtype) · max|truth|, where `baseline` is the reference in the
     kernel's own dtype and `truth` the reference in float64 on the same inputs. Where the baseline has infinities or
-    NaN, the kernel has the same. Where the truth alone has, the kernel is finite and nothing more is known of it: the
-    rule is that of the other elements. Integers are equal.
+    NaN, the kernel has the same; or is right, where the baseline overflows on its way to a truth that its dtype can hold.
+    Where the truth alone has, the kernel is finite and nothing more is known of it: the rule is that of the other elements.
+    Integers are equal.
 
     One baseline can be right by luck: where few roundings decide, as in a scalar, or in the one row of many that is badly
     conditioned. Where the kernel is over the bound, its error is the largest of several: see `errors_nearby`.
@@ -42,6 +44,7 @@ def compare(
         baseline: what the reference gives in the same dtype.
         truth: what the reference gives in float64, there or on the CPU.
         nearby: gives other samples of what roundings do to the reference. Asked for where one baseline allows too little.
+        unbounded: gives the baseline without a largest number. Asked for where it overflows and the kernel doesn't.
         units: of rounding that are allowed beside the baseline's error, for what is known to round more often.
         infinite: an argument holds an infinity: whether infinities cancel, to NaN, is up to the order of a sum, so where
             the baseline has either the kernel has either.
@@ -66,11 +69,15 @@ def compare(
             raise Mismatch(f"{name}: {wrong} of {actual.numel()} elements differ from the reference's")
         return
     actual, baseline = actual.to(truth.device), baseline.to(truth.device)
+    kind = torch.finfo(baseline.dtype)
     finite = baseline.isfinite()
+    overflowed = ~finite
+    if overflowed.any():
+        overflowed &= (truth.abs() <= kind.max) & actual.isfinite()
     if infinite:
-        odd = finite != actual.isfinite()
+        odd = (finite | overflowed) != actual.isfinite()
     else:
-        odd = ~(finite | ((actual == baseline) | (actual.isnan() & baseline.isnan())))
+        odd = ~(finite | overflowed | ((actual == baseline) | (actual.isnan() & baseline.isnan())))
         odd |= finite & ~actual.isfinite()
     if odd.any():
         at = tuple(int(i) for i in odd.nonzero()[0])
@@ -80,28 +87,33 @@ def compare(
         )
     # A baseline that is finite where the truth isn't has no error to measure there, and leaves no bound elsewhere.
     finite = finite & truth.isfinite()
-    error, scale = _error(actual, truth, finite, by_row)
     base, _ = _error(baseline, truth, finite, by_row)
-    kind = torch.finfo(baseline.dtype)
-    rounding = kind.eps * scale.clamp(min=kind.smallest_normal)
-    allowed = 2 * base + units * rounding
-    if bool((error <= allowed).all()):
-        return
-    if nearby is not None:
-        allowed = 2 * torch.stack([base, *(sample.to(base.device) for sample in nearby())]).amax(0) + units * rounding
+    samples: list[Tensor] = []
+    for judged in (finite, overflowed) if overflowed.any() else (finite,):
+        if judged is overflowed and unbounded is not None and (value := unbounded()) is not None:
+            base = torch.maximum(base, _error(value.to(truth.device), truth, overflowed, by_row)[0])
+        error, _ = _error(actual, truth, judged, by_row)
+        _, scale = _error(actual, truth, finite | judged, by_row)
+        rounding = units * kind.eps * scale.clamp(min=kind.smallest_normal)
+        allowed = 2 * base + rounding
         if bool((error <= allowed).all()):
-            return
-    row = int((error - allowed).argmax())
-    where = f"of row {row} " if by_row else ""
-    off = (actual.double() - truth).abs().where(finite, torch.zeros((), dtype=torch.float64, device=actual.device))
-    if by_row:
-        off[:row], off[row + 1 :] = 0, 0
-    at = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
-    raise Mismatch(
-        f"{name}: error {where}{error[row].item():.3g} is more than the {allowed[row].item():.3g} allowed "
-        f"(the reference's own in {baseline.dtype}: {base[row].item():.3g}, largest value {scale[row].item():.3g}); "
-        f"worst at {at}: {actual[at].item():.9g}, truth {truth[at].item():.9g}"
-    )
+            continue
+        if nearby is not None:
+            samples = samples or [sample.to(base.device) for sample in nearby()]
+            allowed = 2 * torch.stack([base, *samples]).amax(0) + rounding
+            if bool((error <= allowed).all()):
+                continue
+        row = int((error - allowed).argmax())
+        where = f"of row {row} " if by_row else ""
+        off = (actual.double() - truth).abs().where(judged, torch.zeros((), dtype=torch.float64, device=actual.device))
+        if by_row:
+            off[:row], off[row + 1 :] = 0, 0
+        at = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
+        raise Mismatch(
+            f"{name}: error {where}{error[row].item():.3g} is more than the {allowed[row].item():.3g} allowed "
+            f"(the reference's own in {baseline.dtype}: {base[row].item():.3g}, largest value {scale[row].item():.3g}); "
+            f"worst at {at}: {actual[at].item():.9g}, truth {truth[at].item():.9g}"
+        )
 
 
 def check_reference(name: str, actual: Tensor | None, truth: Tensor | None, eps: float) -> None:

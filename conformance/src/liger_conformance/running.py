@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -385,6 +386,25 @@ def errors_nearby(
     return errors
 
 
+def without_overflow(
+    op: Op[..., Any],
+    arguments: Arguments,
+    wanted: tuple[str, ...] | None = None,
+    incoming: dict[str, Tensor] | None = None,
+) -> Outcome:
+    """The baseline as it would be if its dtypes had no largest number: in float64, each operation rounded to their digits."""
+    arguments = complete(op, arguments)
+    incoming = incoming_of(op, arguments) if incoming is None else incoming
+    wide, wide_incoming = ({name: widen(value) for name, value in values.items()} for values in (arguments, incoming))
+    dtypes: list[torch.dtype] = []
+    with _Dtypes(dtypes):
+        evaluate(op, op.reference, arguments, wanted, incoming)
+    with _Rounded(dtypes) as rounding:
+        found = evaluate(op, op.reference, wide, wanted, wide_incoming)
+    assert next(rounding.next, None) is None, f"{op.name}: the reference does other operations in float64"
+    return found
+
+
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -393,7 +413,7 @@ class _Mode(TorchDispatchMode):
 
 
 class Deciding(_Mode):
-    """Notes what operations decide: the results that are no floating-point numbers, such as those of comparisons."""
+    """Notes what operations decide: the results that are no floating-point numbers, such as those of comparisons; and signs."""
 
     def __init__(self, decisions: list[Tensor]) -> None:
         super().__init__()
@@ -406,13 +426,13 @@ class Deciding(_Mode):
         return tree_map_only(Tensor, functools.partial(self._one, function, args, kwargs or {}), result)
 
     def _one(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> Tensor:
-        if not _is_inexact(value):
+        if not _is_inexact(value) or function._schema.name in _SIGNS:
             self.decisions.append(value)
         return value
 
 
 class Decided(Deciding):
-    """Gives operations the results that were noted, and may round the others.
+    """Gives operations the results that were noted, and may round the others. Of signs only those of 0 are given.
 
     Args:
         decisions: of a run of the same operations.
@@ -430,26 +450,71 @@ class Decided(Deciding):
     def _one(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> Tensor:
         if not _is_inexact(value):
             return next(self.next).to(value.device, value.dtype)
+        if function._schema.name in _SIGNS:
+            return value.where(next(self.next).to(value.device) != 0, 0.0)
         if self.seed is None:
             return value
         self.rounded += 1
         generator = torch.Generator(value.device).manual_seed(zlib.crc32(f"{self.seed}/{self.rounded}".encode()))
         by = torch.rand(value.shape, generator=generator, device=value.device, dtype=torch.float64) - 0.5
-        moved = by * self._moves(function, args, kwargs, value)
+        cut = torch.rand((), generator=generator, device=value.device, dtype=torch.float64)
+        terms, lost = self._moves(function, args, kwargs, value)
+        moved = by * terms - cut * lost
         # Infinite terms leave no error to speak of, and infinity times 0 is NaN.
         return value + torch.finfo(torch.float32).eps * moved.where(moved.isfinite(), 0.0)
 
-    def _moves(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> Tensor:
-        """What of a result is rounded: itself, or the terms that are added up to it, without their signs."""
+    def _moves(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> tuple[Tensor, Tensor | float]:
+        """What of a result is rounded: itself, or the terms that are added up to it, without their signs; and what is cut off.
+
+        Sums that are cut off lose about half a unit each time. Where terms cancel they are as large as their root mean square
+        suggests, of any sign. Those that don't grow to the result, of which they are half on average, and all lose alike.
+        """
         name = function._schema.name
         if name not in _SUMS and name not in _PRODUCTS:
-            return value
+            return value, 0.0
         terms = function(*tree_map_only(Tensor, _magnitude, args), **kwargs)
-        if name in _PRODUCTS and self.halves:
-            times = args[_PRODUCTS[name]].shape[-1] / AT_ONCE
-            squares = function(*tree_map_only(Tensor, lambda operand: _magnitude(operand).square(), args), **kwargs)
-            terms = terms + times * squares.sqrt()
-        return terms
+        if name not in _PRODUCTS or not self.halves:
+            return terms, 0.0
+        times = args[_PRODUCTS[name]].shape[-1] / AT_ONCE
+        squares = function(*tree_map_only(Tensor, lambda operand: _magnitude(operand).square(), args), **kwargs)
+        return terms + times * squares.sqrt(), times * value / 4
+
+
+class _Dtypes(Deciding):
+    """Notes the dtypes of operations' results, but for conversions, which float64 has none of."""
+
+    def __init__(self, dtypes: list[torch.dtype]) -> None:
+        super().__init__([])
+        self.dtypes = dtypes
+
+    def _one(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> Tensor:
+        if _is_inexact(value) and function._schema.name != "aten::_to_copy":
+            self.dtypes.append(value.dtype)
+        return value
+
+
+class _Rounded(Deciding):
+    """Rounds the results of operations to the digits of the dtypes that were noted."""
+
+    def __init__(self, dtypes: list[torch.dtype]) -> None:
+        super().__init__([])
+        self.next = iter(dtypes)
+
+    def _one(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> Tensor:
+        if not _is_inexact(value) or function._schema.name == "aten::_to_copy":
+            return value
+        kind = torch.finfo(next(self.next))
+        if value.is_complex():
+            return torch.view_as_complex(_rounded_to(torch.view_as_real(value), kind))
+        return _rounded_to(value, kind)
+
+
+def _rounded_to(value: Tensor, kind: torch.finfo) -> Tensor:
+    """A float64 value, rounded to the digits of a dtype; the unit of its subnormal values is that of its smallest normal one."""
+    digits = 1 - round(math.log2(kind.eps))
+    exponent = torch.frexp(value)[1].clamp(min=1 + round(math.log2(kind.smallest_normal)))
+    unit = torch.ldexp(torch.ones_like(value), exponent - digits)
+    return torch.where(value.isfinite(), (value / unit).round() * unit, value)
 
 
 def _magnitude(value: Tensor) -> Tensor:
@@ -459,6 +524,7 @@ def _magnitude(value: Tensor) -> Tensor:
 AT_ONCE = 16
 """Products of half-precision numbers that a tensor core adds to a float32 sum at a time."""
 
+_SIGNS = ("aten::sgn", "aten::sign")
 _SUMS = ("aten::sum", "aten::mean")
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::mv": 0, "aten::dot": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Matrix products, and where their first operand stands."""

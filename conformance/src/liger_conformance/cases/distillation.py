@@ -65,7 +65,7 @@ OPTIONS: dict[str, Any] = {
     "ignored": (None, 0.0, Number(0.0, 1.0)),
     "ignore_index": (-100, -1, 3),
     "divergence": ("jsd", "jsd", "tvd", "cosine"),
-    "beta": (0.0, 0.5, 1.0, Number(0.01, 0.99)),
+    "beta": (0.0, 0.5, 1.0, Number(0.0001, 0.9999)),
     "temperature": (1.0, Number(0.3, 10.0)),
     "soft_weight": (1.0, Number(0.1, 3.0)),
     "hard_weight": hard_weights,
@@ -96,6 +96,9 @@ CASES = (
     Case("forbidden-token", "edge", rows=4, vocabulary=33, **MIXED, forbidden=True),
     Case("equal-rows", "edge", rows=4, vocabulary=33, **MIXED, equal=True, divergence="tvd", temperature=0.7),
     Case("zero-rows", "edge", rows=4, vocabulary=33, **MIXED, zeros=True, divergence="cosine", student_softcap=5.0),
+    # Probabilities of one class that differ by 4.6e-7 of themselves, and of two classes near a half.
+    Case("close-2188", "edge", rows=4, vocabulary=1500, divergence="tvd", temperature=0.7),
+    Case("random-21-41", "edge", rows=8, vocabulary=2, scale=0.01, divergence="tvd"),
     Case("forward", "option", rows=5, vocabulary=96, ignored=0.2, beta=0.0, temperature=0.7, num_items="tensor"),
     Case("reverse", "option", rows=5, vocabulary=96, beta=1.0, temperature=1.5, reduction="sum"),
     Case("none", "option", rows=5, vocabulary=67, **CAPPED, reduction="none"),

@@ -85,6 +85,8 @@ CASES = (
     Case("many-rows", "odd", rows=33, hidden=8, vocabulary=33, **MIXED),
     Case("wide", "odd", rows=3, hidden=517, teacher_hidden=130, vocabulary=45),
     Case("one-row", "edge", rows=1, hidden=16, vocabulary=45),
+    # On a GPU: a capped logit that is fused with a subtraction differs from itself, and its probability from 1.
+    Case("random-21-144", "edge", rows=1, hidden=1, vocabulary=1, teacher_hidden=1, teacher_softcap=7.0),
     Case("all-ignored", "edge", rows=3, hidden=16, vocabulary=33, ignored=1.0, hard_weight=1.0),
     Case("ignored-class", "edge", rows=6, hidden=16, vocabulary=33, ignored=0.3, ignore_index=3, hard_weight=1.0),
     Case("none", "option", rows=5, hidden=32, vocabulary=96, **MIXED, **BIASES, reduction="none", divergence="tvd"),

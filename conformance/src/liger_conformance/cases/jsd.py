@@ -69,7 +69,7 @@ VARY = Vary(
         "teacher_dtype": ANY_DTYPE,
         "ignored": (None, 0.0, Number(0.0, 1.0)),
         "ignore_index": (-100, -1, 3),
-        "beta": (0.0, 0.5, 1.0, Number(0.01, 0.99)),
+        "beta": (0.0, 0.5, 1.0, Number(0.0001, 0.9999)),
     },
 )
 
@@ -90,6 +90,9 @@ CASES = (
     Case("absent-on-one-side", "edge", rows=5, vocabulary=70, absent_student=0.4, absent_teacher=0.4, beta=0.3),
     Case("absent-student-reverse", "edge", rows=5, vocabulary=70, absent_student=0.4, beta=1.0),
     Case("nan-teacher", "edge", rows=5, vocabulary=70, nan_teacher=0.1, beta=0.3),
+    # The mixture is nearly one of the two.
+    Case("beta-near-0", "edge", rows=200, vocabulary=20, beta=1e-4, scale=10.0),
+    Case("beta-near-1", "edge", rows=200, vocabulary=20, beta=0.9999, scale=10.0),
     Case("forward", "option", rows=5, vocabulary=96, ignored=0.2, beta=0.0),
     Case("reverse", "option", rows=5, vocabulary=96, ignored=0.2, beta=1),
     Case("float32-teacher", "option", rows=5, vocabulary=96, teacher_dtype=torch.float32),

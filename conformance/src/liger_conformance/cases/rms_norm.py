@@ -57,6 +57,9 @@ CASES = (
     Case("float32-weight", "option", rows=4, hidden=96, weight_dtype=torch.float32),
     Case("tiny-values", "extreme", rows=4, hidden=64, scale=1e-4),
     Case("big-values", "extreme", rows=4, hidden=64, scale=1e3),
+    # The reference's backward overflows float16 there; the gradient is small, and kernels may be right.
+    Case("random-21-135", "extreme", rows=(), hidden=1, scale=1e-4, casting_mode="none"),
+    Case("overflow-on-the-way", "extreme", rows=9, hidden=7, scale=1e-4, offset=1.0, casting_mode="none"),
     Case("uneven-rows", "extreme", rows=6, hidden=97, by_row=("x",)),
     Case("small", "small", rows=2048, hidden=2048),
     Case("medium", "medium", rows=8192, hidden=4096),

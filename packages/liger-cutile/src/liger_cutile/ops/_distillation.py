@@ -2,6 +2,9 @@
 
 One block per row reads both rows twice: for what their softmaxes need, and for the losses. What the gradient needs besides the
 logits are six numbers per row: largest logits and logarithms of sums, and the sum that a divergence's gradient is relative to.
+
+Log-probabilities of student and teacher are compared by their logits' difference, with that of the rows' largest and of their
+sums: each is near 10, and the difference of two rounded ones has few correct digits where they are nearly equal, or a wrong sign.
 """
 
 import functools
@@ -15,7 +18,7 @@ from torch import Tensor
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows, step_of
 from liger_core.opaque import opaque
 from liger_cutile.ops._cross_entropy import _cap
-from liger_cutile.ops._divergences import above_mixture, exp, finite, launch_count, launch_total
+from liger_cutile.ops._divergences import above_mixture, exp, expm1_near, finite, launch_count, launch_total
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 from liger_cutile.ops._tiles import load_vector
@@ -53,8 +56,8 @@ def _exp2(x):
 
 
 @ct.function
-def _top_and_log_sums(logits, bias, softcap, row, scale, TWO, BLOCK, GROUP):
-    """The largest logit of a row, and log2 of the sum of 2^(scale · (logit − largest)); with TWO, also that of e^(…)."""
+def _top_and_sums(logits, bias, softcap, row, scale, TWO, BLOCK, GROUP):
+    """The largest logit of a row, and the sum of 2^(scale · (logit − largest)); with TWO, also that of e^(…)."""
     maximum = ct.full((BLOCK // GROUP, 1), LEAST, ct.float32)
     sums = ct.zeros((BLOCK // GROUP, 1), ct.float32)
     untempered = ct.zeros((BLOCK // GROUP, 1), ct.float32)
@@ -68,35 +71,55 @@ def _top_and_log_sums(logits, bias, softcap, row, scale, TWO, BLOCK, GROUP):
             untempered = untempered * _exp2((maximum - higher) * LOG2_E) + added
         maximum = higher
     top = ct.max(maximum)
-    log_sum = ct.log2(ct.sum(sums * _exp2((maximum - top) * scale)))
+    total = ct.sum(sums * _exp2((maximum - top) * scale))
     if TWO:
-        return top, log_sum, ct.log2(ct.sum(untempered * _exp2((maximum - top) * LOG2_E)))
+        return top, total, ct.sum(untempered * _exp2((maximum - top) * LOG2_E))
     else:
-        return top, log_sum, log_sum
+        return top, total, total
 
 
 @ct.function
-def _above(q, p, beta, rest, ONE_SIDED, HALF):
+def _above(difference, beta, rest, ONE_SIDED, HALF):
     """What log2 probabilities exceed those by that they are compared with, the student's and the teacher's."""
     if ONE_SIDED:
-        return q - p, p - q
+        return difference, -difference
     else:
-        return above_mixture(q, p, beta, rest, HALF, LOG2_E)
+        return above_mixture(difference, beta, rest, HALF, LOG2_E)
 
 
 @ct.function
-def _order(q, p):
-    """1 where q is larger, -1 where p is, else 0."""
-    return ct.where(q > p, 1.0, ct.where(q < p, -1.0, 0.0))
+def _log2_ratio(q_sum, p_sum):
+    """log2(q_sum / p_sum); NaN where one is 0, as of a row that is all -inf."""
+    return ct.log2(ct.where((q_sum > 0.0) & (p_sum > 0.0), q_sum / p_sum, math.nan))
 
 
 @ct.function
-def _part(log_q, log_p, q, p, beta, rest, TVD, REVERSE, HALF):
+def _difference(x, y, tops, scale, ratio):
+    """log2 q − log2 p of the probabilities of logits x and y; finite, and 0 where both are."""
+    found = ((finite(x) - finite(y)) - tops) * scale - ratio
+    return finite(ct.minimum(found, 1e30, propagate_nan=True))
+
+
+@ct.function
+def _order(difference):
+    """1, -1 or 0, by the difference's sign."""
+    return ct.where(difference > 0.0, 1.0, ct.where(difference < 0.0, -1.0, difference))
+
+
+@ct.function
+def _apart(q, p, difference):
+    """abs(q − p), of nearly equal ones by the difference of their logarithms."""
+    t = difference * LN_2
+    return ct.abs(ct.where(ct.abs(t) < 0.25, p * expm1_near(t), q - p))
+
+
+@ct.function
+def _part(difference, beta, rest, TVD, REVERSE, HALF):
     """What a class's probability is multiplied with in the sum that the gradient is relative to."""
     if TVD:
-        return _order(q, p)
+        return _order(difference)
     else:
-        return _above(log_q, log_p, beta, rest, REVERSE, HALF)[0]
+        return _above(difference, beta, rest, REVERSE, HALF)[0]
 
 
 @ct.function
@@ -140,13 +163,18 @@ def _rows(
         else:
             q_top, q_log_sum, hard_log_sum = 0.0, 0.0, 0.0
             p_top, p_log_sum = 0.0, 0.0
+            tops, ratio = 0.0, 0.0
+            q_sum = 0.0
             if given(hard) or not COSINE:
-                q_top, q_log_sum, hard_log_sum = _top_and_log_sums(
+                of_row = _top_and_sums(
                     student, student_bias, student_softcap, local, scale, given(hard) and TEMPERED, BLOCK, GROUP
                 )
+                q_top, q_sum = of_row[0], of_row[1]
+                q_log_sum, hard_log_sum = ct.log2(q_sum), ct.log2(of_row[2])
             if not COSINE and not GIVEN:
-                of_row = _top_and_log_sums(teacher, teacher_bias, teacher_softcap, local, scale, False, BLOCK, GROUP)
-                p_top, p_log_sum = of_row[0], of_row[1]
+                of_row = _top_and_sums(teacher, teacher_bias, teacher_softcap, local, scale, False, BLOCK, GROUP)
+                p_top, p_log_sum = of_row[0], ct.log2(of_row[1])
+                tops, ratio = q_top - p_top, _log2_ratio(q_sum, of_row[1])
             from_q = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             from_p = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             products = ct.zeros((BLOCK // GROUP, 1), ct.float32)
@@ -174,15 +202,18 @@ def _rows(
                     log_q = finite((x - q_top) * scale - q_log_sum)
                     log_p = finite((y - p_top) * scale - p_log_sum)
                     q, p = _exp2(log_q), _exp2(log_p)
+                    difference = _difference(x, y, tops, scale, ratio)
                     if TVD:
-                        from_q += ct.sum(q * _order(q, p), axis=1, keepdims=True)
-                        from_p += ct.sum(ct.abs(q - p), axis=1, keepdims=True)
+                        from_q += ct.sum(q * _order(difference), axis=1, keepdims=True)
+                        from_p += ct.sum(_apart(q, p, difference), axis=1, keepdims=True)
                     else:
-                        above_q, above_p = _above(log_q, log_p, beta, rest, FORWARD or REVERSE, HALF)
+                        above_q, above_p = _above(difference, beta, rest, FORWARD or REVERSE, HALF)
                         from_q += ct.sum(q * above_q, axis=1, keepdims=True)
                         from_p += ct.sum(p * above_p, axis=1, keepdims=True)
             of_student, of_teacher = ct.sum(from_q), ct.sum(from_p)
-            by_teacher, by_student = p_top, p_log_sum
+            by_teacher, by_student = tops, ratio
+            if FORWARD:
+                by_teacher, by_student = p_top, p_log_sum
             if COSINE:
                 zero = (of_student == 0.0) | (of_teacher == 0.0)
                 by_teacher = ct.where(zero, 0.0, 1.0 / (ct.sqrt(of_student) * ct.sqrt(of_teacher)))
@@ -251,14 +282,13 @@ def _gradient(
                     gradient = by * (x * of_student - y * of_teacher)
                 else:
                     y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, BLOCK)[0]
-                    log_q = finite((x - q_top) * scale - q_log_sum)
-                    log_p = finite((y - of_teacher) * scale - of_student)
-                    q, p = _exp2(log_q), _exp2(log_p)
+                    q = _exp2(finite((x - q_top) * scale - q_log_sum))
                     if FORWARD:
-                        gradient = by * (q - p)
+                        gradient = by * (q - _exp2(finite((y - of_teacher) * scale - of_student)))
                     else:
                         # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
-                        part = _part(log_q, log_p, q, p, beta, rest, TVD, REVERSE, HALF)
+                        difference = _difference(x, y, of_teacher, scale, of_student)
+                        part = _part(difference, beta, rest, TVD, REVERSE, HALF)
                         gradient = by * (q * (part - ct.load(statistics, (4, row), ())))
             if given(by_hard):
                 probability = _exp2(finite((x - q_top) * LOG2_E - ct.load(statistics, (5, row), ())))

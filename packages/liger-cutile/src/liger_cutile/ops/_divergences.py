@@ -115,13 +115,19 @@ def _log_mean(e):
 
 
 @ct.function
-def above_mixture(q, p, beta, rest, HALF, UNIT):
+def expm1_near(x):
+    """exp(x) − 1, for x of −0.25 to 0.25."""
+    series = x * (0.008333334 + x * 0.0013888889)
+    return x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + series))))
+
+
+@ct.function
+def above_mixture(difference, beta, rest, HALF, UNIT):
     """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
 
-    q and p are finite logarithms; UNIT is 1 for natural ones, log2(e) for those of base 2. Where the two are equal, both
+    The difference of q and p is finite; UNIT is 1 for natural logarithms, log2(e) for those of base 2. Where it is 0, both
     results are 0.
     """
-    difference = q - p
     distance = ct.abs(difference)
     e = ct.exp2(distance * (-1.4426950408889634 / UNIT), flush_to_zero=True)
     if HALF:
@@ -129,15 +135,23 @@ def above_mixture(q, p, beta, rest, HALF, UNIT):
         half = distance * (0.5 / UNIT)
         square = half * half
         log_cosh = square * (0.5 - square * (0.08333333 - square * (0.022222223 - square * 0.006746032)))
-        above = ct.where(half < 0.25, half - log_cosh, -_log_mean(e))
+        above = ct.where(half < 0.25, half - log_cosh, -_log_mean(e)) * UNIT
+        return ct.minimum(difference, 0.0) + above, ct.minimum(-difference, 0.0) + above
     else:
-        # The mixture over the larger of its two parts, by the smaller weight alone: rounded, the two don't add up to 1.
+        # By the smaller weight alone: rounded, the two don't add up to 1. M is taken relative to the part with the larger weight,
+        # heavy, which it nearly equals if the other weight is near 0: then by series of M / heavy − 1.
         weight = ct.minimum(beta, rest)
-        of_smaller = ct.where(beta <= rest, difference, -difference) >= 0.0
-        mixture = ct.where(of_smaller, 1.0 - weight * (1.0 - e), e + weight * (1.0 - e))
-        above = -ct.log(ct.maximum(mixture, 1e-37, propagate_nan=True))
-    above = above * UNIT
-    return ct.minimum(difference, 0.0) + above, ct.minimum(-difference, 0.0) + above
+        light = ct.where(beta <= rest, -difference, difference)
+        x = light * (1.0 / UNIT)
+        mixture = ct.where(x > 0.0, e + weight * (1.0 - e), 1.0 - weight * (1.0 - e))
+        log_mixture = ct.log(ct.maximum(mixture, 1e-37, propagate_nan=True))
+        v = ct.exp2(light * (1.4426950408889634 / UNIT), flush_to_zero=True) - 1.0
+        v = weight * ct.where(ct.abs(x) < 0.25, expm1_near(x), v)
+        series = v * (1.0 - v * (0.5 - v * (0.33333334 - v * (0.25 - v * (0.2 - v * 0.16666667)))))
+        near = ct.abs(v) < 0.0625
+        of_heavy = ct.where(near, -series * UNIT, -(log_mixture * UNIT) - ct.maximum(light, 0.0))
+        of_light = ct.where(near, light - series * UNIT, -(log_mixture * UNIT) + ct.minimum(light, 0.0))
+        return ct.where(beta <= rest, of_heavy, of_light), ct.where(beta <= rest, of_light, of_heavy)
 
 
 @ct.kernel

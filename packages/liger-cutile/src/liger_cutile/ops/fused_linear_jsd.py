@@ -66,7 +66,7 @@ def _above(q, p, beta, rest, FORWARD, REVERSE, HALF):
     if FORWARD or REVERSE:
         return q - p, p - q
     else:
-        return above_mixture(q, p, beta, rest, HALF, LOG2_E)
+        return above_mixture(q - p, beta, rest, HALF, LOG2_E)
 
 
 @ct.function

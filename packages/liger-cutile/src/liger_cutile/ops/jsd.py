@@ -78,7 +78,7 @@ def _divergence(q, p, beta, rest, FORWARD, REVERSE, HALF, EXACT):
     else:
         q = finite(q)
         p = finite(p)
-        above_q, above_p = above_mixture(q, p, beta, rest, False, 1.0)
+        above_q, above_p = above_mixture(q - p, beta, rest, False, 1.0)
         gradient = exp(q, EXACT) * above_q
         divergence = beta * (exp(p, EXACT) * above_p) + rest * gradient
     return divergence, gradient

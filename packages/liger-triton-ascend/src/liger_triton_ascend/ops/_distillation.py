@@ -2,6 +2,9 @@
 
 A vocabulary seldom fits the Unified Buffer, so each program takes one row after another, block by block: for what the softmaxes
 need, and for the losses. What the gradient needs besides the logits are six numbers per row.
+
+Log-probabilities of student and teacher are compared by their logits' difference, with that of the rows' largest and of their
+sums: each is near 10, and the difference of two rounded ones has few correct digits where they are nearly equal, or a wrong sign.
 """
 
 import triton
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
 from liger_triton_ascend.ops._cross_entropy import _cap
-from liger_triton_ascend.ops._divergences import above_mixture, count_of, finite
+from liger_triton_ascend.ops._divergences import above_mixture, count_of, expm1_near, finite
 from liger_triton_ascend.ops._exponentials import LANES, add_exponentials, no_exponentials
 from liger_triton_ascend.ops._logit_statistics import _load_biased
 from liger_triton_ascend.ops._long_rows import long_row_blocks
@@ -51,18 +54,37 @@ def _top_and_sum(row, bias, softcap, columns, scale, BLOCK: tl.constexpr, LANES:
 
 
 @triton.jit
-def _above(q, p, beta, rest, KIND: tl.constexpr, HALF: tl.constexpr):
+def _above(difference, beta, rest, KIND: tl.constexpr, HALF: tl.constexpr):
     """What log-probabilities exceed those by that they are compared with, the student's and the teacher's."""
     if KIND <= REVERSE:
-        return q - p, p - q
+        return difference, -difference
     else:
-        return above_mixture(q, p, beta, rest, HALF)
+        return above_mixture(difference, beta, rest, HALF)
 
 
 @triton.jit
-def _order(q, p):
-    """1 where q is larger, -1 where p is, else 0."""
-    return tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
+def _log_ratio(q_sum, p_sum):
+    """log(q_sum / p_sum); NaN where one is 0, as of a row that is all -inf."""
+    return tl.log(tl.where((q_sum > 0.0) & (p_sum > 0.0), q_sum / p_sum, float("nan")))
+
+
+@triton.jit
+def _difference(x, y, tops, scale, ratio):
+    """log q − log p of the probabilities of logits x and y; finite, and 0 where both are."""
+    found = ((finite(x) - finite(y)) - tops) * scale - ratio
+    return finite(tl.minimum(found, 1e30, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _order(difference):
+    """1, -1 or 0, by the difference's sign."""
+    return tl.where(difference > 0.0, 1.0, tl.where(difference < 0.0, -1.0, difference))
+
+
+@triton.jit
+def _apart(q, p, t):
+    """abs(q − p), of nearly equal ones by the difference t of their logarithms."""
+    return tl.abs(tl.where(tl.abs(t) < 0.25, p * expm1_near(t), q - p))
 
 
 @triton.jit
@@ -91,7 +113,7 @@ def _rows(
         if labels is not None:
             label = tl.load(labels + at)
             end = tl.where(label == ignore_index, 0, columns)  # a row that doesn't count is not read
-        q_top, q_log_sum, hard_log_sum, p_top, p_log_sum = 0.0, 0.0, 0.0, 0.0, 0.0
+        q_top, q_log_sum, hard_log_sum, of_tops, of_sums = 0.0, 0.0, 0.0, 0.0, 0.0
         if KIND != COSINE or HARD:
             q_top, q_sum = _top_and_sum(q_row, student_bias, student_softcap, end, scale, SUM_BLOCK, LANES)
             q_log_sum = tl.log(q_sum)
@@ -102,6 +124,11 @@ def _rows(
         if KIND < COSINE:
             p_top, p_sum = _top_and_sum(p_row, teacher_bias, teacher_softcap, end, scale, SUM_BLOCK, LANES)
             p_log_sum = tl.log(p_sum)
+            tops, ratio = q_top - p_top, _log_ratio(q_sum, p_sum)
+            if KIND == FORWARD:
+                of_tops, of_sums = p_top, p_log_sum
+            else:
+                of_tops, of_sums = tops, ratio
         from_q = tl.zeros((BLOCK,), tl.float32)
         from_p = tl.zeros((BLOCK,), tl.float32)
         others = tl.zeros((BLOCK,), tl.float32)
@@ -126,11 +153,12 @@ def _rows(
                 log_q = finite((x - q_top) * scale - q_log_sum)
                 log_p = finite((y - p_top) * scale - p_log_sum)
                 q, p = tl.exp(log_q), tl.exp(log_p)
+                difference = _difference(x, y, tops, scale, ratio)
                 if KIND == TVD:
-                    from_q += q * _order(q, p)
-                    from_p += tl.abs(q - p)
+                    from_q += q * _order(difference)
+                    from_p += _apart(q, p, difference)
                 else:
-                    above_q, above_p = _above(log_q, log_p, beta, rest, KIND, HALF)
+                    above_q, above_p = _above(difference, beta, rest, KIND, HALF)
                     from_q += q * above_q
                     from_p += p * above_p
                 others += q
@@ -140,7 +168,7 @@ def _rows(
             by_teacher = tl.where(zero, 0.0, 1.0 / (tl.sqrt(of_student) * tl.sqrt(of_teacher)))
             cosine = of_others * by_teacher
             loss = tl.where(end > 0, 1.0 - cosine, 0.0)
-            p_top, p_log_sum = by_teacher, tl.where(zero, 0.0, cosine / of_student)
+            of_tops, of_sums = by_teacher, tl.where(zero, 0.0, cosine / of_student)
         elif KIND >= GIVEN:
             # With the logarithm of the student's sum, 1 but for rounding: of close distributions the loss is as small.
             loss = tl.where(end > 0, of_teacher + of_student * tl.log(of_others), 0.0)
@@ -164,8 +192,8 @@ def _rows(
             tl.store(hard + at, tl.where(end > 0, (q_top - z) + hard_log_sum, 0.0))
         tl.store(statistics + at, q_top)
         tl.store(statistics + rows + at, q_log_sum)
-        tl.store(statistics + 2 * rows + at, p_top)
-        tl.store(statistics + 3 * rows + at, p_log_sum)
+        tl.store(statistics + 2 * rows + at, of_tops)
+        tl.store(statistics + 3 * rows + at, of_sums)
         # By the sum of the probabilities, which is 1 but for the rounding of its logarithm: that then cancels.
         tl.store(statistics + 4 * rows + at, of_student / of_others)
         tl.store(statistics + 5 * rows + at, hard_log_sum)
@@ -212,20 +240,19 @@ def _gradient(
                     gradient = by * (x * of_student - y * of_teacher)
                 else:
                     by *= scale
-                    log_q = finite((x - q_top) * scale - q_log_sum)
-                    log_p = finite((y - of_teacher) * scale - of_student)
-                    q, p = tl.exp(log_q), tl.exp(log_p)
+                    q = tl.exp(finite((x - q_top) * scale - q_log_sum))
                     if KIND == FORWARD:
-                        gradient = by * (q - p)
+                        gradient = by * (q - tl.exp(finite((y - of_teacher) * scale - of_student)))
                     else:
+                        difference = _difference(x, y, of_teacher, scale, of_student)
                         # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
                         if KIND == TVD:
                             by *= 0.5
-                            part = _order(q, p)
+                            part = _order(difference)
                         else:
                             if KIND != REVERSE:
                                 by *= rest
-                            part = _above(log_q, log_p, beta, rest, KIND, HALF)[0]
+                            part = _above(difference, beta, rest, KIND, HALF)[0]
                         gradient = by * (q * (part - whole_sum))
             if by_hard is not None:
                 probability = tl.exp(finite((x - q_top) - hard_log_sum))

@@ -46,12 +46,18 @@ def _log_mean(e):
 
 
 @triton.jit
-def above_mixture(q, p, beta, rest, HALF: tl.constexpr):
+def expm1_near(x):
+    """exp(x) − 1, for x of −0.25 to 0.25."""
+    series = x * (0.008333334 + x * 0.0013888889)
+    return x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + series))))
+
+
+@triton.jit
+def above_mixture(difference, beta, rest, HALF: tl.constexpr):
     """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
 
-    q and p are finite logarithms. Where the two are equal, both results are 0.
+    The difference of q and p is finite. Where it is 0, both results are 0.
     """
-    difference = q - p
     e = tl.exp(-tl.abs(difference))
     if HALF:
         # Without e near 1: there its rounding is off for all elements alike, by more than log M differs.
@@ -59,13 +65,20 @@ def above_mixture(q, p, beta, rest, HALF: tl.constexpr):
         square = half * half
         log_cosh = square * (0.5 - square * (0.08333333 - square * (0.022222223 - square * 0.006746032)))
         above = tl.where(half < 0.25, half - log_cosh, -_log_mean(e))
+        return tl.minimum(difference, 0.0) + above, tl.minimum(-difference, 0.0) + above
     else:
-        # The mixture over the larger of its two parts, by the smaller weight alone: rounded, the two don't add up to 1.
+        # By the smaller weight alone: rounded, the two don't add up to 1. M is taken relative to the part with the larger weight,
+        # heavy, which it nearly equals if the other weight is near 0: then by series of M / heavy − 1.
         weight = tl.minimum(beta, rest)
-        smaller = tl.where(beta <= rest, difference, -difference)
-        mixture = tl.where(smaller >= 0.0, 1.0 - weight * (1.0 - e), e + weight * (1.0 - e))
-        above = -tl.log(tl.maximum(mixture, 1e-37, propagate_nan=tl.PropagateNan.ALL))
-    return tl.minimum(difference, 0.0) + above, tl.minimum(-difference, 0.0) + above
+        light = tl.where(beta <= rest, -difference, difference)
+        mixture = tl.where(light > 0.0, e + weight * (1.0 - e), 1.0 - weight * (1.0 - e))
+        log_mixture = tl.log(tl.maximum(mixture, 1e-37, propagate_nan=tl.PropagateNan.ALL))
+        v = weight * tl.where(tl.abs(light) < 0.25, expm1_near(light), tl.exp(tl.minimum(light, 80.0)) - 1.0)
+        series = v * (1.0 - v * (0.5 - v * (0.33333334 - v * (0.25 - v * (0.2 - v * 0.16666667)))))
+        near = tl.abs(v) < 0.0625
+        of_heavy = tl.where(near, -series, -log_mixture - tl.maximum(light, 0.0))
+        of_light = tl.where(near, light - series, -log_mixture + tl.minimum(light, 0.0))
+        return tl.where(beta <= rest, of_heavy, of_light), tl.where(beta <= rest, of_light, of_heavy)
 
 
 def count_of(x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:

@@ -37,7 +37,7 @@ def _above(q, p, beta, rest, FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF:
     if FORWARD or REVERSE:
         return q - p, p - q
     else:
-        return above_mixture(q, p, beta, rest, HALF)
+        return above_mixture(q - p, beta, rest, HALF)
 
 
 @triton.jit

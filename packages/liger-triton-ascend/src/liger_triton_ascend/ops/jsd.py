@@ -61,7 +61,7 @@ def _divergence(q, p, beta, rest, FORWARD: tl.constexpr, REVERSE: tl.constexpr, 
         return _symmetric(q, p)
     else:
         q, p = finite(q), finite(p)
-        above_q, above_p = above_mixture(q, p, beta, rest, False)
+        above_q, above_p = above_mixture(q - p, beta, rest, False)
         gradient = tl.exp(q) * above_q
         return beta * (tl.exp(p) * above_p) + rest * gradient, gradient
 

@@ -61,7 +61,8 @@ def _cap(x, softcap, logits):
         tail = 1.0 - 2.0 * q * r
         near = tl.abs(u) < 0.625
         tanh = tl.where(near, series, tl.where(u < 0.0, -tail, tail))
-        return softcap * tanh, tl.where(near, 1.0 - series * series, 4.0 * q * r * r)
+        # Rounded, as fma's result is: a product might be fused with what is subtracted from it, and so differ from itself.
+        return tl.fma(tanh, softcap, 0.0), tl.where(near, 1.0 - series * series, 4.0 * q * r * r)
 
 
 @triton.jit

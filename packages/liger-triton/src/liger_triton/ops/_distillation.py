@@ -2,6 +2,9 @@
 
 One program per row reads both rows twice: for what their softmaxes need, and for the losses. What the gradient needs besides the
 logits are six numbers per row: largest logits and logarithms of sums, and the sum that a divergence's gradient is relative to.
+
+Log-probabilities of student and teacher are compared by their logits' difference, with that of the rows' largest and of their
+sums: each is near 10, and the difference of two rounded ones has few correct digits where they are nearly equal, or a wrong sign.
 """
 
 import torch
@@ -12,7 +15,7 @@ from triton.language.extra import libdevice
 
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
 from liger_triton.ops._cross_entropy import _biased, _cap
-from liger_triton.ops._divergences import above_mixture, count_of, exp, finite, total
+from liger_triton.ops._divergences import above_mixture, count_of, exp, expm1_near, finite, total
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
@@ -51,11 +54,11 @@ def _load(logits, bias, softcap, column, inside):
 
 
 @triton.jit
-def _top_and_log_sums(
+def _top_and_sums(
     logits, bias, softcap, scale, columns,
     TWO: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of a row, and log2 of the sum of 2^(scale · (logit − largest)); with TWO, also that of e^(…)."""
+    """The largest logit of a row, and the sum of 2^(scale · (logit − largest)); with TWO, also that of e^(…)."""
     lanes = _lanes(ALIGNED, GROUPS, GROUP)
     # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
     maximum = tl.full([GROUPS], -3.4028234663852886e38, tl.float32)
@@ -72,26 +75,47 @@ def _top_and_log_sums(
             untempered = untempered * tl.exp2((maximum - higher) * LOG2_E) + added
         maximum = higher
     top = tl.max(maximum)
-    log_sum = libdevice.log2(tl.sum(sums * tl.exp2((maximum - top) * scale)))
+    total = tl.sum(sums * tl.exp2((maximum - top) * scale))
     if TWO:
-        return top, log_sum, libdevice.log2(tl.sum(untempered * tl.exp2((maximum - top) * LOG2_E)))
+        return top, total, tl.sum(untempered * tl.exp2((maximum - top) * LOG2_E))
     else:
-        return top, log_sum, log_sum
+        return top, total, total
 
 
 @triton.jit
-def _above(q, p, beta, rest, KIND: tl.constexpr, HALF: tl.constexpr):
+def _above(difference, beta, rest, KIND: tl.constexpr, HALF: tl.constexpr):
     """What log2 probabilities exceed those by that they are compared with, the student's and the teacher's."""
     if KIND <= REVERSE:
-        return q - p, p - q
+        return difference, -difference
     else:
-        return above_mixture(q, p, beta, rest, HALF, LOG2_E)
+        return above_mixture(difference, beta, rest, HALF, LOG2_E)
 
 
 @triton.jit
-def _order(q, p):
-    """1 where q is larger, -1 where p is, else 0."""
-    return tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
+def _log2_ratio(q_sum, p_sum):
+    """log2(q_sum / p_sum); NaN where one is 0, as of a row that is all -inf."""
+    some = (q_sum > 0.0) & (p_sum > 0.0)
+    return libdevice.log2(tl.where(some, tl.math.div_rn(q_sum, p_sum), float("nan")))
+
+
+@triton.jit
+def _difference(x, y, tops, scale, ratio):
+    """log2 q − log2 p of the probabilities of logits x and y; finite, and 0 where both are."""
+    found = ((finite(x) - finite(y)) - tops) * scale - ratio
+    return finite(tl.minimum(found, 1e30, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _order(difference):
+    """1, -1 or 0, by the difference's sign."""
+    return tl.where(difference > 0.0, 1.0, tl.where(difference < 0.0, -1.0, difference))
+
+
+@triton.jit
+def _apart(q, p, difference):
+    """abs(q − p), of nearly equal ones by the difference of their logarithms."""
+    t = difference * LN_2
+    return tl.abs(tl.where(tl.abs(t) < 0.25, p * expm1_near(t), q - p))
 
 
 @triton.jit
@@ -129,13 +153,16 @@ def _rows(
     scale = LOG2_E / temperature
     lanes = _lanes(ALIGNED, GROUPS, GROUP)
     if KIND != COSINE or HARD:
-        q_top, q_log_sum, hard_log_sum = _top_and_log_sums(
+        q_top, q_sum, hard_sum = _top_and_sums(
             student, student_bias, student_softcap, scale, columns, HARD and TEMPERED, ALIGNED, GROUPS, GROUP, STAGES
         )
+        q_log_sum, hard_log_sum = libdevice.log2(q_sum), libdevice.log2(hard_sum)
     if KIND < COSINE:
-        p_top, p_log_sum, _ = _top_and_log_sums(
+        p_top, p_sum, _ = _top_and_sums(
             teacher, teacher_bias, teacher_softcap, scale, columns, False, ALIGNED, GROUPS, GROUP, STAGES
         )
+        p_log_sum = libdevice.log2(p_sum)
+        tops, ratio = q_top - p_top, _log2_ratio(q_sum, p_sum)
 
     from_q = tl.zeros([GROUPS], tl.float32)
     from_p = tl.zeros([GROUPS], tl.float32)
@@ -162,11 +189,12 @@ def _rows(
             log_q = finite((x - q_top) * scale - q_log_sum)
             log_p = finite((y - p_top) * scale - p_log_sum)
             q, p = tl.exp2(log_q), tl.exp2(log_p)
+            difference = _difference(x, y, tops, scale, ratio)
             if KIND == TVD:
-                from_q += tl.sum(q * _order(q, p), axis=1)
-                from_p += tl.sum(tl.abs(q - p), axis=1)
+                from_q += tl.sum(q * _order(difference), axis=1)
+                from_p += tl.sum(_apart(q, p, difference), axis=1)
             else:
-                above_q, above_p = _above(log_q, log_p, beta, rest, KIND, HALF)
+                above_q, above_p = _above(difference, beta, rest, KIND, HALF)
                 from_q += tl.sum(q * above_q, axis=1)
                 from_p += tl.sum(p * above_p, axis=1)
     of_student, of_teacher = tl.sum(from_q), tl.sum(from_p)
@@ -204,11 +232,15 @@ def _rows(
     if KIND == COSINE:
         tl.store(statistics + 2 * rows + row, by_teacher)
         tl.store(statistics + 3 * rows + row, by_student)
-    else:
-        if KIND < COSINE:
-            tl.store(statistics + 2 * rows + row, p_top)
-            tl.store(statistics + 3 * rows + row, p_log_sum)
+    elif KIND >= GIVEN:
         tl.store(statistics + 4 * rows + row, of_student)
+    elif KIND != FORWARD:
+        tl.store(statistics + 2 * rows + row, tops)
+        tl.store(statistics + 3 * rows + row, ratio)
+        tl.store(statistics + 4 * rows + row, of_student)
+    else:
+        tl.store(statistics + 2 * rows + row, p_top)
+        tl.store(statistics + 3 * rows + row, p_log_sum)
 
 
 @kernel(do_not_specialize=["first", "rows", "first_column", "student_stride", "teacher_stride"])
@@ -253,20 +285,19 @@ def _gradient(
             gradient = factor * (x * by_student - y * by_teacher)
         else:
             factor /= temperature
-            p_top, p_log_sum = tl.load(statistics + 2 * rows + row), tl.load(statistics + 3 * rows + row)
-            log_q = finite((x - q_top) * scale - q_log_sum)
-            log_p = finite((y - p_top) * scale - p_log_sum)
-            q, p = tl.exp2(log_q), tl.exp2(log_p)
+            q = tl.exp2(finite((x - q_top) * scale - q_log_sum))
+            of_tops, of_sums = tl.load(statistics + 2 * rows + row), tl.load(statistics + 3 * rows + row)
             if KIND == FORWARD:
-                gradient = factor * (q - p)
+                gradient = factor * (q - tl.exp2(finite((y - of_tops) * scale - of_sums)))
             else:
+                difference = _difference(x, y, of_tops, scale, of_sums)
                 # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
                 if KIND == TVD:
                     factor *= 0.5
-                    part = _order(q, p)
+                    part = _order(difference)
                 else:
                     factor *= LN_2 if KIND == REVERSE else rest * LN_2
-                    part = _above(log_q, log_p, beta, rest, KIND, HALF)[0]
+                    part = _above(difference, beta, rest, KIND, HALF)[0]
                 gradient = factor * (q * (part - tl.load(statistics + 4 * rows + row)))
     if by_hard is not None:
         hard_log_sum = tl.load(statistics + 5 * rows + row)

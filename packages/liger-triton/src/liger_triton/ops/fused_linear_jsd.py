@@ -67,7 +67,7 @@ def _above(q, p, beta, rest, FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF:
     if FORWARD or REVERSE:
         return q - p, p - q
     else:
-        return above_mixture(q, p, beta, rest, HALF, LOG2_E)
+        return above_mixture(q - p, beta, rest, HALF, LOG2_E)
 
 
 @kernel(do_not_specialize=["first", "rows"])

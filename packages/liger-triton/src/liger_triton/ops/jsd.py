@@ -74,7 +74,7 @@ def _divergence(
         return _symmetric(q, p, EXACT)
     else:
         q, p = finite(q), finite(p)
-        above_q, above_p = above_mixture(q, p, beta, rest, False, 1.0)
+        above_q, above_p = above_mixture(q - p, beta, rest, False, 1.0)
         gradient = exp(q, EXACT) * above_q
         return beta * (exp(p, EXACT) * above_p) + rest * gradient, gradient
 

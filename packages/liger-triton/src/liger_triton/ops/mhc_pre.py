@@ -22,9 +22,6 @@ PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_WARPS = 128, 64, 8
 """A tile of x in the forward product, and its warps. On an H200 (triton 3.6), 16384 rows of 4 streams of 7168 columns take, in
 bfloat16, 0.334 ms; with half the rows and warps, which read the weight twice as often, 0.529."""
 
-PRODUCT_STAGES = 3
-"""Of its tiles one is worked on, and the others are on their way to shared memory."""
-
 GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_WARPS = 32, 64, 4
 """The same of the products of backward."""
 
@@ -373,7 +370,7 @@ class _Kernels(MHCPreKernels):
         partial = x.new_empty((rows, splits, count + 1), dtype=torch.float32)
         _multiply[(tiles * splits,)](
             partial, x, weight, rows, columns, count, share, splits, x_stride, weight_stride,
-            ROWS=tile_rows, COUNT=power_of_2(count), BLOCK=block, num_warps=warps, num_stages=PRODUCT_STAGES,
+            ROWS=tile_rows, COUNT=power_of_2(count), BLOCK=block, num_warps=warps,
         )  # fmt: skip
         padded, coefficient_rows = power_of_2(streams, 1), _coefficient_rows(streams)
         block = min(power_of_2(width), max(MOST_ELEMENTS // padded, 16))

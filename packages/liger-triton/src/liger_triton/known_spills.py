@@ -18,7 +18,6 @@ KNOWN_SPILLS = {
         10,
         "two to ten registers where a thread holds two tiles, their factor and both sums, and has 128",
     ),
-    "mhc_pre-triton-sm_80 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (12, _NO_TENSOR_CORES),
     "mhc_pre-triton-sm_120 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (28, _NO_TENSOR_CORES),
     "mhc_pre-triton-gfx942 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (36, _NO_TENSOR_CORES),
     "sparsemax-triton-sm_100 sparsemax._forward_packed[BLOCK=65536*": (

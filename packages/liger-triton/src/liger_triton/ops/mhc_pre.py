@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import mhc_pre
-from liger_core.contract import Needs, Saved, implements
-from liger_core.ops.mhc_pre import MHCPre
+from liger_core.contract import implements
+from liger_core.host.mhc_pre import Coefficients, HyperConnectionsBefore, MHCPreKernels
 from liger_triton.ops._device import sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows, in_vectors, multiply, power_of_2
@@ -42,7 +42,12 @@ MOST_ELEMENTS = 4096
 """Of x, of a program that makes h."""
 
 EACH = 8
-"""Neighbouring columns of a thread, which it adds up by itself until the row ends."""
+"""Neighbouring columns of a thread, which it adds up by itself until the row ends. Lanes are the last dimension of a tile: else a
+thread would have one column of each lane."""
+
+
+UNROLL = tl.constexpr(4)
+"""Of the loops over partial sums: so many are on their way at once."""
 
 
 @triton.jit
@@ -78,7 +83,7 @@ def _back(d, o, sums, valid, axis: tl.constexpr):
 def _squares(partial, row, splits, count, inside):
     """Of a row, or of several, the sum of squares."""
     total = tl.load(partial + (row * splits) * (count + 1) + count, inside, other=0.0)
-    for split in range(1, splits):
+    for split in tl.range(1, splits, loop_unroll_factor=UNROLL):
         total += tl.load(partial + (row * splits + split) * (count + 1) + count, inside, other=0.0)
     return total
 
@@ -87,7 +92,7 @@ def _squares(partial, row, splits, count, inside):
 def _products(partial, at, splits, count, inside):
     """The products at these places of the first partial sums."""
     total = tl.load(partial + at, inside, other=0.0)
-    for split in range(1, splits):
+    for split in tl.range(1, splits, loop_unroll_factor=UNROLL):
         total += tl.load(partial + split * (count + 1) + at, inside, other=0.0)
     return total
 
@@ -196,9 +201,10 @@ def _mix(
             sinkhorn_eps, pre_eps, post_multiplier, HEAD, STREAMS, ROWS,
         )  # fmt: skip
     else:
+        # Last rows first: the product has just read them, so they are in the L2 cache.
         _make_h(
-            h, x, partial, bias, alpha, tl.program_id(0) - tiles, streams, width, count, splits, blocks, x_stride,
-            norm_eps, pre_eps, STREAMS, BLOCK,
+            h, x, partial, bias, alpha, tl.num_programs(0) - 1 - tl.program_id(0), streams, width, count, splits, blocks,
+            x_stride, norm_eps, pre_eps, STREAMS, BLOCK,
         )  # fmt: skip
 
 
@@ -208,14 +214,14 @@ def _sum_streams(
 ):
     row = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, STREAMS)
-    place = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    place = tl.arange(0, EACH)[:, None] + tl.arange(0, LANES)[None, :] * EACH
     sums = tl.zeros((STREAMS, LANES), tl.float32)
     for start in range(0, width, LANES * EACH):
         column = start + place
         dhs = tl.load(dh + row * dh_stride + column, column < width, other=0.0).to(tl.float32)
         at = x + row * x_stride + (stream * width)[:, None, None] + column[None, :, :]
         inside = (stream < streams)[:, None, None] & (column < width)[None, :, :]
-        sums += tl.sum(tl.load(at, inside, other=0.0).to(tl.float32) * dhs[None, :, :], 2)
+        sums += tl.sum(tl.load(at, inside, other=0.0).to(tl.float32) * dhs[None, :, :], 1)
     tl.store(dots + row * streams + stream, tl.sum(sums, 1), stream < streams)
 
 
@@ -331,114 +337,106 @@ def _gradients(
         tl.store(at, dweight, counted[None, :] & within[:, None])
 
 
-@implements(mhc_pre)
-def forward(
-    needs: Needs,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    alpha: Tensor,
-    *,
-    iterations: int = 20,
-    norm_eps: float = 1e-6,
-    sinkhorn_eps: float = 1e-6,
-    pre_eps: float = 0.0,
-    post_multiplier: float = 2.0,
-) -> tuple[MHCPre, Saved]:
-    leading, (streams, width), count = x.shape[:-2], x.shape[-2:], weight.shape[0]
-    columns, head = streams * width, count == streams
-    rows = x.numel() // columns
-    given = x, weight, bias, alpha
-    h = x.new_empty((*leading, width))
-    pre = x.new_empty((*leading, streams), dtype=torch.float32)
-    post = None if head else torch.empty_like(pre)
-    res = None if head else x.new_empty((*leading, streams, streams), dtype=torch.float32)
-    m = x.new_empty((rows, count + 1), dtype=torch.float32) if True in needs else None
-
-    x, x_stride = as_rows(x.flatten(-2))
-    weight, weight_stride = as_rows(weight)
-    tile_rows, block, warps = PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_WARPS
-    if count > 32 or not in_vectors(columns, x_stride, weight_stride):
-        tile_rows, block, warps = FEW, FEW, 4
-    tiles = (rows + tile_rows - 1) // tile_rows
-    splits = max(1, min(sm_count(x.device) * PROGRAMS // tiles, columns // FEWEST_COLUMNS))
-    share = ((columns + splits - 1) // splits + block - 1) // block * block
-    splits = (columns + share - 1) // share
-    partial = x.new_empty((rows, splits, count + 1), dtype=torch.float32)
-    _multiply[(tiles * splits,)](
-        partial, x, weight, rows, columns, count, share, splits, x_stride, weight_stride,
-        ROWS=tile_rows, COUNT=power_of_2(count), BLOCK=block, num_warps=warps,
-    )  # fmt: skip
-    padded = power_of_2(streams, 1)
-    block = min(power_of_2(width), max(MOST_ELEMENTS // padded, 16))
-    blocks = (width + block - 1) // block
-    coefficient_rows = max(1, COEFFICIENTS // max(16, padded * padded))
-    _mix[((rows + coefficient_rows - 1) // coefficient_rows + rows * blocks,)](
-        h, pre, post, res, m, x, partial, bias.contiguous(), alpha.contiguous(), rows, streams, width, count, splits, blocks,
-        x_stride, iterations, norm_eps, sinkhorn_eps, pre_eps, post_multiplier,
-        HEAD=head, STREAMS=padded, ROWS=coefficient_rows, BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    return MHCPre(h, pre, post, res), () if m is None else (*given, m)
+def _coefficient_rows(streams: int) -> int:
+    """Rows whose coefficients a program makes."""
+    return max(1, COEFFICIENTS // max(16, power_of_2(streams, 1) ** 2))
 
 
-def backward(
-    needs: Needs,
-    saved: Saved,
-    dh: Tensor | None,
-    dpre: Tensor | None,
-    dpost: Tensor | None,
-    dres: Tensor | None,
-    *,
-    iterations: int,
-    norm_eps: float,
-    sinkhorn_eps: float,
-    pre_eps: float,
-    post_multiplier: float,
-) -> tuple[Tensor | None, ...]:
-    needs_x, needs_weight, needs_bias, needs_alpha = needs
-    x, weight, bias, alpha, m = saved
-    streams, width, count = *x.shape[-2:], weight.shape[0]
-    columns, head = streams * width, count == streams
-    rows, padded = x.numel() // columns, power_of_2(streams, 1)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
-    x, x_stride = as_rows(x.flatten(-2))
-    dots, dh_stride = None, 0
-    if dh is not None:
+class _Kernels(MHCPreKernels):
+    def forward(
+        self,
+        h: Tensor,
+        pre: Tensor,
+        post: Tensor | None,
+        res: Tensor | None,
+        m: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        alpha: Tensor,
+        options: Coefficients,
+    ) -> None:
+        (streams, width), count, rows = x.shape[-2:], weight.shape[0], h.shape[0]
+        columns = streams * width
+        x, x_stride = as_rows(x.flatten(-2))
+        weight, weight_stride = as_rows(weight)
+        tile_rows, block, warps = PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_WARPS
+        if count > 32 or not in_vectors(columns, x_stride, weight_stride):
+            tile_rows, block, warps = FEW, FEW, 4
+        tiles = (rows + tile_rows - 1) // tile_rows
+        splits = max(1, min(sm_count(x.device) * PROGRAMS // tiles, columns // FEWEST_COLUMNS))
+        share = ((columns + splits - 1) // splits + block - 1) // block * block
+        splits = (columns + share - 1) // share
+        partial = x.new_empty((rows, splits, count + 1), dtype=torch.float32)
+        _multiply[(tiles * splits,)](
+            partial, x, weight, rows, columns, count, share, splits, x_stride, weight_stride,
+            ROWS=tile_rows, COUNT=power_of_2(count), BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        padded, coefficient_rows = power_of_2(streams, 1), _coefficient_rows(streams)
+        block = min(power_of_2(width), max(MOST_ELEMENTS // padded, 16))
+        blocks = (width + block - 1) // block
+        _mix[((rows + coefficient_rows - 1) // coefficient_rows + rows * blocks,)](
+            h, pre, post, res, m, x, partial, bias, alpha, rows, streams, width, count, splits, blocks, x_stride, *options,
+            HEAD=count == streams, STREAMS=padded, ROWS=coefficient_rows, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+    def dot(self, dots: Tensor, dh: Tensor, x: Tensor) -> None:
+        rows, streams, width = *dots.shape, x.shape[-1]
+        x, x_stride = as_rows(x.flatten(-2))
         dh, dh_stride = as_rows(dh)
-        dots = x.new_empty((rows, streams), dtype=torch.float32)
+        padded = power_of_2(streams, 1)
         lanes = min(power_of_2(width), max(MOST_ELEMENTS // padded, 16 * EACH)) // EACH
         _sum_streams[(rows,)](
             dots, dh, x, streams, width, dh_stride, x_stride, STREAMS=padded, LANES=lanes, EACH=EACH, num_warps=4
         )
-    dpre, dpost, dres = (None if d is None else d.contiguous() for d in (dpre, dpost, dres))
-    m = m.contiguous()
-    # Of a whole number of vectors, the last ones zero: no element is masked.
-    plan = x.new_zeros((rows, power_of_2(count)), dtype=torch.float32)
-    rest = x.new_empty((rows, streams + 1), dtype=torch.float32)
-    coefficient_rows = max(1, COEFFICIENTS // max(16, padded * padded))
-    tiles = (rows + coefficient_rows - 1) // coefficient_rows
-    small = x.new_empty((tiles, count + 3), dtype=torch.float32)
-    _coefficients_backward[(tiles,)](
-        plan, rest, small, dots, dpre, dpost, dres, m, bias.contiguous(), alpha.contiguous(), rows, streams, width, count,
-        iterations, sinkhorn_eps, pre_eps, post_multiplier,
-        HEAD=head, STREAMS=padded, COUNT=power_of_2(count), ROWS=coefficient_rows, num_warps=4,
-    )  # fmt: skip
-    dbias = small[:, :count].sum(0).to(bias.dtype) if needs_bias else None
-    dalpha = small[:, count : count + alpha.numel()].sum(0).to(alpha.dtype) if needs_alpha else None
-    if not (needs_x or needs_weight):
-        return None, None, dbias, dalpha
 
-    weight_rows, weight_stride = as_rows(weight)
-    tile_rows, block, warps = GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_WARPS
-    if count > 32 or x.dtype is torch.float32 or not in_vectors(width, x_stride, weight_stride, dh_stride):
-        tile_rows, block, warps = FEW // 2, FEW, 4 if count <= 32 else 8
-    blocks = streams * ((width + block - 1) // block)
-    splits = max(1, min(sm_count(x.device) * PROGRAMS // blocks, (rows + tile_rows - 1) // tile_rows))
-    partial = x.new_empty((splits, count, columns), dtype=torch.float32) if needs_weight else None
-    _gradients[(blocks * splits,)](
-        dx, partial, dh, x, weight_rows, plan, rest, rows, streams, width, count, splits, dh_stride, x_stride, weight_stride,
-        ROUGH=x.dtype is not torch.float32, COUNT=power_of_2(count), ROWS=tile_rows, BLOCK=block,
-        num_warps=warps,
-    )  # fmt: skip
-    dweight = None if partial is None else partial.sum(0).to(weight.dtype)
-    return dx, dweight, dbias, dalpha
+    def plan(
+        self,
+        plan: Tensor,
+        rest: Tensor,
+        dots: Tensor | None,
+        dpre: Tensor | None,
+        dpost: Tensor | None,
+        dres: Tensor | None,
+        m: Tensor,
+        bias: Tensor,
+        alpha: Tensor,
+        columns: int,
+        options: Coefficients,
+    ) -> Tensor:
+        (rows, padded_count), streams, count = plan.shape, rest.shape[1] - 1, bias.shape[0]
+        coefficient_rows = _coefficient_rows(streams)
+        tiles = (rows + coefficient_rows - 1) // coefficient_rows
+        small = plan.new_empty((tiles, count + 3))
+        _coefficients_backward[(tiles,)](
+            plan, rest, small, dots, dpre, dpost, dres, m, bias, alpha, rows, streams, columns // streams, count,
+            options.iterations, options.sinkhorn_eps, options.pre_eps, options.post_multiplier, HEAD=count == streams,
+            STREAMS=power_of_2(streams, 1), COUNT=padded_count, ROWS=coefficient_rows, num_warps=4,
+        )  # fmt: skip
+        return small
+
+    def gradients(
+        self, dx: Tensor | None, dweight: bool, dh: Tensor | None, x: Tensor, weight: Tensor, plan: Tensor, rest: Tensor
+    ) -> Tensor | None:
+        (rows, padded_count), (streams, width), count = plan.shape, x.shape[-2:], weight.shape[0]
+        dh_stride = 0
+        if dh is not None:
+            dh, dh_stride = as_rows(dh)
+        x, x_stride = as_rows(x.flatten(-2))
+        weight, weight_stride = as_rows(weight)
+        tile_rows, block, warps = GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_WARPS
+        if count > 32 or x.dtype is torch.float32 or not in_vectors(width, x_stride, weight_stride, dh_stride):
+            tile_rows, block, warps = FEW // 2, FEW, 4 if count <= 32 else 8
+        blocks = streams * ((width + block - 1) // block)
+        splits = max(1, min(sm_count(x.device) * PROGRAMS // blocks, (rows + tile_rows - 1) // tile_rows))
+        partial = x.new_empty((splits, count, streams * width), dtype=torch.float32) if dweight else None
+        _gradients[(blocks * splits,)](
+            dx, partial, dh, x, weight, plan, rest, rows, streams, width, count, splits, dh_stride, x_stride, weight_stride,
+            ROUGH=x.dtype is not torch.float32, COUNT=padded_count, ROWS=tile_rows, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        return partial
+
+
+host = HyperConnectionsBefore(_Kernels())
+forward = implements(mhc_pre)(host.forward)
+backward = host.backward

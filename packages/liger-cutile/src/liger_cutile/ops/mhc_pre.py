@@ -1,0 +1,498 @@
+"""Hyper-connections before a layer: one product of all streams with a narrow matrix, then the rest of each row from it.
+
+The product is shared out by rows and columns, and the sum of squares is made beside it. Then a block makes the coefficients of
+some rows, and h is made of the streams, read again. Backward first sums dh · x of each stream, runs Sinkhorn's steps backwards
+for each row, and then goes over the streams once for dx and dweight.
+"""
+
+import functools
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from liger_core import mhc_pre
+from liger_core.contract import implements
+from liger_core.host.mhc_pre import Coefficients, HyperConnectionsBefore, MHCPreKernels
+from liger_core.opaque import opaque
+from liger_cutile.ops._device import multiplies_from_shared, sm_count
+from liger_cutile.ops._grid import block_number, one_each
+from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._rows import as_rows, blocks, power_of_2
+from liger_cutile.ops._streams import by_lanes, load_number, load_part, store_part, store_sums
+from liger_cutile.ops._three_parts import product, split, transposed
+from liger_cutile.ops._tiles import ZERO
+
+# A tile of x in the forward product: it reads the weight once for so many rows.
+PRODUCT_ROWS, PRODUCT_COLUMNS = 128, 64
+# The same of the products of backward.
+GRADIENT_ROWS, GRADIENT_COLUMNS = 64, 64
+# Rows and columns of both in float32 and float16, whose elements have parts of their own, with many rows of weight, and where
+# elements are loaded one by one, each with an address in registers.
+FEW = 32
+# Rows of weight up to which tiles have all rows.
+MOST_COUNT = 32
+# Blocks of a product, for each multiprocessor.
+PROGRAMS = 8
+# Columns of a block of the forward product: fewer make more partial sums than they save time.
+FEWEST_COLUMNS = 512
+# Partial sums of a row, which are added up at once.
+MOST_SPLITS = 16
+# Elements of res and its partial sums, of the rows whose coefficients a block makes.
+COEFFICIENTS = 1024
+# Most columns of a block's tiles that make h, and of those that dot it with the streams.
+MERGE_COLUMNS = 1024
+DOT_COLUMNS = 1024
+# Neighbouring columns of a thread, which it adds up by itself until the row ends.
+EACH = 8
+
+
+@ct.function
+def _by_columns(p, valid, eps):
+    """Each column of ``[rows, n, n]`` divided by its sum, and the sums."""
+    sums = ct.sum(p, axis=1, keepdims=True) + eps
+    return ct.where(valid, p / sums, 0.0), sums
+
+
+@ct.function
+def _by_rows(p, valid, eps):
+    sums = ct.sum(p, axis=2, keepdims=True) + eps
+    return ct.where(valid, p / sums, 0.0), sums
+
+
+@ct.function
+def _step(p, valid, eps):
+    """One iteration."""
+    of_rows, _ = _by_rows(p, valid, eps)
+    quotients, _ = _by_columns(of_rows, valid, eps)
+    return quotients
+
+
+@ct.function
+def _after(start, valid, eps, steps):
+    """What some iterations make of the first one's result."""
+    # A `while`, since cuda.tile 1.7 compiles no `for` up to a number that a loop around it makes.
+    p, left = start, steps
+    while left > 0:
+        p = _step(p, valid, eps)
+        left -= 1
+    return p
+
+
+@ct.function
+def _softmax(logits, valid):
+    """Over the last dimension of ``[rows, n, n]``; 0 where it isn't valid."""
+    shifted = ct.where(valid, logits, -3.4e38)
+    e = ct.where(valid, ct.exp(shifted - ct.max(shifted, axis=2, keepdims=True)), 0.0)
+    sums = ct.sum(e, axis=2, keepdims=True)
+    return ct.where(valid, e / sums, 0.0)
+
+
+@ct.function
+def _sigmoid(z):
+    return 1.0 / (1.0 + ct.exp(-z))
+
+
+@ct.function
+def _back(d, o, sums, valid, AXIS):
+    """The gradient of what was divided by its sum along an axis, of that of the quotients o."""
+    return ct.where(valid, (d - ct.sum(d * o, axis=AXIS, keepdims=True)) / sums, 0.0)
+
+
+@ct.function
+def _along(N, shape):
+    return ct.reshape(ct.arange(N, dtype=ct.int32), shape)
+
+
+@ct.function
+def _scaled(m, alpha, bias, which, place, valid):
+    """alpha · m + bias of some of the products."""
+    scale = ct.astype(ct.load(alpha, (which,), ()), ct.float32)
+    return scale * m + ct.astype(ct.gather(bias, place, mask=valid), ct.float32)
+
+
+@ct.kernel(occupancy=2)
+def _multiply(products, squares, x, weight, splits, share, ROWS: ConstInt, COUNT: ConstInt, BLOCK: ConstInt):
+    number = block_number()
+    row, part = number // splits, number % splits
+    if row < ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)):
+        sums = ct.zeros((ROWS, COUNT), ct.float32)
+        of_squares = ct.zeros((ROWS, BLOCK), ct.float32)
+        last = ct.minimum(ct.num_tiles(x, axis=1, shape=(ROWS, BLOCK)), (part + 1) * share)
+        for column in range(part * share, last):
+            xs = ct.load(x, (row, column), (ROWS, BLOCK), padding_mode=ZERO)
+            ws = ct.load(weight, (0, column), (COUNT, BLOCK), padding_mode=ZERO)
+            wide = ct.astype(xs, ct.float32)
+            of_squares += wide * wide
+            sums = product(split(xs), transposed(split(ws)), sums)
+        ct.store(products, (part, row, 0), ct.reshape(sums, (1, ROWS, COUNT)), allow_tma=False)
+        ct.store(squares, (part, row), ct.reshape(ct.sum(of_squares, axis=1), (1, ROWS)), allow_tma=False)
+
+
+@ct.kernel
+def _coefficients(
+    pre, post, res, m, products, squares, bias, alpha, columns, iterations, norm_eps, sinkhorn_eps, pre_eps, post_multiplier,
+    COUNT: ConstInt, STREAMS: ConstInt, N: ConstInt, SPLITS: ConstInt, ROWS: ConstInt,
+):  # fmt: skip
+    tile = ct.bid(0)
+    row, stream = tile * ROWS + _along(ROWS, (ROWS, 1)), _along(N, (1, N))
+    there = stream < STREAMS
+    some, places = _along(SPLITS, (SPLITS, 1, 1)), ct.reshape(row, (1, ROWS, 1))
+    total = ct.sum(ct.load(squares, (0, tile), (SPLITS, ROWS), padding_mode=ZERO, allow_tma=False), axis=0)
+    r = ct.rsqrt(ct.reshape(total, (ROWS, 1)) / columns + norm_eps)
+
+    at = ct.reshape(stream, (1, 1, N))
+    ms = r * ct.sum(ct.gather(products, (some, places, at), mask=at < STREAMS), axis=0)
+    ct.scatter(pre, (row, stream), _sigmoid(_scaled(ms, alpha, bias, 0, stream, there)) + pre_eps)
+    if given(m):
+        ct.scatter(m, (row, stream), ms, mask=there)
+        ct.scatter(m, (row, ct.full((ROWS, 1), COUNT, ct.int32)), r)
+    if given(post):
+        ms = r * ct.sum(ct.gather(products, (some, places, at + STREAMS), mask=at < STREAMS), axis=0)
+        z = _scaled(ms, alpha, bias, 1, stream + STREAMS, there)
+        ct.scatter(post, (row, stream), post_multiplier * _sigmoid(z))
+        if given(m):
+            ct.scatter(m, (row, stream + STREAMS), ms, mask=there)
+
+        old, new = _along(N, (1, N, 1)), _along(N, (1, 1, N))
+        valid = (old < STREAMS) & (new < STREAMS)
+        at = 2 * STREAMS + old * STREAMS + new
+        rows = ct.reshape(row, (ROWS, 1, 1))
+        parts = ct.gather(
+            products,
+            (_along(SPLITS, (SPLITS, 1, 1, 1)), ct.reshape(row, (1, ROWS, 1, 1)), ct.reshape(at, (1, 1, N, N))),
+            mask=ct.reshape(valid, (1, 1, N, N)),
+        )
+        ms = ct.reshape(r, (ROWS, 1, 1)) * ct.sum(parts, axis=0)
+        if given(m):
+            ct.scatter(m, (rows, at), ms, mask=valid)
+        logits = _scaled(ms, alpha, bias, 2, at, valid)
+        p, _ = _by_columns(ct.where(valid, _softmax(logits, valid) + sinkhorn_eps, 0.0), valid, sinkhorn_eps)
+        ct.scatter(res, (rows, old, new), _after(p, valid, sinkhorn_eps, iterations - 1))
+
+
+@ct.kernel
+def _merge(h, x, pre, across, STREAMS: ConstInt, BLOCK: ConstInt, INSIDE: ConstBool):
+    # Last rows first: the product has just read them, so they are in the L2 cache.
+    number = h.shape[0] * across - 1 - block_number()
+    row, column = number // across, number % across
+    if number >= 0:
+        hs = load_number(pre, row, 0) * load_part(x, row * STREAMS, column, BLOCK, INSIDE)
+        for stream in ct.static_iter(range(1, STREAMS)):
+            hs += load_number(pre, row, stream) * load_part(x, row * STREAMS + stream, column, BLOCK, INSIDE)
+        store_part(h, row, column, hs, INSIDE)
+
+
+@ct.kernel(occupancy=4)
+def _dot(dots, dh, x, STREAMS: ConstInt, BLOCK: ConstInt, LANES: ConstInt, INSIDE: ConstBool):
+    row = ct.bid(0)
+    zeros = ct.zeros((LANES, 1), ct.float32)
+    of_streams = ()
+    for _ in ct.static_iter(range(STREAMS)):
+        of_streams += (zeros,)
+    for column in range(ct.num_tiles(dh, axis=1, shape=(1, BLOCK))):
+        dhs = load_part(dh, row, column, BLOCK, INSIDE)
+        sums = ()
+        for stream in ct.static_iter(range(STREAMS)):
+            xs = load_part(x, row * STREAMS + stream, column, BLOCK, INSIDE)
+            sums += (of_streams[stream] + by_lanes(xs * dhs, LANES),)
+        of_streams = sums
+    store_sums(dots, row, 0, of_streams)
+
+
+@ct.function
+def _through(dot, incoming, at, shape):
+    """The gradient of coefficients: what came in, and what came through h."""
+    d = ct.zeros(shape, ct.float32)
+    if given(dot):
+        d += ct.gather(dot, at)
+    if given(incoming):
+        d += ct.astype(ct.gather(incoming, at), ct.float32)
+    return d
+
+
+@ct.kernel
+def _plan(
+    plan, rest, sums, dots, dpre, dpost, dres, m, bias, alpha, columns, iterations, sinkhorn_eps, pre_eps, post_multiplier,
+    HEAD: ConstBool, COUNT: ConstInt, STREAMS: ConstInt, N: ConstInt, ROWS: ConstInt,
+):  # fmt: skip
+    tile = ct.bid(0)
+    row, stream = tile * ROWS + _along(ROWS, (ROWS, 1)), _along(N, (1, N))
+    there = stream < STREAMS
+    some = there & (row < plan.shape[0])
+    mine = ct.full((1, 1), tile, ct.int32)
+    r = ct.gather(m, (row, ct.full((ROWS, 1), COUNT, ct.int32)))
+
+    ms = ct.gather(m, (row, stream), mask=there)
+    s = _sigmoid(_scaled(ms, alpha, bias, 0, stream, there))
+    d = ct.where(some, _through(dots, dpre, (row, stream), (ROWS, N)) * (s * (1.0 - s)), 0.0)
+    ct.scatter(rest, (row, stream), s + pre_eps, mask=there)
+    g = d * ct.astype(ct.load(alpha, (0,), ()), ct.float32)
+    ct.scatter(plan, (row, stream), g * r, mask=there)
+    ct.scatter(sums, (mine, stream), ct.sum(d, axis=0, keepdims=True), mask=there)
+    ct.store(sums, (tile, COUNT), ct.sum(d * ms), allow_tma=False)
+    through_r = ct.sum(g * ms, axis=1, keepdims=True)
+    if not HEAD:
+        ms = ct.gather(m, (row, stream + STREAMS), mask=there)
+        s = _sigmoid(_scaled(ms, alpha, bias, 1, stream + STREAMS, there))
+        d = _through((), dpost, (row, stream), (ROWS, N)) * (post_multiplier * s * (1.0 - s))
+        d = ct.where(some, d, 0.0)
+        g = d * ct.astype(ct.load(alpha, (1,), ()), ct.float32)
+        ct.scatter(plan, (row, stream + STREAMS), g * r, mask=there)
+        ct.scatter(sums, (mine, stream + STREAMS), ct.sum(d, axis=0, keepdims=True), mask=there)
+        ct.store(sums, (tile, COUNT + 1), ct.sum(d * ms), allow_tma=False)
+        through_r += ct.sum(g * ms, axis=1, keepdims=True)
+
+        old, new = _along(N, (1, N, 1)), _along(N, (1, 1, N))
+        valid = (old < STREAMS) & (new < STREAMS)
+        at = 2 * STREAMS + old * STREAMS + new
+        rows = ct.reshape(row, (ROWS, 1, 1))
+        every = valid & (rows < plan.shape[0])
+        ms = ct.gather(m, (rows, at), mask=valid)
+        d = ct.zeros((ROWS, N, N), ct.float32)
+        if given(dres):
+            d = ct.astype(ct.gather(dres, (rows, old, new)), ct.float32)
+            e = _softmax(_scaled(ms, alpha, bias, 2, at, valid), valid)
+            begun = ct.where(valid, e + sinkhorn_eps, 0.0)
+            start, start_sums = _by_columns(begun, valid, sinkhorn_eps)
+            for done in range(1, iterations):
+                # What an iteration began with is made again from the start: it takes fewer registers than to keep all.
+                p = _after(start, valid, sinkhorn_eps, iterations - 1 - done)
+                of_rows, row_sums = _by_rows(p, valid, sinkhorn_eps)
+                of_columns, column_sums = _by_columns(of_rows, valid, sinkhorn_eps)
+                d = _back(d, of_columns, column_sums, valid, 1)
+                d = _back(d, of_rows, row_sums, valid, 2)
+            d = _back(d, start, start_sums, valid, 1)
+            d = e * (d - ct.sum(d * e, axis=2, keepdims=True))
+            d = ct.where(every, d, 0.0)
+        g = d * ct.astype(ct.load(alpha, (2,), ()), ct.float32)
+        ct.scatter(plan, (rows, at), g * ct.reshape(r, (ROWS, 1, 1)), mask=valid)
+        of_pairs = ct.sum(d, axis=0, keepdims=True)
+        ct.scatter(sums, (ct.full((1, 1, 1), tile, ct.int32), at), of_pairs, mask=valid)
+        ct.store(sums, (tile, COUNT + 2), ct.sum(d * ms), allow_tma=False)
+        through_r += ct.sum(ct.sum(g * ms, axis=2), axis=1, keepdims=True)
+    c = through_r * r * r / columns
+    ct.scatter(rest, (row, ct.full((ROWS, 1), STREAMS, ct.int32)), c)
+
+
+# With room for two blocks, sm_100 spills 16 registers instead of four (tileiras 13.4).
+@ct.kernel(occupancy=ct.ByTarget(sm_100=1, default=2))
+def _gradients(
+    dx, partial, dh, x, weight, plan, rest, splits, across,
+    ROUGH: ConstBool, COUNT: ConstInt, STREAMS: ConstInt, ROWS: ConstInt, BLOCK: ConstInt,
+):  # fmt: skip
+    """A block of columns of one stream, and every so many tiles of rows."""
+    part, number = ct.bid(0) % splits, ct.bid(0) // splits
+    stream, column = number // across, number % across
+    ws = ()
+    if given(dx):
+        ws = split(
+            ct.reshape(ct.load(weight, (0, stream, column), (COUNT, 1, BLOCK), padding_mode=ZERO), (COUNT, BLOCK))
+        )
+    dweight = ct.zeros((COUNT, BLOCK), ct.float32)
+    for row in range(part, ct.num_tiles(plan, axis=0, shape=(ROWS, COUNT)), splits):
+        xs = ct.reshape(ct.load(x, (row, stream, column), (ROWS, 1, BLOCK), padding_mode=ZERO), (ROWS, BLOCK))
+        gs = split(ct.load(plan, (row, 0), (ROWS, COUNT), padding_mode=ZERO))
+        if given(dx):
+            dxs = product(gs, ws, ct.zeros((ROWS, BLOCK), ct.float32), ROUGH)
+            dxs -= ct.load(rest, (row, STREAMS), (ROWS, 1), padding_mode=ZERO, allow_tma=False) * ct.astype(
+                xs, ct.float32
+            )
+            if given(dh):
+                dhs = ct.astype(ct.load(dh, (row, column), (ROWS, BLOCK), padding_mode=ZERO), ct.float32)
+                dxs += ct.load(rest, (row, stream), (ROWS, 1), padding_mode=ZERO, allow_tma=False) * dhs
+            dxs = ct.reshape(ct.astype(dxs, dx.dtype), (ROWS, 1, BLOCK))
+            ct.store(dx, (row, stream, column), dxs, allow_tma=False)
+        if given(partial):
+            dweight = product(transposed(gs), split(xs), dweight)
+    if given(partial):
+        ct.store(partial, (part, 0, stream, column), ct.reshape(dweight, (1, COUNT, 1, BLOCK)), allow_tma=False)
+
+
+def _rows_of_coefficients(padded: int, splits: int) -> int:
+    """Rows whose coefficients a block makes."""
+    return max(1, COEFFICIENTS // max(16, padded * padded) * 2 // max(2, splits))
+
+
+def _in_bulk(*tensors: Tensor | None) -> bool:
+    """Whether TMA loads tiles of these rows."""
+    given = [x for x in tensors if x is not None]
+    return not any(length * x.element_size() % 16 for x in given for length in (x.shape[-1], x.stride(0)))
+
+
+def _tile(x: Tensor, count: int, in_bulk: bool, rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns of a tile of x: so many, half as many rows if operands take registers, or few."""
+    if x.dtype is not torch.bfloat16 or count > MOST_COUNT or not in_bulk:
+        return FEW, FEW
+    return rows if multiplies_from_shared(x.device) else rows // 2, columns
+
+
+@functools.cache
+def _sized(kernel: Any, count: int) -> Any:
+    """`_gradients` for so many rows of weight: with room for two blocks, many rows spill registers (tileiras 13.4)."""
+    return kernel if count <= MOST_COUNT else kernel.replace_hints(occupancy=1)
+
+
+@opaque(writes=("h", "pre", "post", "res", "m"))
+def _launch_forward(
+    h: Tensor,
+    pre: Tensor,
+    post: Tensor | None,
+    res: Tensor | None,
+    m: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    alpha: Tensor,
+    iterations: int,
+    norm_eps: float,
+    sinkhorn_eps: float,
+    pre_eps: float,
+    post_multiplier: float,
+) -> None:
+    streams, width = x.shape[-2:]
+    count, columns, rows = weight.shape[0], streams * width, h.shape[0]
+    whole, weight = as_rows(x.flatten(-2)), as_rows(weight)
+    tile_rows, block = _tile(x, count, _in_bulk(whole, weight), PRODUCT_ROWS, PRODUCT_COLUMNS)
+    tiles = blocks(rows, tile_rows)
+    splits = max(1, min(sm_count(x.device) * PROGRAMS // tiles, columns // FEWEST_COLUMNS, MOST_SPLITS))
+    share = blocks(blocks(columns, block), splits)
+    splits = blocks(blocks(columns, block), share)
+    products = torch.empty((splits, rows, count), dtype=torch.float32, device=x.device)
+    squares = torch.empty((splits, rows), dtype=torch.float32, device=x.device)
+    padded = power_of_2(count)
+    launch(
+        _multiply, one_each(tiles * splits), products, squares, whole, weight, splits, share, tile_rows, padded, block
+    )
+    at_once, most = power_of_2(splits, 1), power_of_2(streams, 1)
+    some = _rows_of_coefficients(most, at_once)
+    numbers = columns, iterations, float(norm_eps), float(sinkhorn_eps), float(pre_eps), float(post_multiplier)
+    launch(
+        _coefficients, (blocks(rows, some),), pre, post, res, m, products, squares, bias, alpha, *numbers, count, streams,
+        most, at_once, some,
+    )  # fmt: skip
+    block = min(power_of_2(width), MERGE_COLUMNS)
+    across = blocks(width, block)
+    launch(_merge, one_each(rows * across), h, as_rows(x), pre, across, streams, block, width % block == 0)
+
+
+@opaque(writes=("dots",))
+def _launch_dot(dots: Tensor, dh: Tensor, x: Tensor) -> None:
+    streams, width = x.shape[-2:]
+    block = min(power_of_2(width), DOT_COLUMNS)
+    launch(_dot, (dots.shape[0],), dots, as_rows(dh), as_rows(x), streams, block, block // EACH, width % block == 0)
+
+
+@opaque(writes=("plan", "rest", "sums"))
+def _launch_plan(
+    plan: Tensor,
+    rest: Tensor,
+    sums: Tensor,
+    dots: Tensor | None,
+    dpre: Tensor | None,
+    dpost: Tensor | None,
+    dres: Tensor | None,
+    m: Tensor,
+    bias: Tensor,
+    alpha: Tensor,
+    columns: int,
+    iterations: int,
+    sinkhorn_eps: float,
+    pre_eps: float,
+    post_multiplier: float,
+) -> None:
+    rows, streams, count = plan.shape[0], rest.shape[1] - 1, bias.shape[0]
+    dpre, dpost = (None if d is None else d.view(rows, streams) for d in (dpre, dpost))
+    dres = None if dres is None else dres.view(rows, streams, streams)
+    most = power_of_2(streams, 1)
+    numbers = columns, iterations, float(sinkhorn_eps), float(pre_eps), float(post_multiplier)
+    launch(
+        _plan, (sums.shape[0],), plan, rest, sums, dots, dpre, dpost, dres, m, bias, alpha, *numbers, count == streams, count,
+        streams, most, _rows_of_coefficients(most, 1),
+    )  # fmt: skip
+
+
+@opaque(writes=("dx", "partial"))
+def _launch_gradients(
+    dx: Tensor | None,
+    partial: Tensor | None,
+    dh: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    plan: Tensor,
+    rest: Tensor,
+    splits: int,
+    tile_rows: int,
+    block: int,
+) -> None:
+    streams, width = x.shape[-2:]
+    rows, count = plan.shape[0], weight.shape[0]
+    across = blocks(width, block)
+    dx = None if dx is None else dx.view(rows, streams, width)
+    partial = None if partial is None else partial.view(splits, count, streams, width)
+    launch(
+        _sized(_gradients, count), (splits * streams * across,), dx, partial, None if dh is None else as_rows(dh),
+        as_rows(x.flatten(-2)).view(rows, streams, width), as_rows(weight).view(count, streams, width), plan, rest, splits,
+        across, x.dtype is not torch.float32, plan.shape[1], streams, tile_rows, block,
+    )  # fmt: skip
+
+
+class _Kernels(MHCPreKernels):
+    def forward(
+        self,
+        h: Tensor,
+        pre: Tensor,
+        post: Tensor | None,
+        res: Tensor | None,
+        m: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        alpha: Tensor,
+        options: Coefficients,
+    ) -> None:
+        _launch_forward(h, pre, post, res, m, x, weight, bias, alpha, *options)
+
+    def dot(self, dots: Tensor, dh: Tensor, x: Tensor) -> None:
+        _launch_dot(dots, dh, x)
+
+    def plan(
+        self,
+        plan: Tensor,
+        rest: Tensor,
+        dots: Tensor | None,
+        dpre: Tensor | None,
+        dpost: Tensor | None,
+        dres: Tensor | None,
+        m: Tensor,
+        bias: Tensor,
+        alpha: Tensor,
+        columns: int,
+        options: Coefficients,
+    ) -> Tensor:
+        rows, streams = plan.shape[0], rest.shape[1] - 1
+        parts = blocks(rows, _rows_of_coefficients(power_of_2(streams, 1), 1))
+        sums = torch.empty((parts, bias.shape[0] + 3), dtype=torch.float32, device=plan.device)
+        _launch_plan(
+            plan, rest, sums, dots, dpre, dpost, dres, m, bias, alpha, columns, options.iterations, options.sinkhorn_eps,
+            options.pre_eps, options.post_multiplier,
+        )  # fmt: skip
+        return sums
+
+    def gradients(
+        self, dx: Tensor | None, dweight: bool, dh: Tensor | None, x: Tensor, weight: Tensor, plan: Tensor, rest: Tensor
+    ) -> Tensor | None:
+        count, columns = weight.shape
+        in_bulk = _in_bulk(as_rows(x), as_rows(x.flatten(-2)), as_rows(weight), None if dh is None else as_rows(dh))
+        tile_rows, block = _tile(x, count, in_bulk, GRADIENT_ROWS, GRADIENT_COLUMNS)
+        items = x.shape[-2] * blocks(x.shape[-1], block)
+        splits = max(1, min(sm_count(x.device) * PROGRAMS // items, blocks(plan.shape[0], tile_rows)))
+        partial = torch.empty((splits, count, columns), dtype=torch.float32, device=x.device) if dweight else None
+        _launch_gradients(dx, partial, dh, x, weight, plan, rest, splits, tile_rows, block)
+        return partial
+
+
+host = HyperConnectionsBefore(_Kernels())
+forward = implements(mhc_pre)(host.forward)
+backward = host.backward

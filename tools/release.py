@@ -170,7 +170,7 @@ def build(planned: Plan, dist: Path) -> list[Path]:
     wheels = tool("wheels")
     files: list[Path] = []
     for name, version in planned.releases.items():
-        run("uv", "build", "--quiet", "--package", name, "--out-dir", str(dist))
+        run(sys.executable, "tools/build.py", name, "--out-dir", str(dist))
         made = sorted(dist.glob(f"{name.replace('-', '_')}-{version}*"))
         if found := [problem for file in made if file.suffix == ".whl" for problem in wheels.problems(file)]:
             raise Refused("\n".join(found))

@@ -2,11 +2,12 @@
 
 The files keep their links between one another, which work in the repository; on the site they are turned to its pages. A link to
 a file that is no page, such as source code, becomes the file's path, or a link to it if mkdocs.yml has a `repo_url`.
+
+tools/site_ops.py knows the ops, tools/site_math.py typesets their formulas, and tools/site_links.py checks what was built.
 """
 
 from __future__ import annotations
 
-import ast
 import posixpath
 import re
 import sys
@@ -18,12 +19,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = ROOT / "packages/liger-core/src/liger_core"
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-import pictures  # noqa: E402 - benchmarks/ is no package
-
-LANGUAGES = {"Triton": "liger-triton", "cuTile": "liger-cutile", "triton-ascend": "liger-triton-ascend"}
+import pictures  # noqa: E402 - benchmarks/ and tools/ are no packages
+from site_ops import LANGUAGES, callers, kinds, languages, ops, shapes, summary  # noqa: E402
 
 # A file of the repository, and the page that it is. Those under docs/ keep their names.
 PAGES = {
@@ -36,7 +35,7 @@ PAGES = {
         for path in ROOT.glob("packages/*/README.md")
     },
 }
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.M | re.S)
 
 
@@ -45,7 +44,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     nav: Any = config.nav
     for section in nav:
         if "Ops" in section:
-            section["Ops"] = ["ops/index.md", *(f"ops/{name}.md" for name in ops()), "ops/losses.md"]
+            section["Ops"] = [
+                "ops/index.md",
+                *({kind: [f"ops/{name}.md" for name in names]} for kind, names in kinds().items()),
+                "ops/losses.md",
+            ]
         if "Project" in section:
             decisions = sorted(f"decisions/{path.name}" for path in (ROOT / "docs/decisions").glob("*.md"))
             section["Project"][-1] = {"Decisions": decisions}
@@ -59,6 +62,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages |= {"ops/index.md": index_page(), "ops/losses.md": losses_page()}
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
+    for path in ROOT.glob("packages/*/*.png"):
+        files.append(File.generated(config, f"pictures/{path.name}", content=path.read_bytes()))
     files.append(File.generated(config, "measured.html", content=measured_page()))
     return files
 
@@ -69,16 +74,21 @@ def measured_page() -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links between files of the repository into links between pages."""
+    """Turn links between files of the repository, and their pictures, into those between pages."""
     origins = {page: source for source, page in PAGES.items()}
     source = origins.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def turned(found: re.Match[str]) -> str:
-        text, target = found.groups()
+        picture, text, target = found.groups()
         path, hash, anchor = target.partition("#")
         if not path or "://" in target or target.startswith("mailto:"):
             return found[0]
         file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if picture:
+            where = file.removeprefix("docs/") if file.startswith("docs/") else f"pictures/{posixpath.basename(file)}"
+            if source.startswith("docs/ops/") or files.get_file_from_path(where) is None:
+                return found[0]
+            return f"![{text}]({posixpath.relpath(where, posixpath.dirname(page.file.src_uri) or '.')})"
         file += "/README.md" if (ROOT / file / "README.md").exists() else ""
         where = PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
         if where is not None and files.get_file_from_path(where) is not None:
@@ -91,28 +101,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = FENCE.split(markdown)
     return "".join(part if part.lstrip().startswith("```") else LINK.sub(turned, part) for part in parts)
-
-
-def ops() -> list[str]:
-    """The ops, by name."""
-    return sorted(path.stem for path in (CORE / "ops").glob("*.py") if not path.stem.startswith("_"))
-
-
-def summary(name: str) -> str:
-    """The first paragraph of an op's docstring, of which the first line is its formula."""
-    tree = ast.parse((CORE / "ops" / f"{name}.py").read_text("utf-8"))
-    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    return (ast.get_docstring(function) or "").partition("\n\n")[0].replace("\n", " ")
-
-
-def languages(name: str) -> list[str]:
-    """The languages that have a kernel of an op."""
-    packages = {language: package.replace("-", "_") for language, package in LANGUAGES.items()}
-    return [
-        language
-        for language, package in LANGUAGES.items()
-        if (ROOT / "packages" / package / "src" / packages[language] / "ops" / f"{name}.py").exists()
-    ]
 
 
 def op_page(name: str) -> str:
@@ -135,6 +123,17 @@ title: {name}
       heading_level: 1
       heading: {name}
 
+## Shapes
+
+{shapes(name)}
+
+Dimensions in lower case, and those of `...`, are independent: a call [can be divided
+there](../packages/liger-distributed.md) among processes. A dimension in capitals is needed whole.
+
+## Who calls it
+
+{callers(name)}
+
 ## Kernels
 
 The PyTorch reference runs on every device.
@@ -152,22 +151,19 @@ The PyTorch reference runs on every device.
 
 def index_page() -> str:
     """All ops on a page."""
-    rows = [
-        f"| [{name}]({name}.md) | {summary(name).replace('|', '&#124;')} | {', '.join(languages(name))} |"
-        for name in ops()
+    lines = [
+        "# Ops",
+        "",
+        "Each op is a function of `liger_core`. Losses on log-probabilities are [plain functions](losses.md). The PyTorch",
+        f"reference has all {len(ops())}. {', '.join(LANGUAGES)} have kernels of those that name no exception.",
     ]
-    return "\n".join(
-        [
-            "# Ops",
-            "",
-            "Each op is a function of `liger_core`. Losses on log-probabilities are [plain functions](losses.md).",
-            "",
-            "| op | | kernels |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    for kind, names in kinds().items():
+        lines += ["", f"## {kind}", "", "| op | |", "|---|---|"]
+        for name in names:
+            lacking = ", ".join(language for language in LANGUAGES if language not in languages(name))
+            exception = f" No kernel in {lacking}." if lacking else ""
+            lines.append(f"| [{name}]({name}.md) | {summary(name).replace('|', '&#124;')}{exception} |")
+    return "\n".join([*lines, ""])
 
 
 def losses_page() -> str:

@@ -25,7 +25,7 @@ def jsd(
     """Mean over rows of the generalised Jensen-Shannon divergence of a student from its teacher, in float32.
 
     With teacher P, student Q and M = beta P + (1 − beta) Q, a row's divergence is beta KL(P‖M) + (1 − beta) KL(Q‖M);
-    at beta = 0 it is KL(P‖Q), and at beta = 1 KL(Q‖P). A term of probability 0 is 0: log-probabilities may be −inf.
+    at beta = 0 it is KL(P‖Q), and at beta = 1 it is KL(Q‖P). A term of probability 0 is 0: log-probabilities may be −inf.
     What +inf reaches is infinite or NaN.
 
     Args:

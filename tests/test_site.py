@@ -86,6 +86,11 @@ def test_callers_come_from_the_sources() -> None:
     assert "[`liger_transformers.apply`]" in site_ops.callers("swiglu")
     assert "[TRL's trainers]" in site_ops.callers("logit_statistics")
     assert "`LigerSoftmax`" in site_ops.callers("softmax")
+    assert (
+        site_ops.package("liger_distributed/new.py")
+        == "[`liger_distributed`](../packages/liger-distributed.md), in `new.py`"
+    )
+    assert site_ops.package("examples/new.py") == "`examples/new.py`"
     assert "your own code" in site_ops.callers("dyt").lower()
 
 

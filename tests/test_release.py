@@ -117,7 +117,10 @@ print(liger_core.rms_norm(torch.ones(2, 4), torch.full((4,), 2.0), eps=0.0).toli
 
 @pytest.mark.slow
 def test_releases_install_from_a_folder(tmp_path: Path) -> None:
-    """Every package is released into a folder; `liger-core[cutile]` is then installed from it alone, and works."""
+    """Every package is released into a folder. `liger-core[cutile]` is installed from it alone, and works; then the others are.
+
+    tools/compatibility.py then compares the tags that this made, so it is tried before there is a release.
+    """
     checkout, dist = tmp_path / "checkout", tmp_path / "dist"
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -145,26 +148,37 @@ def test_releases_install_from_a_folder(tmp_path: Path) -> None:
         printed = run(sys.executable, "tools/release.py", package, "patch", "--skip-ci", f"--dist={dist}")
         assert re.search(rf"^tagged {package}-v\d+\.\d+\.\d+$", printed, re.M)
         assert "uv publish" in printed
-    assert len(run("git", "tag").split()) == len(release.packages())
+    tags = {tag.rpartition("-v")[0]: tag for tag in run("git", "tag").split()}
+    assert set(tags) == set(release.packages())
     assert not run("git", "status", "--porcelain")
     assert "://" not in (checkout / "uv.lock").read_text()
 
     python = tmp_path / "environment" / "bin" / "python"
     run("uv", "venv", "--quiet", str(tmp_path / "environment"), cwd=tmp_path)
-    run(
-        "uv",
-        "pip",
-        "install",
-        "--quiet",
-        f"--python={python}",
-        f"--find-links={dist}",
-        "liger-core[cutile]",
-        cwd=tmp_path,
-    )
-    installed = run("uv", "pip", "list", f"--python={python}", cwd=tmp_path)
-    for package in ("liger-core", "liger-cutile"):
-        version = re.search(rf"^{package} +(\S+)$", installed, re.M)
-        assert version is not None, installed
-        assert (dist / f"{package.replace('-', '_')}-{version[1]}-py3-none-any.whl").exists()
+    install = ("uv", "pip", "install", "--quiet", f"--find-links={dist}")
+    run(*install, f"--python={python}", "liger-core[cutile]", cwd=tmp_path)
+
+    def check(*packages: str) -> None:
+        installed = run("uv", "pip", "list", f"--python={python}", cwd=tmp_path)
+        for package in packages:
+            version = re.search(rf"^{package} +(\S+)$", installed, re.M)
+            assert version is not None, installed
+            assert (dist / f"{package.replace('-', '_')}-{version[1]}-py3-none-any.whl").exists()
+
+    check("liger-core", "liger-cutile")
     assert run(str(python), "-c", PROBE, cwd=tmp_path).strip() == "[[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]]"
     assert "cutile" in run(str(python.with_name("liger")), "matrix", cwd=tmp_path)
+
+    everything = "liger-core[triton,cutile,transformers,distributed]"
+    run(*install, f"--python={python}", everything, "liger-conformance", cwd=tmp_path)
+    check(*(set(release.packages()) - {"liger-triton-ascend"}))
+    # triton-ascend itself excludes triton, so its kernels are installed alone.
+    run(*install, f"--target={tmp_path / 'ascend'}", "--no-deps", "liger-triton-ascend", cwd=tmp_path)
+    assert (tmp_path / "ascend/liger_triton_ascend/ops/rms_norm.py").exists()
+
+    # Only the tags are this checkout's: its tool runs the suite with the packages that are installed for these tests.
+    printed = run(sys.executable, "tools/compatibility.py", "--op=rms_norm", "-k", "test_values and odd", "-n", "0")
+    for language in ("triton", "cutile"):
+        for old in (tags[f"liger-{language}"], f"{tags['liger-core']}, {tags['liger-conformance']}"):
+            assert f"=== {language}: {old} with the rest of this checkout\n" in printed
+    assert printed.rstrip().endswith("no failure")

@@ -5,11 +5,15 @@ Each kernel package is released on its own, so users mix versions. For each lang
 - liger-core and the suite of this checkout with the kernel package of its last tag, and
 - the kernel package of this checkout with liger-core and the suite of their last tags.
 
-A package without a tag was never released: that run is printed as not run. Options go to pytest, such as --op=rms_norm.
+A package without a tag was never released: that run is printed as not run. So is a language that this environment lacks, as the
+main one lacks triton-ascend. Before a run, what Python imports is compared with the sources that are meant. Options go to pytest,
+such as --op=rms_norm.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LANGUAGES = {"triton": "liger-triton", "cutile": "liger-cutile"}  # triton-ascend has an environment of its own
+LANGUAGES = {"triton": "liger-triton", "cutile": "liger-cutile", "triton-ascend": "liger-triton-ascend"}
 FOLDERS = {"liger-conformance": "conformance"}
 
 
@@ -46,11 +50,31 @@ def sources(package: str, tag: str | None, place: Path) -> Path:
     return target / folder / "src"
 
 
-def run(language: str, paths: list[Path], options: list[str], place: Path) -> bool:
+def module(package: str) -> str:
+    """The name by which a package is imported."""
+    return package.replace("-", "_")
+
+
+def imported(packages: list[str], environment: dict[str, str], place: Path) -> dict[str, Path]:
+    """Where Python finds each package, without importing it."""
+    code = (
+        "import importlib.util, json, sys;"
+        "print(json.dumps([importlib.util.find_spec(name).origin for name in sys.argv[1:]]))"
+    )
+    command = [sys.executable, "-c", code, *map(module, packages)]
+    printed = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=True).stdout
+    return dict(zip(packages, map(Path, json.loads(printed)), strict=True))
+
+
+def run(language: str, paths: dict[str, Path], options: list[str], place: Path) -> bool:
     """Run the suite with these sources before the installed ones; whether it passed."""
-    path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([*map(str, paths.values()), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    for package, found in imported(list(paths), environment, place).items():
+        if not found.is_relative_to(paths[package]):
+            raise SystemExit(f"{package} is imported from {found}, not from {paths[package]}")
     command = [sys.executable, "-m", "pytest", "--pyargs", "liger_conformance", f"--impl={language}", "-q", *options]
-    return subprocess.run(command, cwd=place, env=os.environ | {"PYTHONPATH": path}).returncode == 0
+    return subprocess.run(command, cwd=place, env=environment).returncode == 0
 
 
 def main() -> int:
@@ -62,6 +86,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         for language, package in LANGUAGES.items():
+            if importlib.util.find_spec(module(package)) is None:
+                print(f"=== {language}: not run: {package} is not in this environment", flush=True)
+                continue
             for old in ([package], ["liger-core", "liger-conformance"]):
                 tags = {name: last_tag(name) for name in old}
                 what = (
@@ -72,7 +99,7 @@ def main() -> int:
                     continue
                 print(f"=== {what}", flush=True)
                 names = ("liger-core", "liger-conformance", package)
-                paths = [sources(name, tags.get(name), place) for name in names]
+                paths = {name: sources(name, tags.get(name), place) for name in names}
                 if not run(language, paths, options, place):
                     failed.append(what)
     print("\n".join(f"FAILED: {what}" for what in failed) or "no failure")

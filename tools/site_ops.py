@@ -16,7 +16,7 @@ import site_math  # noqa: E402 - tools/ is no package
 
 LANGUAGES = {"Triton": "liger-triton", "cuTile": "liger-cutile", "triton-ascend": "liger-triton-ascend"}
 
-# Who calls ops, by file: what a reader knows it as.
+# Who calls ops, by file: what a reader knows it as. A file that is not here is known by its package.
 CALLERS = {
     "liger_transformers/leaves.py": "[`liger_transformers.apply`](../packages/liger-transformers.md): norms and activations",
     "liger_transformers/rotary.py": "[`liger_transformers.apply`](../packages/liger-transformers.md): rotary functions",
@@ -127,7 +127,7 @@ def shape(dims: str) -> str:
 
 def callers(name: str) -> str:
     """Who calls an op, from the sources of the packages, the pages of models and trainers, and liger-kernel's names."""
-    found = {CALLERS[caller] for caller in calling().get(name, ())}
+    found = {CALLERS.get(caller) or package(caller) for caller in calling().get(name, ())}
     found |= model_types(name)
     names = liger_kernel_names(name)
     lines = sorted(found) + (
@@ -138,6 +138,13 @@ def callers(name: str) -> str:
             0, "Your own code: no package here calls it. The source above names the paper or the model that it is from"
         )
     return "\n".join(f"- {line}" for line in lines)
+
+
+def package(caller: str) -> str:
+    """The package that a file is in, or the example that it is."""
+    folder, _, file = caller.partition("/")
+    known = {"liger_transformers": "liger-transformers", "liger_distributed": "liger-distributed"}
+    return f"[`{folder}`](../packages/{known[folder]}.md), in `{file}`" if folder in known else f"`{caller}`"
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils.deprecation import deprecate_kwarg
 
 import liger_transformers
 
@@ -164,3 +166,42 @@ def test_a_function_that_is_no_op_is_reported() -> None:
     report = liger_transformers.apply(nn.Sequential(attention(own_angles)), strict=False)
     ((_, why),) = report.left
     assert why == "turn: it is none of llama4_rope, qwen2vl_mrope, rope"
+
+
+def decorated(decorator: Callable[[Any], Any]) -> nn.Module:
+    """A module whose forward has a decorator around it."""
+    model = attention(standard)
+    cls = type(model)
+    cls.forward = decorator(decorator(cls.forward))  # type: ignore[method-assign]
+    return model
+
+
+def test_arguments_that_transformers_renames(calls: Counter[str]) -> None:
+    """transformers 5.24 renames an argument of every attention by a decorator: the op runs, and the name still works."""
+    model = nn.Sequential(decorated(deprecate_kwarg("axis", "999.0", new_name="unsqueeze_dim")))
+    report = liger_transformers.apply(model)
+    assert [op for _, op in report.swapped] == ["rope"]
+    calls.clear()
+    with pytest.warns(FutureWarning, match="`axis` is deprecated"):
+        got = model[0](*call(B), axis=1)
+    torch.testing.assert_close(got, standard(*call(B)))
+    assert calls["rope"] == 1
+    liger_transformers.restore(model)
+    calls.clear()
+    model[0](*call(B))
+    assert not calls
+
+
+def test_another_decorator_is_left() -> None:
+    """Whatever else is around a forward may hold it in ways that a copy would miss."""
+
+    def around(function: Any) -> Any:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return called
+
+    report = liger_transformers.apply(nn.Sequential(decorated(around)), strict=False)
+    ((_, why),) = report.left
+    assert why == "its forward is decorated"

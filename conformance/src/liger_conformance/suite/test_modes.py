@@ -25,7 +25,7 @@ from liger_conformance.suite.test_values import arguments_of
 from liger_core import dispatch
 
 KERNEL = "the kernel runs"
-REFERENCE = "the reference runs; a demand raises `Unsupported`"
+REFERENCE = "the reference runs; a request raises `Unsupported`"
 ERROR = "an error that says what to do"
 
 

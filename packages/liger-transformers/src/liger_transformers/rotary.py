@@ -39,19 +39,57 @@ def _rotary_class(cls: type[nn.Module]) -> Found:
     functions = {name: f for name, f in functions.items() if isinstance(f, types.FunctionType) and _parameters(f)}
     if not functions:
         return None
-    if inner is not forward:
+    around = _decorators(forward)
+    if around is None:
         return "its forward is decorated"
     proved = {name: found for name, f in functions.items() if (found := _proved(f)).layouts}
     if not proved:
         return f"{', '.join(functions)}: it is none of {', '.join(OPS)}"
-    space = {**forward.__globals__, **{name: _swap(functions[name], found) for name, found in proved.items()}}
+    space = {**inner.__globals__, **{name: _swap(functions[name], found) for name, found in proved.items()}}
     # Dynamo takes a function's globals for those of the module that they call __name__, where the name is bound to the original.
     del space["__name__"]
-    bound = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
-    bound.__kwdefaults__, bound.__annotations__ = forward.__kwdefaults__, forward.__annotations__
-    bound.__module__, bound.__qualname__ = forward.__module__, forward.__qualname__
+    bound = _copy(inner, space, inner.__closure__)
+    for decorator in reversed(around):
+        cells = [types.CellType(bound) if _holds(cell, decorator) else cell for cell in decorator.__closure__ or ()]
+        again = _copy(decorator, decorator.__globals__, tuple(cells))
+        again.__wrapped__ = bound  # type: ignore[attr-defined]
+        bound = again
     ops = {layout.name for found in proved.values() for layout in found.layouts.values()}
     return subclass(cls, bound, ", ".join(sorted(ops)))
+
+
+def _decorators(forward: Any) -> list[types.FunctionType] | None:
+    """What transformers' `deprecate_kwarg` has put around a forward, the outermost first; None if something else is around it.
+
+    It renames arguments, and its closure holds what it calls. So the same decorator goes around the forward's copy.
+    """
+    around: list[types.FunctionType] = []
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:
+        if (
+            not isinstance(forward, types.FunctionType)
+            or forward.__globals__.get("__name__") != "transformers.utils.deprecation"
+        ):
+            return None
+        if sum(_holds(cell, forward) for cell in forward.__closure__ or ()) != 1:
+            return None
+        around.append(forward)
+        forward = inner
+    return around
+
+
+def _holds(cell: types.CellType, decorator: Any) -> bool:
+    """Whether a cell of a decorator's closure is the function that it calls."""
+    return cell.cell_contents is decorator.__wrapped__
+
+
+def _copy(
+    function: types.FunctionType, space: dict[str, Any], closure: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    """The same code with other globals and another closure."""
+    copy = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
+    copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
+    return copy
 
 
 def _parameters(function: Callable[..., Any]) -> int:

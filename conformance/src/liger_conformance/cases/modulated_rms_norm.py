@@ -98,7 +98,7 @@ CASES = (
     Case("frozen-x", "odd", how=How(wanted=("scale", "shift")), rows=(2, 3), hidden=40),
     Case("weight-alone", "odd", how=How(wanted=("weight",)), rows=(3, 3), hidden=40, scale_of="rows"),
     Case("shift-alone", "odd", how=How(wanted=("shift",)), rows=(2, 3), hidden=40, shift_of="rows"),
-    Case("rows-of-one", "odd", rows=(64,), hidden=1),
+    Case("rows-of-one", "odd", rows=(64,), hidden=1, eps=1.0),
     Case("one-element", "edge", rows=(1,), hidden=1, eps=1.0),
     Case("vector", "edge", rows=(), hidden=33, scale_of="none", shift_of="none"),
     Case("no-shift", "option", rows=(2, 3), hidden=96, shift_of=None),

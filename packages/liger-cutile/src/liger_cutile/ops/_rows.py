@@ -15,7 +15,7 @@ def as_rows(x: Tensor) -> Tensor:
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a reshape takes the host 2 µs, whatever it does
     apart, adjacent = rows.stride()
-    if rows.shape[1] == 1 and apart <= LARGEST:
+    if rows.shape[1] == 1 and rows.shape[0] > 1 and apart <= LARGEST:
         return rows.as_strided(rows.shape, (apart, 2))
     if adjacent == 1 and apart <= LARGEST:
         return rows

@@ -2,6 +2,7 @@
 
 _PIECES = "rows of up to 8192 columns that are not a multiple of 16: each is fetched ahead in small pieces"
 _NO_TENSOR_CORES = "x in float32, which is multiplied without tensor cores; models have bfloat16"
+_ODD_EXPERTS = "sizes that are no multiples of a tile, with a hundred slots and more an expert: no model has them"
 
 KNOWN_SPILLS = {
     "softmax-triton-sm_* softmax._backward[*BLOCK=32768*": (
@@ -20,6 +21,8 @@ KNOWN_SPILLS = {
     ),
     "mhc_pre-triton-sm_120 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (28, _NO_TENSOR_CORES),
     "mhc_pre-triton-gfx942 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (36, _NO_TENSOR_CORES),
+    "fused_moe-triton-sm_90 fused_moe._gradient[*EVEN=False, WHOLE=False, ROWS=128*": (262, _ODD_EXPERTS),
+    "fused_moe-triton-sm_90 fused_moe._up[*EVEN=False, WHOLE=False, ROWS=128*": (112, _ODD_EXPERTS),
     "sparsemax-triton-sm_100 sparsemax._forward_packed[BLOCK=65536*": (
         8,
         "two registers where a thread holds 64, and half of all that 16 warps can have",

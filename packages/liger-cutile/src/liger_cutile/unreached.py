@@ -6,6 +6,7 @@ _FAR = "tensors far apart, of which one is missing or has one sample: compiled, 
 _APART = "q's gradient of what k's result alone gets: compiled, where backward is called for each pair"
 
 UNREACHED = {
+    "interpreted _device._look_up_major": "an interpreter's device is the CPU",
     "* _heads.samples_of: count > 1 is true": _MANY,
     "interpreted _heads.samples_of: x is None or x.shape[0] == 1 < count is true": _FAR,
     "interpreted _rows.near: max(x.stride()) <= LARGEST is false": _FAR,

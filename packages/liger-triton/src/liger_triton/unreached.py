@@ -25,7 +25,6 @@ UNREACHED = {
     ),
     "interpreted fused_moe.Kernels.*_grouped(*) is true": _HOPPER,
     "interpreted fused_moe._clear": _HOPPER,
-    "interpreted fused_moe._gathered": _HOPPER,
     "interpreted fused_moe._grouped: * is false": _HOPPER,
     "interpreted fused_moe._in_rows": _HOPPER,
     "interpreted fused_moe._multiply": _HOPPER,

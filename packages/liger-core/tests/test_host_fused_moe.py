@@ -42,7 +42,7 @@ class Kernels(MoEKernels):
             if made is not None:
                 made.fill_(torch.nan)
         for expert, rows, slots in self.blocks(routing):
-            found = x[slots // routing.per_token]
+            found = x[slots // routing.per_token()]
             gates, ups = found @ gate[expert].T, found @ up[expert].T
             if factors is not None:
                 factors[rows] = torch.cat((gates, ups), 1)
@@ -50,7 +50,7 @@ class Kernels(MoEKernels):
                 activated[rows] = F.silu(gates) * ups
 
     def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
-        result = torch.full((routing.slots, weight.shape[1]), torch.nan) if total is None else total
+        result = torch.full((routing.slots(), weight.shape[1]), torch.nan) if total is None else total
         for expert, rows, slots in self.blocks(routing):
             part = (left[rows] @ weight[expert].T).float()
             result[slots] = part if total is None else result[slots] + part
@@ -71,7 +71,7 @@ class Kernels(MoEKernels):
         for expert, rows, slots in self.blocks(routing):
             both = factors[rows].detach().requires_grad_()
             gates, ups = both.chunk(2, 1)
-            d, share = dy[slots // routing.per_token] @ down[expert], expert_weights[slots, None]
+            d, share = dy[slots // routing.per_token()] @ down[expert], expert_weights[slots, None]
             with torch.enable_grad():
                 products = F.silu(gates) * ups
             if weighted is not None:
@@ -91,7 +91,7 @@ class Kernels(MoEKernels):
             left.new_zeros(len(routing.by_size), left.shape[1], right.shape[1]) if result is None else result.zero_()
         )
         for expert, rows, slots in self.blocks(routing):
-            token = slots // routing.per_token
+            token = slots // routing.per_token()
             of_left, of_right = (token, rows) if gathers == "left" else (rows, token)
             result[expert] += left[of_left].T @ right[of_right]
         return result

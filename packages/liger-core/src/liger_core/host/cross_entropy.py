@@ -20,7 +20,6 @@ class Options(NamedTuple):
     token_scaling: bool
     reduction: str
 
-    @property
     def adds_z_loss(self) -> bool:
         """Whether the loss of a row has its z-loss in it. Else both are summed first."""
         return self.reduction == "none" and self.lse_square_scale is not None

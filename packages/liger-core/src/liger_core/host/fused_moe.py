@@ -40,22 +40,19 @@ class Routing(NamedTuple):
     tile_starts: Tensor
     rows: int
 
-    @property
     def slots(self) -> int:
         return self.order.shape[0]
 
-    @property
     def per_token(self) -> int:
         return self.keys.shape[1]
 
-    @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """What a kernel needs to find an expert's slots and a block's expert."""
         return self.starts, self.tile_experts, self.tile_starts
 
     def gathered(self, x: Tensor) -> Tensor:
         """The row of each sorted slot's token, ``[T·K, ...]``."""
-        return x.index_select(0, self.order // self.per_token)
+        return x.index_select(0, self.order // self.per_token())
 
 
 def route(indices: Tensor, experts: int, rows: int) -> Routing:
@@ -262,8 +259,8 @@ class FusedMoE:
         for first, last in spans(tokens, plan.tokens):
             some = x[first:last]
             routing = self._route(expert_indices[first:last], gate, some)
-            factors = some.new_empty(routing.slots, 2 * gate.shape[1]) if keeps else None
-            activated = some.new_empty(routing.slots, gate.shape[1])
+            factors = some.new_empty(routing.slots(), 2 * gate.shape[1]) if keeps else None
+            activated = some.new_empty(routing.slots(), gate.shape[1])
             kernels.up(factors, activated, some, gate, up, routing, act, exact)
             slots = kernels.product(None, activated, down_weight, routing, last=True)
             del activated
@@ -294,7 +291,7 @@ class FusedMoE:
             routing = self._route(expert_indices, gate, x)
         else:
             routing = Routing._make((*kept, kernels.rows(expert_indices.numel(), gate.shape[0], x)))
-        slots, columns = routing.slots, gate.shape[1]
+        slots, columns = routing.slots(), gate.shape[1]
         weights = expert_weights.contiguous().view(-1)
         wants_x, wants_first, wants_second, wants_weights = needs
         dfirst = dsecond = dslots = dweights = None

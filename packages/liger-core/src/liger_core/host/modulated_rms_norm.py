@@ -33,15 +33,12 @@ class Places(NamedTuple):
     scale: tuple[int, ...]
     shift: tuple[int, ...]
 
-    @property
     def groups(self) -> int:
         return self.kept[0] * self.kept[1] * self.kept[2]
 
-    @property
     def members(self) -> int:
         return self.shared[0] * self.shared[1] * self.shared[2]
 
-    @property
     def sizes(self) -> tuple[int, ...]:
         return tuple([kept * shared for kept, shared in zip(self.kept, self.shared, strict=True)])
 

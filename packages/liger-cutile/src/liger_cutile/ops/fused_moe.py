@@ -373,14 +373,14 @@ class Kernels(MoEKernels):
         activation: Activation,
         exact: bool,
     ) -> None:
-        _launch_up(factors, activated, routing.gathered(x), gate, up, *routing.tables, routing.rows, exact, *activation)
+        _launch_up(factors, activated, routing.gathered(x), gate, up, *routing.tables(), routing.rows, exact, *activation)
 
     def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
         """Sorted."""
         result = total
         if result is None:
-            result = torch.empty(routing.slots, weight.shape[1], dtype=torch.float32, device=left.device)
-        _launch_product(result, left, weight, *routing.tables, routing.rows, total is not None)
+            result = torch.empty(routing.slots(), weight.shape[1], dtype=torch.float32, device=left.device)
+        _launch_product(result, left, weight, *routing.tables(), routing.rows, total is not None)
         return result
 
     def gradient(
@@ -397,7 +397,7 @@ class Kernels(MoEKernels):
     ) -> None:
         left = None if dfactors is None and sums is None else routing.gathered(dy)
         _launch_gradient(
-            dfactors, weighted, sums, left, down, factors, expert_weights, routing.order, *routing.tables, routing.rows,
+            dfactors, weighted, sums, left, down, factors, expert_weights, routing.order, *routing.tables(), routing.rows,
             *activation,
         )  # fmt: skip
 

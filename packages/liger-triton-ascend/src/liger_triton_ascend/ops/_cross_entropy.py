@@ -353,7 +353,7 @@ class _Kernels(CrossEntropyKernels):
             count, labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
             options.softcap,
         )  # fmt: skip
-        flags = {"ADD_Z_LOSS": options.adds_z_loss, "TOKEN_SCALING": options.token_scaling}
+        flags = {"ADD_Z_LOSS": options.adds_z_loss(), "TOKEN_SCALING": options.token_scaling}
         capped, smoothed = options.softcap is not None, options.label_smoothing is not None
         programs, tile_rows, block = row_tiles(logits, count, columns, FORWARD_TILES + FORWARD_SOFTCAP * capped)
         if block < columns:

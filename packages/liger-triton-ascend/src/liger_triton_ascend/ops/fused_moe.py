@@ -217,7 +217,7 @@ class Kernels(MoEKernels):
         """Both factors are rounded, `exact` or not: the Unified Buffer of the larger kernel was not estimated."""
         experts, columns, depth = gate.shape
         _up[_grid(routing, columns)](
-            factors, activated, routing.gathered(x), gate, up, *routing.tables, experts, _tiles(routing), columns, depth,
+            factors, activated, routing.gathered(x), gate, up, *routing.tables(), experts, _tiles(routing), columns, depth,
             activation.limit, *gate.stride(), GELU=activation.gelu, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
         )  # fmt: skip
 
@@ -225,9 +225,9 @@ class Kernels(MoEKernels):
         experts, columns, depth = weight.shape
         result = total
         if result is None:
-            result = torch.empty(routing.slots, columns, dtype=torch.float32, device=left.device)
+            result = torch.empty(routing.slots(), columns, dtype=torch.float32, device=left.device)
         _product[_grid(routing, columns)](
-            result, left, weight, *routing.tables, experts, _tiles(routing), columns, depth,
+            result, left, weight, *routing.tables(), experts, _tiles(routing), columns, depth,
             left.stride(0), *weight.stride(), ADD=total is not None, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
         )  # fmt: skip
         return result
@@ -249,7 +249,7 @@ class Kernels(MoEKernels):
         found = None if sums is None else torch.zeros_like(sums)
         _gradient[_grid(routing, columns)](
             dfactors, weighted, found, routing.gathered(dy), down, factors, expert_weights[routing.order],
-            *routing.tables, experts, _tiles(routing), columns,
+            *routing.tables(), experts, _tiles(routing), columns,
             depth if dfactors is not None or sums is not None else 0, parts, activation.limit, *down.stride(),
             GELU=activation.gelu, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
         )  # fmt: skip
@@ -281,7 +281,7 @@ class Kernels(MoEKernels):
         _, _, block = row_tiles(result, 1, columns, SUM_TILES)
         programs = min(tokens * ((columns + block - 1) // block), get_npu_core_count(result.device))
         _sum_slots[(programs,)](
-            result, slots, scale, routing.keys, routing.places, routing.by_size.shape[0], tokens, routing.per_token, columns,
+            result, slots, scale, routing.keys, routing.places, routing.by_size.shape[0], tokens, routing.per_token(), columns,
             MARKS=marks, BLOCK=block,
         )  # fmt: skip
 

@@ -297,7 +297,7 @@ class _Kernels(CrossEntropyKernels):
         _rows[(n,)](
             logits, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, first,
             labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
-            options.softcap, ADD_Z_LOSS=options.adds_z_loss, TOKEN_SCALING=options.token_scaling,
+            options.softcap, ADD_Z_LOSS=options.adds_z_loss(), TOKEN_SCALING=options.token_scaling,
             ALIGNED=row_stride % 16 == 0 and columns % 16 == 0, GROUPS=block // group, GROUP=group, STAGES=3,
             num_warps=max(block * size // 2048, 1),
         )  # fmt: skip

@@ -38,7 +38,7 @@ def _take(vs, ws, top, exp_sum, mean, statistics, at, rows, sources, columns, ep
     score = tl.sum(multiply(vs, ws, BLOCK), 1, keep_dims=True) * r
     if statistics is not None:
         tl.store(statistics + at, score, inside)
-        tl.store(statistics + rows.to(tl.int64) * sources + at, r, inside)
+        tl.store(statistics + tl.cast(rows, tl.int64) * sources + at, r, inside)
     higher = tl.maximum(top, score)
     shrunk, e = tl.exp(top - higher), tl.exp(score - higher)
     return higher, exp_sum * shrunk + e, mean * shrunk + e * vs
@@ -82,7 +82,7 @@ def _load_statistics(statistics, row, rows, lane, sources):
     """Scores, inverse root mean squares and the softmax of each row, 0 where there is no source."""
     there = (row < rows) & (lane < sources)
     scores = tl.load(statistics + row * sources + lane, there, other=0.0)
-    r = tl.load(statistics + rows.to(tl.int64) * sources + row * sources + lane, there, other=0.0)
+    r = tl.load(statistics + tl.cast(rows, tl.int64) * sources + row * sources + lane, there, other=0.0)
     e = tl.where(lane < sources, scores, float("-inf"))
     e = tl.exp(e - tl.max(e, 1, keep_dims=True))
     return scores, r, e / tl.sum(e, 1, keep_dims=True)
@@ -123,7 +123,7 @@ def _backward(
                 total_sums += slope * vs
             if dblocks is not None:
                 dvs = _only(a, lane, source) * dys + slope * ws - _only(by_v, lane, source) * vs
-                tl.store(dblocks + (source * rows.to(tl.int64) + row) * columns + column, dvs, inside)
+                tl.store(dblocks + (source * tl.cast(rows, tl.int64) + row) * columns + column, dvs, inside)
         if partial is not None:
             vs = tl.load(partial + row * partial_stride + column, inside, other=0.0).to(tl.float32)
             slope = _only(by_w, lane, count)
@@ -172,7 +172,7 @@ def _forward_long(
         score = tl.sum(products) * r
         if statistics is not None:
             tl.store(statistics + row * sources + source, score)
-            tl.store(statistics + (rows.to(tl.int64) + row) * sources + source, r)
+            tl.store(statistics + (tl.cast(rows, tl.int64) + row) * sources + source, r)
         scores = tl.where(lane == source, score, scores)
     a = tl.exp(scores - tl.max(scores))
     a /= tl.sum(a)
@@ -225,7 +225,7 @@ def _backward_long(
             if dpartial is not None:
                 tl.store(dpartial + row * columns + column, dvs, inside & (source == count))
             if dblocks is not None:
-                at = (source * rows.to(tl.int64) + row) * columns + column
+                at = (source * tl.cast(rows, tl.int64) + row) * columns + column
                 tl.store(dblocks + at, dvs, inside & (source < count))
 
 

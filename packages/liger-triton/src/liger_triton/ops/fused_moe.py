@@ -447,7 +447,7 @@ class Kernels(MoEKernels):
         width, deep, named = _tile(x, routing.rows, columns, depth, "up")
         tiles = routing.tile_experts.shape[0]
         _up[(tiles * ((columns + width - 1) // width),)](
-            factors, activated, x, gate, up, routing.order, *routing.tables, experts, tiles, routing.per_token, columns, depth,
+            factors, activated, x, gate, up, routing.order, *routing.tables(), experts, tiles, routing.per_token(), columns, depth,
             activation.limit, *x.stride(), *gate.stride(), GELU=activation.gelu, EXACT=exact,
             EVEN=not depth % deep, WHOLE=not columns % width,
             ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
@@ -460,11 +460,11 @@ class Kernels(MoEKernels):
         experts, columns, depth = weight.shape
         result = total
         if result is None:
-            result = torch.empty(routing.slots, columns, dtype=torch.float32, device=left.device)
+            result = torch.empty(routing.slots(), columns, dtype=torch.float32, device=left.device)
         width, deep, named = _tile(left, routing.rows, columns, depth, "product")
         tiles = routing.tile_experts.shape[0]
         _product[(tiles * ((columns + width - 1) // width),)](
-            result, left, weight, *routing.tables, experts, tiles, columns, depth,
+            result, left, weight, *routing.tables(), experts, tiles, columns, depth,
             left.stride(0), *weight.stride(), ADD=total is not None, EVEN=not depth % deep, WHOLE=not columns % width,
             ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
         )  # fmt: skip
@@ -492,8 +492,8 @@ class Kernels(MoEKernels):
             # It rounds d to bfloat16, which is more than a float32 gradient of the weights bears.
             products = _multiply(routing.gathered(dy), down, routing)
         _gradient[(tiles * ((columns + width - 1) // width),)](
-            dfactors, weighted, sums, products, dy, down, factors, expert_weights, routing.order, *routing.tables,
-            experts, tiles, routing.per_token, columns, depth, self.parts(columns, dy), activation.limit,
+            dfactors, weighted, sums, products, dy, down, factors, expert_weights, routing.order, *routing.tables(),
+            experts, tiles, routing.per_token(), columns, depth, self.parts(columns, dy), activation.limit,
             *dy.stride(), *down.stride(), GELU=activation.gelu, EVEN=not depth % deep, WHOLE=not columns % width,
             ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
         )  # fmt: skip
@@ -519,7 +519,7 @@ class Kernels(MoEKernels):
         width, deep, named = _tile(left, high, columns, 64, "weight_gradient")
         programs = ((rows + high - 1) // high) * ((columns + width - 1) // width)
         _weight_gradient[(programs * experts,)](
-            result, left, right, routing.order, routing.starts, routing.by_size, routing.per_token, rows, columns,
+            result, left, right, routing.order, routing.starts, routing.by_size, routing.per_token(), rows, columns,
             *result.stride(), *left.stride(), *right.stride(), LEFT=gathers == "left",
             WHOLE=not (rows % high or columns % width),
             ROWS=high, COLUMNS=width, DEPTH=deep, SPAN=SUMMED if left.element_size() == 4 else None, TURN=TILES_IN_TURN,
@@ -533,7 +533,7 @@ class Kernels(MoEKernels):
         rows = 1024 // block
         programs = (tokens + rows - 1) // rows * ((columns + block - 1) // block)
         _sum_slots[(programs,)](
-            result, slots, scale, routing.keys, routing.places, routing.by_size.shape[0], tokens, routing.per_token, columns,
+            result, slots, scale, routing.keys, routing.places, routing.by_size.shape[0], tokens, routing.per_token(), columns,
             MARKS=marks, ROWS=rows, BLOCK=block, num_warps=4,
         )  # fmt: skip
 

@@ -319,7 +319,7 @@ class _Kernels(ModulatedRMSNormKernels):
         dy, dy_stride = as_rows(dy)
         x, x_stride = as_rows(x)
         sizes = *places.kept[1:], *places.shared[1:]
-        groups, members = places.groups, places.members
+        groups, members = places.groups(), places.members()
         products = dscale is not None or dweight is not None
         sums = products + (dshift is not None)
         vectors = in_vectors(columns, dy_stride, x_stride, *places.scale)

@@ -19,6 +19,7 @@ KNOWN_SPILLS: dict[str, tuple[int, str]] = {
     "embedding-cutile-sm_90 embedding._sum_runs[*": (8, _EIGHT_BLOCKS),
     "embedding-cutile-sm_100 embedding._sum_runs[*": (2, _EIGHT_BLOCKS),
     "embedding-cutile-sm_120 embedding._sum_runs[*": (4, _EIGHT_BLOCKS),
+    "fused_linear_distillation-cutile-sm_100 _distillation._rows[*, BLOCK=4096, *": (2, _ONCE_A_BLOCK),
     "fused_linear_cross_entropy-cutile-sm_90 _cross_entropy._rows[*, 2D fp32, 2D bf16, *": (22, _ODD_ROWS),
     "fused_neighborhood_attention-cutile-sm_80 *._backward_near[HEAD=128, *": (4, _ONCE_A_BLOCK),
     "fused_neighborhood_attention-cutile-sm_100 *._backward_near[HEAD=128, *": (4, _ONCE_A_BLOCK),

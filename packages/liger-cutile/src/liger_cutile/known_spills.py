@@ -48,7 +48,7 @@ KNOWN_SPILLS: dict[str, tuple[int, str]] = {
     "sparsemax-cutile-sm_120 sparsemax._backward_parts[PARTS=16, *": (4, _LONG_ROW_IN_PARTS),
     "sparsemax-cutile-sm_120 sparsemax._forward_parts[PARTS=16, *": (12, _LONG_ROW_IN_PARTS),
     "sparsemax-cutile-sm_90 sparsemax._forward[ROWS=1, BLOCK=8192, *; 2D fp32:16, *": (4, _WIDE_ROW),
-    "sparsemax-cutile-sm_90 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (2, _ODD_ROWS),
+    "sparsemax-cutile-sm_90 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D *16, *": (2, _ODD_ROWS),
     "sparsemax-cutile-sm_100 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (6, _ODD_ROWS),
     "sparsemax-cutile-sm_120 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (2, _ODD_ROWS),
 }

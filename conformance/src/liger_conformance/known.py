@@ -117,7 +117,8 @@ class KnownSpills:
 
     A key is a test's op, language and chip, a space, and a kernel with its variant as the report has them; ``*`` stands
     for anything. A value is the most registers that it spills, or what the compiler says that it lost; and why that is
-    accepted. A declaration is strict: on each chip that it names, some kernel that it names does so.
+    accepted. A declaration is strict: on each chip that it names, some kernel that it names does so. The file is Python:
+    what only one version of a compiler does is declared under an ``if`` of that version.
 
     Args:
         packages: language to import name of its package.

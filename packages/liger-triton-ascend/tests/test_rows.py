@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_triton_ascend.ops import _rows
-from liger_triton_ascend.ops._rows import as_rows, element_tiles, row_tiles
+from liger_triton_ascend.ops._rows import element_tiles, row_tiles
 
 CORES = 48
 UNIFIED_BUFFER = 192 * 1024
@@ -46,27 +46,3 @@ def test_cores_share_a_long_row():
     assert element_tiles(torch.empty(0), 1, 100_000, 4) == (CORES, 1, 1024)
     assert element_tiles(torch.empty(0), 1, 1000, 4) == (2, 1, 512)
     assert row_tiles(torch.empty(0), 1, 100_000, 4) == (1, 1, 8192)
-
-
-@pytest.mark.parametrize(
-    ("make", "stride"),
-    [
-        (lambda: torch.empty(3, 4, 5), 5),
-        (lambda: torch.empty(3, 4, 9)[..., :5], 9),
-        (lambda: torch.empty(12, 1, 5).expand(12, 3, 5)[:, 0], 5),
-        (lambda: torch.empty(5).expand(6, 5), 0),
-    ],
-)
-def test_rows_are_views_where_strides_allow(make, stride):
-    x = make()
-    rows, found = as_rows(x)
-    assert found == stride
-    assert rows.data_ptr() == x.data_ptr()
-
-
-@pytest.mark.parametrize("make", [lambda: torch.randn(5, 6).t(), lambda: torch.randn(4, 3, 5).transpose(0, 1)])
-def test_other_rows_are_copied(make):
-    x = make()
-    rows, stride = as_rows(x)
-    assert stride == x.shape[-1]
-    assert torch.equal(rows.reshape(x.shape), x)

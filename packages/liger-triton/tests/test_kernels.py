@@ -276,21 +276,6 @@ def test_slots_are_sorted_as_pytorch_sorts_them(
     assert torch.equal(found.tile_starts[live], expected.tile_starts[live])
 
 
-def test_rows_are_viewed_where_strides_allow() -> None:
-    """Rows that lie at one distance are not copied; others are."""
-    from liger_triton.ops._rows import as_rows
-
-    x = torch.arange(120.0).view(2, 3, 20)
-    for rows, distance in ((x, 20), (x[..., :7], 20), (x[:, 1:2], 60), (x[:1].expand(2, 3, 20)[:, 0], 0)):
-        found, stride = as_rows(rows)
-        assert found.data_ptr() == rows.data_ptr(), f"a tensor of strides {rows.stride()} was copied"
-        assert stride == distance
-    for rows in (x.transpose(0, 1), x.mT, x[..., ::2]):
-        found, stride = as_rows(rows)
-        assert stride == rows.shape[-1]
-        assert torch.equal(found.reshape(rows.shape), rows)
-
-
 @pytest.mark.parametrize("columns", [17, 64, 100, 768, 1408, 2500, 5632, 11008, 14336])
 def test_halves_of_rows_fill_their_tiles(columns: int) -> None:
     """Gate and up that are the halves of rows leave few lanes idle, and each row is in one tile."""

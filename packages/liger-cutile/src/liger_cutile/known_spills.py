@@ -10,27 +10,35 @@ _WIDE_ROW = "few numbers beside a row of 8192 in float32, which would be read tw
 _WIDE_SOURCES = "few numbers beside rows of 8192, of each source, which would be read once more else"
 _WEIGHT = "few numbers beside three parts of a tile of weight, which a block keeps for all its rows"
 _SIX_BLOCKS = "80 registers, so that six blocks fit on a multiprocessor"
+_SMALL_GROUPS = "a tile of several groups of 720 elements, whose sizes are no powers of two; models have larger groups"
 
 KNOWN_SPILLS: dict[str, tuple[int, str]] = {
     "attn_res-cutile-sm_100 attn_res._forward[ROWS=1, BLOCK=8192; *": (2, _WIDE_SOURCES),
     "attn_res-cutile-sm_100 attn_res._backward[*, ROWS=1, BLOCK=8192; *": (4, _WIDE_SOURCES),
+    "distillation-cutile-sm_100 _distillation._rows[*, BLOCK=4096, *": (2, _ONCE_A_BLOCK),
     "embedding-cutile-sm_90 embedding._sum_runs[*": (8, _EIGHT_BLOCKS),
     "embedding-cutile-sm_100 embedding._sum_runs[*": (2, _EIGHT_BLOCKS),
     "embedding-cutile-sm_120 embedding._sum_runs[*": (4, _EIGHT_BLOCKS),
-    "fused_linear_jsd-cutile-sm_100 fused_linear_jsd._rows[*; 1D fp32:16, 2D fp32, 2D bf16, *": (2, _ODD_ROWS),
+    "fused_linear_distillation-cutile-sm_100 _distillation._rows[*, BLOCK=4096, *": (2, _ONCE_A_BLOCK),
+    "fused_linear_cross_entropy-cutile-sm_90 _cross_entropy._rows[*, 2D fp32, 2D bf16, *": (22, _ODD_ROWS),
     "fused_neighborhood_attention-cutile-sm_80 *._backward_near[HEAD=128, *": (4, _ONCE_A_BLOCK),
     "fused_neighborhood_attention-cutile-sm_100 *._backward_near[HEAD=128, *": (4, _ONCE_A_BLOCK),
+    "fused_neighborhood_attention-cutile-sm_90 *._backward_keys[HEAD=130, *": (22, _ODD_ROWS),
+    "fused_neighborhood_attention-cutile-sm_90 *._backward_queries[HEAD=130, *": (6, _ODD_ROWS),
     "grpo_loss-cutile-sm_120 grpo_loss._log_probabilities[*; 3D fp32, 3D bf16, *": (12, _ODD_ROWS),
     "group_norm-cutile-sm_80 group_norm._backward_long[*": (26, _ONCE_A_TILE),
     "group_norm-cutile-sm_90 group_norm._backward_long[*": (2, _ONCE_A_TILE),
     "group_norm-cutile-sm_90 group_norm._forward_long[*; 4D fp32:16, *": (6, _ONCE_A_TILE),
+    "group_norm-cutile-sm_90 group_norm._sum_parts[WEIGHT=True, BIAS=True, CHANNELS=4, *": (2, _ONCE_A_TILE),
+    "group_norm-cutile-sm_90 group_norm._forward[GROUPS=2, CHANNELS=16, *": (74, _SMALL_GROUPS),
+    "group_norm-cutile-sm_90 group_norm._backward[*, GROUPS=2, CHANNELS=16, *": (122, _SMALL_GROUPS),
     "group_norm-cutile-sm_100 group_norm._backward_long[*": (4, _ONCE_A_TILE),
     "group_norm-cutile-sm_120 group_norm._backward_long[*": (6, _ONCE_A_TILE),
     "mhc_pre-cutile-sm_80 mhc_pre._gradients[ROUGH=True, COUNT=32, STREAMS=4, *": (6, _WEIGHT),
     "mhc_pre-cutile-sm_100 mhc_pre._gradients[ROUGH=True, COUNT=32, STREAMS=4, *": (4, _WEIGHT),
     "qwen2vl_mrope-cutile-sm_80 qwen2vl_mrope._rotate[*": (8, _SIX_BLOCKS),
-    "qwen2vl_mrope-cutile-sm_90 qwen2vl_mrope._rotate[BACKWARD=True, *": (2, _SIX_BLOCKS),
-    "qwen2vl_mrope-cutile-sm_90 qwen2vl_mrope._rotate[BACKWARD=False, BATCHED=False, CHECK=False, *": (2, _SIX_BLOCKS),
+    "qwen2vl_mrope-cutile-sm_90 qwen2vl_mrope._rotate[BACKWARD=True, *": (4, _SIX_BLOCKS),
+    "qwen2vl_mrope-cutile-sm_90 qwen2vl_mrope._rotate[BACKWARD=False, BATCHED=False, *": (4, _SIX_BLOCKS),
     "qwen2vl_mrope-cutile-sm_100 qwen2vl_mrope._rotate[*": (2, _SIX_BLOCKS),
     "softmax-cutile-sm_80 softmax._forward[ROWS=1, BLOCK=32768; *": (4, _LONG_ROW),
     "sparsemax-cutile-sm_80 sparsemax._backward_parts[PARTS=16, *": (2, _LONG_ROW_IN_PARTS),
@@ -40,7 +48,7 @@ KNOWN_SPILLS: dict[str, tuple[int, str]] = {
     "sparsemax-cutile-sm_120 sparsemax._backward_parts[PARTS=16, *": (4, _LONG_ROW_IN_PARTS),
     "sparsemax-cutile-sm_120 sparsemax._forward_parts[PARTS=16, *": (12, _LONG_ROW_IN_PARTS),
     "sparsemax-cutile-sm_90 sparsemax._forward[ROWS=1, BLOCK=8192, *; 2D fp32:16, *": (4, _WIDE_ROW),
-    "sparsemax-cutile-sm_90 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (2, _ODD_ROWS),
+    "sparsemax-cutile-sm_90 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D *16, *": (2, _ODD_ROWS),
     "sparsemax-cutile-sm_100 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (6, _ODD_ROWS),
     "sparsemax-cutile-sm_120 sparsemax._forward[ROWS=16, BLOCK=128, *; 2D bf16, *": (2, _ODD_ROWS),
 }
@@ -52,4 +60,8 @@ KNOWN_LOSSES: dict[str, tuple[str, str]] = {
         for head in (64, 128)
     },
     "fused_moe-cutile-sm_90 *fp32:16, *D fp32:16, *": _EXACT,
+    "attn_res-cutile-sm_120 attn_res._sums_long[*; 1D fp32:16, 2D fp32, *": (
+        "MemoryTmaLoadFailed at *: stride not 16-byte aligned",
+        "one number a row, of as many as there are sources: too little for a bulk copy",
+    ),
 }

@@ -51,23 +51,27 @@ def is_wide(bias: Tensor | None, x: Tensor) -> bool:
     return bias is not None and bias.dtype is not x.dtype and x.dtype is not torch.float32
 
 
+def _factors(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, torch.dtype | None]:
+    """What `_mm` takes for aᵀ b in `dtype`: both factors, and the dtype of their product if it isn't theirs."""
+    if dtype is not torch.float32 or a.dtype is torch.float32:
+        return a.t(), b, None
+    return (a.t(), b, dtype) if a.is_cuda and _FLOAT32_MM else (a.float().t(), b.float(), None)
+
+
+def _mm(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return torch.mm(a, b) if dtype is None else torch.mm(a, b, out_dtype=dtype)
+
+
 @opaque(writes=("total",))
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Total += aᵀ b. Were it traced, Inductor would add up the products of all chunks at the end, each in memory of its own."""
-    a, dtype = a.t(), total.dtype
-    if dtype is torch.float32 and a.dtype is not torch.float32:
-        if not (a.is_cuda and _FLOAT32_MM):
-            a, b = a.float(), b.float()
-        elif _FLOAT32_ADDMM:
-            torch.addmm(total, a, b, out_dtype=dtype, out=total)
-            return
-        else:
-            total.add_(torch.mm(a, b, out_dtype=dtype))
-            return
-    if a.dtype is dtype:
+    a, b, dtype = _factors(a, b, total.dtype)
+    if dtype is not None and _FLOAT32_ADDMM:
+        torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    elif a.dtype is total.dtype:
         total.addmm_(a, b)
     else:
-        total.add_(torch.mm(a, b))
+        total.add_(_mm(a, b, dtype))
 
 
 class Linear:
@@ -100,11 +104,7 @@ class Linear:
         if total is not None:
             _add_product(total, a, b)
             return total
-        if dtype is torch.float32 and a.dtype is not torch.float32:
-            if a.is_cuda and _FLOAT32_MM:
-                return torch.mm(a.t(), b, out_dtype=dtype)
-            a, b = a.float(), b.float()
-        return torch.mm(a.t(), b).to(dtype)
+        return _mm(*_factors(a, b, dtype)).to(dtype)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """A b, in float32, of values that are not rounded to the dtype of both."""

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from liger_core.host.rows import as_rows as as_rows
 from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
 
 MARGIN = 0.8
@@ -16,27 +17,6 @@ not measured."""
 
 TILES_A_CORE = 4
 """At least, where there are as many rows: so that transfers overlap with work, and cores finish together; not measured."""
-
-
-def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """A tensor whose rows lie at one distance from each other, each row's elements adjacent; and that distance.
-
-    It is `x`, or a view of it, wherever x's strides allow: contiguous, or sliced or expanded in any dimension but the
-    last. Otherwise it is a copy.
-
-    Args:
-        x: ``[..., H]``.
-
-    Returns:
-        The tensor, with as many rows of H elements as x, in x's order; and the distance of its rows, in elements.
-    """
-    columns = x.shape[-1]
-    if x.is_contiguous():
-        return x, columns
-    rows = x if x.dim() == 2 else x.reshape(-1, columns)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    return rows, rows.stride(0)
 
 
 def row_tiles(like: Tensor, rows: int, columns: int, alive: float) -> tuple[int, int, int]:

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_core.host.rows import as_rows as as_rows
+
 
 @triton.jit
 def multiply(a, b, BLOCK: tl.constexpr):
@@ -56,27 +58,6 @@ def in_vectors(*lengths: int) -> bool:
     If not, they load one element after another, and each load has an address and a mask of its own in registers.
     """
     return not any(length % 16 for length in lengths)
-
-
-def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """A tensor whose rows lie at one distance from each other, each row's elements adjacent; and that distance.
-
-    It is `x`, or a view of it, wherever x's strides allow: contiguous, or sliced or expanded in any dimension but the
-    last. Otherwise it is a copy.
-
-    Args:
-        x: ``[..., H]``.
-
-    Returns:
-        The tensor, with as many rows of H elements as x, in x's order; and the distance of its rows, in elements.
-    """
-    columns = x.shape[-1]
-    if x.is_contiguous():
-        return x, columns
-    rows = x if x.dim() == 2 else x.reshape(-1, columns)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    return rows, rows.stride(0)
 
 
 def power_of_2(size: int, least: int = 16) -> int:

@@ -4,8 +4,9 @@ A row has a matrix of few streams by few streams, so a tile is of those of adjac
 PyTorch turns results over, which are small beside x. Backward runs Sinkhorn's steps backwards, and makes what each began with
 again from the start.
 
-The host code is not `liger_core.host.mhc_pre`: that has a row's numbers adjacent, and its plan padded to a power of two. Here rows lie
-last, so that a vector holds one number of many rows; to share it, each tensor between kernels would be turned over twice.
+The host code is not `liger_core.host.mhc_pre`: there the numbers of a row are adjacent, and its plan is padded to a power of two.
+Here rows lie last, so that a vector holds one number of many rows. To share it, PyTorch would turn over
+each tensor between kernels.
 """
 
 import itertools

@@ -53,7 +53,10 @@ class WrongRoute(AssertionError):
 
 @dataclass
 class Observed:
-    """What was seen of a kernel while it ran: the `saved` of each forward, and what each backward returned."""
+    """What was seen of a kernel while it ran: the `saved` of each forward, and what each backward returned.
+
+    Of the reference it is what autograd returned.
+    """
 
     saved: list[Any] = field(default_factory=list)
     gradients: list[Any] = field(default_factory=list)
@@ -80,8 +83,7 @@ def only(target: Target) -> Iterator[Observed]:
         stack.enter_context(_watched(target))
         if target.backend is None:
             ran: list[bool] = []
-            reference = target.op.reference
-            stack.enter_context(_replaced(target.op, "reference", lambda **kw: (ran.append(True), reference(**kw))[1]))
+            stack.enter_context(_replaced(target.op, "reference", _watched_reference(target.op, ran, observed)))
         else:
             for op in ops.values():
                 # The code, not a name: a kernel may hold the function, as the op's `__wrapped__` does.
@@ -118,6 +120,26 @@ def _forget_before(op: str, package: str) -> None:
             for value in vars(module).values():
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()
+
+
+def _watched_reference(op: Op[..., Any], ran: list[bool], observed: Observed) -> Callable[..., Any]:
+    """The reference, which notes that it ran, and what autograd finds for its arguments: for those that autocast has cast,
+    before these gradients are cast back.
+    """
+    reference = op.reference
+
+    def watched(**arguments: Any) -> Any:
+        ran.append(True)
+        differentiable = [arguments[name] for name in op.differentiable]
+        found: list[Tensor | None] = [None] * len(differentiable)
+        for i, value in enumerate(differentiable):
+            if value is not None and value.requires_grad:
+                value.register_hook(functools.partial(found.__setitem__, i))
+        if any(value is not None and value.requires_grad for value in differentiable):
+            observed.gradients.append(found)
+        return reference(**arguments)
+
+    return watched
 
 
 def _other_kernels(target: Target) -> list[ModuleType]:

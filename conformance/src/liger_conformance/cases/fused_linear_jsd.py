@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
@@ -97,6 +97,7 @@ CASES = (
     Case("forward", "option", rows=5, hidden=32, vocabulary=96, ignored=0.2, beta=0.0, temperature=0.7),
     Case("reverse", "option", rows=5, hidden=32, vocabulary=96, beta=1.0, temperature=1.5),
     Case("beta-0.9", "option", rows=5, hidden=32, vocabulary=97, beta=0.9),
+    Case("beta-near-0", "edge", rows=20, hidden=32, vocabulary=20, beta=1e-4, scale=10.0),
     Case("cold", "option", rows=5, hidden=32, vocabulary=97, temperature=0.1, ignored=0.2),
     Case("hot", "option", rows=5, hidden=32, vocabulary=97, temperature=10, beta=0),
     Case("chunks", "option", **CHUNKS, ignored=0.1, temperature=2.0),
@@ -105,6 +106,17 @@ CASES = (
     Case("own-accum-dtype", "option", rows=6, hidden=32, vocabulary=33, own_accum_dtype=True),
     Case("float32-teacher", "option", rows=6, hidden=32, vocabulary=33, teacher_dtype=torch.float32),
     Case("bfloat16-teacher", "option", rows=6, hidden=32, vocabulary=33, teacher_dtype=torch.bfloat16, beta=0.0),
+    # Under autocast from float16, which holds gradients near 1e-6 with three digits: the kernel's have bfloat16's.
+    Case(
+        "random-21-105",
+        "extreme",
+        how=How(autocast=True),
+        rows=1,
+        hidden=1,
+        vocabulary=129,
+        teacher_hidden=1,
+        scale=0.01,
+    ),
     Case("big-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=8.0),
     Case("tiny-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=1e-2),
     Case("small", "small", rows=1024, hidden=1024, teacher_hidden=2048, vocabulary=32000),

@@ -116,6 +116,8 @@ CASES = (
     Case("hundreds-of-one-expert", "edge", tokens=39, per_token=10, experts=5, hidden=104, intermediate=57, used=1),
     Case("thousands-of-slots", "edge", tokens=910, per_token=3, experts=1, hidden=2, intermediate=8),
     Case("thousands-of-slots-wide", "edge", tokens=899, per_token=7, experts=1, hidden=24, intermediate=16),
+    Case("random-21-58", "edge", tokens=257, per_token=16, experts=1, hidden=7, intermediate=8),
+    Case("random-21-139", "edge", tokens=2800, per_token=3, experts=1, hidden=25, intermediate=8, dropped=0.281),
     Case("float32-router", "option", **SMALL, router_dtype=torch.float32, index_dtype=torch.int32),
     Case("gelu", "option", **SMALL, activation="gelu_tanh"),
     Case("limit", "option", **SMALL, limit=0.5, scale=2.0),

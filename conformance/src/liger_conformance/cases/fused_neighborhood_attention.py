@@ -63,7 +63,7 @@ CASES = (
     Case("transposed", "option", batch=2, heads=3, length=11, head=16, transposed=True),
     Case("uneven-rows", "extreme", batch=4, heads=1, length=11, head=16, by_row=("v",)),
     Case("tiny-scores", "extreme", batch=1, heads=2, length=11, head=16, magnitude=1e-3),
-    Case("big-scores", "extreme", batch=1, heads=2, length=11, head=16, magnitude=4.0),
+    Case("big-scores", "extreme", batch=1, heads=2, length=11, head=16, magnitude=6.0),
     Case("small", "small", batch=2, heads=8, length=512, head=64),
     Case("medium", "medium", batch=2, heads=16, length=2048, head=64),
     Case("large", "large", batch=1, heads=16, length=8192, head=128),

@@ -91,6 +91,7 @@ CASES = (
     Case("absent-student-reverse", "edge", rows=5, vocabulary=70, absent_student=0.4, beta=1.0),
     Case("nan-teacher", "edge", rows=5, vocabulary=70, nan_teacher=0.1, beta=0.3),
     # The mixture is nearly one of the two.
+    Case("beta-near-0", "edge", rows=200, vocabulary=20, beta=1e-4, scale=10.0),
     Case("beta-near-1", "edge", rows=200, vocabulary=20, beta=0.9999, scale=10.0),
     Case("forward", "option", rows=5, vocabulary=96, ignored=0.2, beta=0.0),
     Case("reverse", "option", rows=5, vocabulary=96, ignored=0.2, beta=1),

@@ -17,7 +17,7 @@ from liger_core import fused_linear_jsd as op_of_the_whole
 from liger_core.contract import upcast
 from liger_core.host.linear import Linear
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
-from liger_core.ops.jsd import kl_of_classes, log_mixture
+from liger_core.ops.jsd import above_mixture, kl_of_classes, times_probability
 from liger_distributed.vocabulary import Part, gather, part_of, shared
 
 NAME = "fused_linear_jsd"
@@ -246,9 +246,9 @@ def _sums(q: Tensor, p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     if beta == 1:
         divergence = kl_of_classes(q, p).sum(-1)
         return divergence, divergence + q.exp().sum(-1)
-    m = log_mixture(q, p, beta)
-    inner = (1 - beta) * kl_of_classes(q, m).sum(-1)
-    return beta * kl_of_classes(p, m).sum(-1) + inner, inner
+    above_q, above_p = above_mixture(q, p, beta)
+    inner = (1 - beta) * times_probability(q, above_q).sum(-1)
+    return beta * times_probability(p, above_p).sum(-1) + inner, inner
 
 
 def _gradient(q: Tensor, p: Tensor, inner: Tensor, beta: float) -> Tensor:
@@ -259,5 +259,5 @@ def _gradient(q: Tensor, p: Tensor, inner: Tensor, beta: float) -> Tensor:
     elif beta == 1:
         by_logprob = kl_of_classes(q, p) + probability
     else:
-        by_logprob = (1 - beta) * kl_of_classes(q, log_mixture(q, p, beta))
+        by_logprob = (1 - beta) * times_probability(q, above_mixture(q, p, beta)[0])
     return by_logprob.sub_(probability.mul_(inner[:, None]))

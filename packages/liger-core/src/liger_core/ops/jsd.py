@@ -62,22 +62,33 @@ def jsd_of_rows(q: Tensor, p: Tensor, beta: float) -> Tensor:
         return kl_of_classes(p, q).sum(-1)
     if beta == 1:
         return kl_of_classes(q, p).sum(-1)
-    m = log_mixture(q, p, beta)
-    return (beta * kl_of_classes(p, m) + (1 - beta) * kl_of_classes(q, m)).sum(-1)
+    above_q, above_p = above_mixture(q, p, beta)
+    return (beta * times_probability(p, above_p) + (1 - beta) * times_probability(q, above_q)).sum(-1)
 
 
-def log_mixture(q: Tensor, p: Tensor, beta: float) -> Tensor:
-    """log(beta e^p + (1 − beta) e^q), where `beta` is neither 0 nor 1."""
+def above_mixture(q: Tensor, p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """q − m and p − m, where m = log(beta e^p + (1 − beta) e^q) and `beta` is neither 0 nor 1.
+
+    From the difference of p and q: near a `beta` of 0 or 1, m is nearly one of them, and a difference of the two has no
+    digits left.
+    """
     # Finite, since the gradient of logaddexp(−inf, −inf) is NaN.
-    p_finite, q_finite = p.clamp(min=torch.finfo(p.dtype).min), q.clamp(min=torch.finfo(q.dtype).min)
-    return torch.logaddexp(p_finite + math.log(beta), q_finite + math.log1p(-beta))
+    difference = p.clamp(min=torch.finfo(p.dtype).min) - q.clamp(min=torch.finfo(q.dtype).min)
+    log_beta = torch.full_like(difference, math.log(beta))
+    log_rest = torch.full_like(difference, math.log1p(-beta))
+    return -torch.logaddexp(difference + log_beta, log_rest), -torch.logaddexp(log_beta, log_rest - difference)
 
 
 def kl_of_classes(p: Tensor, q: Tensor) -> Tensor:
     """Each class's term of KL(exp p ‖ exp q): exp(p)(p − q), and 0 where exp(p) is."""
-    absent = p.exp() == 0
-    p, q = p.masked_fill(absent, 0.0), q.masked_fill(absent, 0.0)
-    return (p.exp() * (p - q)).masked_fill(absent, 0.0)
+    return times_probability(p, p - q)
+
+
+def times_probability(logprob: Tensor, value: Tensor) -> Tensor:
+    """exp(logprob) · value, and 0 where exp(logprob) is."""
+    absent = logprob.exp() == 0
+    logprob, value = logprob.masked_fill(absent, 0.0), value.masked_fill(absent, 0.0)
+    return (logprob.exp() * value).masked_fill(absent, 0.0)
 
 
 @jsd.checks

@@ -139,18 +139,20 @@ def above_mixture(difference, beta, rest, HALF, UNIT):
         return ct.minimum(difference, 0.0) + above, ct.minimum(-difference, 0.0) + above
     else:
         # By the smaller weight alone: rounded, the two don't add up to 1. M is taken relative to the part with the larger weight,
-        # heavy, which it nearly equals if the other weight is near 0: then by series of M / heavy − 1.
+        # heavy, by v = M / heavy − 1: by series of it where the other weight is near 0, and log M is nearly log heavy. Where v is
+        # large, M is taken relative to the light part.
         weight = ct.minimum(beta, rest)
         light = ct.where(beta <= rest, -difference, difference)
         x = light * (1.0 / UNIT)
-        mixture = ct.where(x > 0.0, e + weight * (1.0 - e), 1.0 - weight * (1.0 - e))
-        log_mixture = ct.log(ct.maximum(mixture, 1e-37, propagate_nan=True))
         v = ct.exp2(light * (1.4426950408889634 / UNIT), flush_to_zero=True) - 1.0
         v = weight * ct.where(ct.abs(x) < 0.25, expm1_near(x), v)
         series = v * (1.0 - v * (0.5 - v * (0.33333334 - v * (0.25 - v * (0.2 - v * 0.16666667)))))
-        near = ct.abs(v) < 0.0625
-        of_heavy = ct.where(near, -series * UNIT, -(log_mixture * UNIT) - ct.maximum(light, 0.0))
-        of_light = ct.where(near, light - series * UNIT, -(log_mixture * UNIT) + ct.minimum(light, 0.0))
+        small = v < 16.0
+        mixture = ct.where(small, 1.0 + v, e + weight * (1.0 - e))
+        log_mixture = ct.log(ct.maximum(mixture, 1e-37, propagate_nan=True))
+        log_mixture = ct.where(ct.abs(v) < 0.0625, series, log_mixture) * UNIT
+        of_heavy = -log_mixture - ct.where(small, 0.0, light)
+        of_light = ct.where(small, light, 0.0) - log_mixture
         return ct.where(beta <= rest, of_heavy, of_light), ct.where(beta <= rest, of_light, of_heavy)
 
 

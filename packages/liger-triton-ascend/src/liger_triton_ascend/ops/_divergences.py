@@ -68,16 +68,18 @@ def above_mixture(difference, beta, rest, HALF: tl.constexpr):
         return tl.minimum(difference, 0.0) + above, tl.minimum(-difference, 0.0) + above
     else:
         # By the smaller weight alone: rounded, the two don't add up to 1. M is taken relative to the part with the larger weight,
-        # heavy, which it nearly equals if the other weight is near 0: then by series of M / heavy − 1.
+        # heavy, by v = M / heavy − 1: by series of it where the other weight is near 0, and log M is nearly log heavy. Where v is
+        # large, M is taken relative to the light part.
         weight = tl.minimum(beta, rest)
         light = tl.where(beta <= rest, -difference, difference)
-        mixture = tl.where(light > 0.0, e + weight * (1.0 - e), 1.0 - weight * (1.0 - e))
-        log_mixture = tl.log(tl.maximum(mixture, 1e-37, propagate_nan=tl.PropagateNan.ALL))
         v = weight * tl.where(tl.abs(light) < 0.25, expm1_near(light), tl.exp(tl.minimum(light, 80.0)) - 1.0)
         series = v * (1.0 - v * (0.5 - v * (0.33333334 - v * (0.25 - v * (0.2 - v * 0.16666667)))))
-        near = tl.abs(v) < 0.0625
-        of_heavy = tl.where(near, -series, -log_mixture - tl.maximum(light, 0.0))
-        of_light = tl.where(near, light - series, -log_mixture + tl.minimum(light, 0.0))
+        small = v < 16.0
+        mixture = tl.where(small, 1.0 + v, e + weight * (1.0 - e))
+        log_mixture = tl.log(tl.maximum(mixture, 1e-37, propagate_nan=tl.PropagateNan.ALL))
+        log_mixture = tl.where(tl.abs(v) < 0.0625, series, log_mixture)
+        of_heavy = -log_mixture - tl.where(small, 0.0, light)
+        of_light = tl.where(small, light, 0.0) - log_mixture
         return tl.where(beta <= rest, of_heavy, of_light), tl.where(beta <= rest, of_light, of_heavy)
 
 

@@ -19,6 +19,9 @@ from liger_triton_ascend.tiling import get_npu_core_count
 ROWS, COLUMNS, DEPTH = 32, 64, 64
 """Of a block of slots, of the columns that it meets and of what is summed at a time. `_gradient` has twelve tiles of rows and
 columns alive in float32, 96 KiB by the estimate of the Unified Buffer. Not measured."""
+SUMMED, WHOLE = 128, 1 << 30
+"""Slots whose terms of a weight's gradient are added one after another, in float32 and else: of n terms such a sum is off by √n
+roundings, where PyTorch's product divides them among several sums."""
 SUM_TILES = 4
 """Of `_sum_slots`, alive in float32, by the same estimate."""
 
@@ -46,7 +49,7 @@ def _block(starts, tile_experts, tile_starts, tile, experts, ROWS: tl.constexpr)
 def _up(
     factors, activated, x, gate, up, starts, tile_experts, tile_starts, experts, tiles, columns, depth, limit,
     weight_expert, weight_row, weight_column,
-    GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GELU: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(tl.cast(columns, tl.int64), COLUMNS)
     for part in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
@@ -64,20 +67,25 @@ def _up(
             ups = tl.dot(xs, tl.trans(tl.load(up + place, inside, other=0.0)), ups)
         column = first + tl.arange(0, COLUMNS)[None, :]
         both = here & (column < columns)
+        kept_gates, kept_ups = gates, ups
+        if limit is not None:
+            kept_gates = tl.where(gates > limit, float("inf"), gates)
+            gates = tl.where(gates > limit, limit, gates)
+        if activated is not None or EXACT:
+            acts, slopes = _activate(gates, GELU)
+            if EXACT:
+                rounded = kept_gates.to(factors.dtype.element_ty).to(tl.float32)
+                if limit is not None:
+                    rounded = tl.where(rounded > limit, limit, rounded)
+                # To the first order: what is left of the gate, times the change of the activation by it.
+                kept_ups += tl.where(acts == 0.0, 0.0, ups * (gates - rounded) * (slopes / acts))
+        if limit is not None:
+            kept_ups = tl.where(ups > limit, float("inf"), tl.where(ups < -limit, float("-inf"), kept_ups))
+            ups = tl.where(ups > limit, limit, tl.where(ups < -limit, -limit, ups))
         if factors is not None:
-            if limit is None:
-                tl.store(factors + row * (2 * columns) + column, gates, both)
-                tl.store(factors + row * (2 * columns) + columns + column, ups, both)
-            else:
-                clamped = tl.where(gates > limit, float("inf"), gates)
-                tl.store(factors + row * (2 * columns) + column, clamped, both)
-                clamped = tl.where(ups > limit, float("inf"), tl.where(ups < -limit, float("-inf"), ups))
-                tl.store(factors + row * (2 * columns) + columns + column, clamped, both)
+            tl.store(factors + row * (2 * columns) + column, kept_gates, both)
+            tl.store(factors + row * (2 * columns) + columns + column, kept_ups, both)
         if activated is not None:
-            if limit is not None:
-                gates = tl.where(gates > limit, limit, gates)
-                ups = tl.where(ups > limit, limit, tl.where(ups < -limit, -limit, ups))
-            acts, _ = _activate(gates, GELU)
             tl.store(activated + row * columns + column, acts * ups, both)
 
 
@@ -152,8 +160,9 @@ def _gradient(
 @triton.jit
 def _weight_gradient(
     result, left, right, starts, experts, rows, columns, result_expert, result_row, result_column, left_row, right_row,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
+    """Sums over so many slots, a span, are summed up."""
     blocks = tl.cdiv(tl.cast(columns, tl.int64), COLUMNS)
     each = tl.cdiv(tl.cast(rows, tl.int64), ROWS) * blocks
     for part in range(tl.program_id(0), experts * each, tl.num_programs(0)):
@@ -162,15 +171,18 @@ def _weight_gradient(
         column = part % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         row = first_row + tl.arange(0, ROWS)[None, :]
         last = tl.load(starts + expert + 1)
-        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for start in range(tl.load(starts + expert), last, DEPTH):
-            place = start + tl.arange(0, DEPTH)[:, None]
-            xs = tl.load(left + place * left_row + row, (place < last) & (row < rows), other=0.0)
-            ys = tl.load(right + place * right_row + column, (place < last) & (column < columns), other=0.0)
-            sums = tl.dot(tl.trans(xs), ys, sums)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(tl.load(starts + expert), last, SPAN):
+            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for start in range(first, tl.minimum(first + SPAN, last), DEPTH):
+                place = start + tl.arange(0, DEPTH)[:, None]
+                xs = tl.load(left + place * left_row + row, (place < last) & (row < rows), other=0.0)
+                ys = tl.load(right + place * right_row + column, (place < last) & (column < columns), other=0.0)
+                sums = tl.dot(tl.trans(xs), ys, sums)
+            total += sums
         at = first_row + tl.arange(0, ROWS)[:, None]
         place = expert * result_expert + at * result_row + column * result_column
-        tl.store(result + place, sums, (at < rows) & (column < columns))
+        tl.store(result + place, total, (at < rows) & (column < columns))
 
 
 @triton.jit
@@ -214,11 +226,10 @@ class Kernels(MoEKernels):
         activation: Activation,
         exact: bool,
     ) -> None:
-        """Both factors are rounded, `exact` or not: the Unified Buffer of the larger kernel was not estimated."""
         experts, columns, depth = gate.shape
         _up[_grid(routing, columns)](
             factors, activated, routing.gathered(x), gate, up, *routing.tables(), experts, _tiles(routing), columns, depth,
-            activation.limit, *gate.stride(), GELU=activation.gelu, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
+            activation.limit, *gate.stride(), GELU=activation.gelu, EXACT=exact, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
         )  # fmt: skip
 
     def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
@@ -272,7 +283,7 @@ class Kernels(MoEKernels):
         blocks = (rows + ROWS - 1) // ROWS * ((columns + COLUMNS - 1) // COLUMNS)
         _weight_gradient[(min(experts * blocks, get_npu_core_count(result.device)),)](
             result, left, right, routing.starts, experts, rows, columns, *result.stride(), left.stride(0), right.stride(0),
-            ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
+            ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, SPAN=SUMMED if left.element_size() == 4 else WHOLE,
         )  # fmt: skip
         return result
 

@@ -3,6 +3,10 @@
 A row has a matrix of few streams by few streams, so a tile is of those of adjacent rows, and a sum over streams adds vectors.
 PyTorch turns results over, which are small beside x. Backward runs Sinkhorn's steps backwards, and makes what each began with
 again from the start.
+
+The host code is not `liger_core.host.mhc_pre`: there the numbers of a row are adjacent, and its plan is padded to a power of two.
+Here rows lie last, so that a vector holds one number of many rows. To share it, PyTorch would turn over
+each tensor between kernels.
 """
 
 import itertools

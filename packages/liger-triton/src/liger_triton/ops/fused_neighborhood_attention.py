@@ -162,11 +162,18 @@ def _dscores(
     scores = scale * _products(q_tile, q, q_distance, query, asks, k_tile, k, k_distance, key, here, HEAD, CHUNK)
     at = query.to(tl.int64) * apart
     maximum = tl.load(statistics + at, asks, other=0.0)
-    total = tl.load(statistics + length + at, asks, other=1.0)
-    weights = _exp(scores - maximum[:, None]) * (1.0 / total)[:, None]
-    # These products may be rounded in another order than forward's. What sees itself alone has a weight of 1, though.
-    weights = tl.where(reach > 0, weights, 1.0)
-    weights = tl.where(_seen(query, asks, key, here, reach), weights, 0.0)
+    seen = _seen(query, asks, key, here, reach)
+    weights = _exp(scores - maximum[:, None])
+    # These products may be rounded in another order than forward's, and large scores then differ by more than their weights
+    # may. So a block with whole windows has a sum of its own: of weights that don't add up to 1, the gradient of a score
+    # would be off by a part of the mean. What sees itself alone has a weight of 1.
+    if mean is None:
+        total = tl.sum(tl.where(seen, weights, 0.0), 1)
+        total = tl.where(asks, total, 1.0)
+    else:
+        total = tl.load(statistics + length + at, asks, other=1.0)
+    weights = tl.where(reach > 0, weights * (1.0 / total)[:, None], 1.0)
+    weights = tl.where(seen, weights, 0.0)
     dweights = _products(do_tile, do, do_distance, query, asks, v_tile, v, v_distance, key, here, HEAD, CHUNK)
     means = tl.sum(weights * dweights, 1) if mean is None else tl.load(mean + at, asks, other=0.0)
     # What sees itself alone has no gradient, not even of rounding.

@@ -14,6 +14,7 @@ from typing import Any
 import budgets
 import choice
 import compare
+import dtensors
 import end_to_end
 import host
 import jobs
@@ -300,6 +301,24 @@ def test_each_backward_of_the_host_costs_gets_its_tensors() -> None:
     host.kernel_times(kernel, ops["rms_norm"], ops["rms_norm"].bind((), {"x": x, "weight": torch.ones(8)}), "cpu")
     assert len(taken) > 1
     assert all(tensors is not None and tensors[0] is x for tensors in taken)
+
+
+def entered(call: Callable[[], Any]) -> int:
+    """How many functions a call enters, of Python and of C, when it has been made before."""
+    for _ in range(3):
+        call()
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    call()
+    sys.setprofile(None)
+    return sum(event in ("call", "c_call") for event in events)
+
+
+def test_a_call_on_dtensors_does_little_more_than_a_plain_one() -> None:
+    """By the number of functions that it enters, since a time needs a machine to itself; `dtensors` measures that."""
+    with dtensors.ways() as ways:
+        for name, call in ways["DTensors"].items():
+            assert entered(call) <= 2.5 * entered(ways["plain tensors"][name]), name
 
 
 def test_choice_reads_what_it_writes() -> None:

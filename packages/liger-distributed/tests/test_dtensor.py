@@ -240,6 +240,39 @@ def test_compiled(pool: Pool, name: str, over: str) -> None:
     pool.run(divided, name, over, {}, True)
 
 
+def graphs(divided: bool) -> list[list[str]]:
+    """What a compiled call runs, forward and backward: the operators of its two graphs, but for views, which do nothing."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: list[list[str]] = []
+
+    def keep(module: Any, inputs: Any) -> Any:
+        called = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+        found.append([name for name in called if name != "aten.view.default"])
+        return make_boxed_func(module)
+
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    if divided:
+        x, weight = spread(torch.ones(4, 4), 0), spread(weight, None)
+    call = torch.compile(
+        lambda *given: liger_core.rms_norm(*given), backend=aot_autograd(fw_compiler=keep), fullgraph=True
+    )
+    call(x.requires_grad_(), weight.requires_grad_()).sum().backward()
+    return found
+
+
+def compare_graphs() -> tuple[list[list[str]], list[list[str]]]:
+    return graphs(True), graphs(False)
+
+
+def test_compiled_it_costs_nothing(pool: Pool) -> None:
+    """The graphs of a call on DTensors are those of one on the local tensors."""
+    ours, plain = pool.run(compare_graphs)[0]
+    assert ours == plain
+    assert [bool(graph) for graph in plain] == [True, True]
+
+
 def of_plain_tensors() -> None:
     """A plain weight beside a divided x is the same everywhere, and so is its gradient."""
     op = ops["rms_norm"]

@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -423,6 +423,13 @@ def test_a_plain_tensor_beside_a_divided_weight(pool: Pool) -> None:
     assert "register_fsdp_forward_method" in pool.run(mixed)[0]
 
 
+def able(name: str, device: str) -> Any:
+    """The first language that has a kernel of an op for a device."""
+    from liger_core.backend import backends
+
+    return next(b for b in backends() if b.missing(device) is None and b.has_kernel(name))
+
+
 def on_a_kernel(name: str, over: str) -> tuple[list[str], list[str]]:
     """Hold an op whose tensors are divided, in float32 on a kernel, against its reference; what ran, and its nodes.
 
@@ -485,6 +492,60 @@ def test_kernels_of_a_divided_dimension(pool: Pool, name: str, over: str) -> Non
     if not sends_of_its_own(ops[name]):
         assert set(ran) == {name}
         assert all(node.startswith(name) for node in nodes), "the kernel's own node is the DTensor's"
+
+
+def by_the_suites_rule(name: str, over: str) -> int:
+    """Hold a language's kernel of an op, on parts of a dimension, to the reference as the conformance suite does.
+
+    In float32, gathered as one process sees it. Returns how many kernels were launched.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from liger_conformance import interpreters
+    from liger_conformance.running import Target
+    from liger_conformance.suite.test_values import check
+    from liger_core.backend import backends
+    from liger_distributed.rules import RULES
+
+    op, device = ops[name], str(torch.get_default_device())
+    kind = torch.device(device).type
+    language = next(b for b in backends() if b.language == "triton") if kind == "cpu" else able(name, kind)
+    if kind == "cpu":
+        interpreters.repair(language)
+    known = cases_of(name)
+
+    def build(draw: int) -> dict[str, Any]:
+        arguments = complete(op, known.build(known.cases[0], torch.float32, device, draw))
+        return arguments | ({"reduction": "none"} if "reduction" in op.options else {})
+
+    def call(**arguments: Any) -> Any:
+        parts = dict(arguments)
+        for tensor, names in names_of(op, arguments).items():
+            bare = [dim.rstrip("'") for dim in names]
+            at = bare.index(over) if over in bare else None
+            if name in RULES and tensor in RULES[name].keeps:
+                continue
+            here = DTensor.from_local(arguments[tensor], mesh(), [Replicate()], run_check=False)
+            whole = at is None or (arguments[tensor].shape[at] == 1 and independent(over))
+            parts[tensor] = here if whole else here.redistribute(placements=[Shard(at)])
+        found = op(**parts)
+        if not isinstance(found, tuple):
+            return found.full_tensor()
+        whole = [None if value is None else cast("DTensor", value).full_tensor() for value in found]
+        return whole if op.result is None else op.result(*whole)
+
+    with interpreters.launches() as launches:
+        check(
+            Target(op, language.language, kind, language, "interpreted" if kind == "cpu" else "passed"),
+            build,
+            call=call,
+        )
+    return len(launches)
+
+
+@pytest.mark.parametrize(("name", "over"), [*independent_names(), *((name, "V") for name in OF_VOCABULARY)])
+def test_a_languages_kernels_by_the_suites_rule(pool: Pool, name: str, over: str) -> None:
+    assert min(pool.run(by_the_suites_rule, name, over)) > 0
 
 
 def shared_gradient() -> None:

@@ -424,10 +424,10 @@ def test_a_plain_tensor_beside_a_divided_weight(pool: Pool) -> None:
 
 
 def able(name: str, device: str) -> Any:
-    """The first language that has a kernel of an op for a device."""
-    from liger_core.backend import backends
+    """The language of a device that has a kernel of an op."""
+    from liger_core.dispatch import default_backends
 
-    return next(b for b in backends() if b.missing(device) is None and b.has_kernel(name))
+    return next(b for b in default_backends(device) if b.missing(device) is None and b.has_kernel(name))
 
 
 def on_a_kernel(name: str, over: str) -> tuple[list[str], list[str]]:
@@ -451,7 +451,10 @@ def on_a_kernel(name: str, over: str) -> tuple[list[str], list[str]]:
     outputs = [result for result, value in truth.items() if value is not None and value.requires_grad]
     incoming = incoming_of(op, arguments)
     torch.autograd.backward([truth[r] for r in outputs], [incoming[r] for r in outputs])
-    with contextlib.nullcontext([name] * 3) if real else reference_kernels.installed() as ran:
+    with contextlib.ExitStack() as stack:
+        if real:
+            stack.enter_context(liger_core.use(able(name, torch.get_default_device().type).language))
+        ran = [name] * 3 if real else stack.enter_context(reference_kernels.installed())
         for _ in range(2):  # chosen for, and remembered
             for tensor in op.differentiable:
                 if arguments[tensor] is not None:

@@ -17,8 +17,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 90.0
-"""Seconds that a function may take. A process that waits for another one for longer is stuck."""
+PATIENCE = 240.0
+"""Seconds that a function may take: the first one imports, and compiles, on a machine that others may use too. A process
+that waits for another one for longer than the group's timeout raises before that."""
+
+ROOM = 4 << 30
+"""Bytes of a device that the tests may take, with what CUDA and NCCL keep."""
 
 
 class Pool:
@@ -85,13 +89,19 @@ def work(rank: int, size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     backend = "gloo"
     if kind := os.environ.get("LIGER_TEST_DEVICE"):
+        os.environ["LIGER_MEASURED"] = "0"  # kernels run, also where the reference was measured to be faster
         torch.accelerator.set_device_index(rank)
         device = torch.device(kind, rank)
+        free, _ = torch.get_device_module(kind).mem_get_info(rank)
+        if free < ROOM:
+            raise MemoryError(
+                f"{device} has {free / 1e9:.1f} GB free, and the tests take {ROOM / 1e9:.1f}: others use it"
+            )
         torch.set_default_device(device)
         own = torch.Generator
 
-        def generator(where: Any = device) -> torch.Generator:
-            return own(where)
+        def generator(device: Any = device) -> torch.Generator:
+            return own(device)
 
         torch.Generator = generator  # type: ignore[misc, assignment]  a default device is not its own
         backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"

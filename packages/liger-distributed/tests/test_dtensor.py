@@ -164,6 +164,21 @@ def test_a_divided_vocabulary(pool: Pool, name: str, options: dict[str, Any], se
     assert backward == []
 
 
+def of_one_expert() -> None:
+    """Each token has one expert, which process 1 has none of; results and gradients, in float64."""
+    op = ops["fused_moe"]
+    arguments = arguments_of(op)
+    arguments |= {name: arguments[name][:, :1].contiguous() for name in ("expert_indices", "expert_weights")}
+    parts = dict(arguments)
+    for tensor, names in names_of(op, arguments).items():
+        parts[tensor] = spread(arguments[tensor], names.index("k") if "k" in names else None)
+    hold(op, arguments, parts)
+
+
+def test_a_process_without_experts_of_a_token(pool: Pool) -> None:
+    pool.run(of_one_expert)
+
+
 @pytest.mark.parametrize(
     ("name", "weight"), [("cross_entropy", "weight"), ("fused_linear_cross_entropy", "class_weight")]
 )

@@ -281,7 +281,9 @@ def _plan(op: Op[..., Any], arguments: dict[str, Any]) -> Plan:
     spread = Spread([(dim, mesh.get_group(number)) for number, dim in enumerate(chosen) if dim is not None])
     results = [None if rule and dim in rule.combines else dim for dim in chosen]
     if rule is not None and not rule.means and not any(dim in more for dim in chosen):
-        rule = None
+        counts = [mesh.size(number) for number, dim in enumerate(chosen) if dim is not None and dim == rule.fills]
+        if not counts or not _leaves_nothing(sizes[rule.fills or ""], counts):
+            rule = None
     alone = rule is None and all(result.counted is None for result in layout.results)
     grad = torch.is_grad_enabled()
     needs = tuple([grad and name in given and given[name].requires_grad for name in op.differentiable])
@@ -365,6 +367,14 @@ def _choose(
                 most = dim
         chosen.append(most)
     return chosen
+
+
+def _leaves_nothing(size: int, counts: list[int]) -> bool:
+    """Whether a process gets an empty part of a dimension that is divided by these counts, one after the other."""
+    parts = [size]
+    for count in counts:
+        parts = [max(0, min(-(-size // count), size - n * -(-size // count))) for size in parts for n in range(count)]
+    return 0 in parts
 
 
 def _placements(

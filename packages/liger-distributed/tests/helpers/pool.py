@@ -39,23 +39,25 @@ class Pool:
         """Call a function of a test file's top level in every process; a list of what they return, by rank.
 
         Raises:
-            AssertionError: with the traceback of the first process that raised, or for one that is stuck.
+            AssertionError: with the tracebacks of the processes that raised, or for those that are stuck.
         """
         if not self._processes:
             self._start()
         where = Path(sys.modules[function.__module__].__file__ or "")
         for _, connection in self._processes:
             connection.send((str(where), function.__name__, args))
-        answers: list[Any] = []
+        answers, failed = [], []
         for rank, (_, connection) in enumerate(self._processes):
             try:
                 done, answer = connection.recv() if connection.poll(self.patience) else (False, "it didn't return")
             except EOFError:
                 done, answer = False, "it ended; its own output says why"
-            if not done:
-                self.stop()
-                raise AssertionError(f"process {rank}: {answer}")
             answers.append(answer)
+            if not done:
+                failed.append(f"process {rank}: {answer}")
+        if failed:  # all of them: one that waited in vain says nothing of why another didn't come
+            self.stop()
+            raise AssertionError("\n".join(failed))
         return answers
 
     def _start(self) -> None:

@@ -191,6 +191,16 @@ def test_a_mean_over_divided_rows_counts_all_labels(pool: Pool, name: str, weigh
     assert set(forward) == {"all_reduce"}
 
 
+def two_divisors() -> str:
+    with pytest.raises(ValueError, match="cross_entropy: a mean over divided rows") as caught:
+        divided("cross_entropy", "n", {"reduction": "mean", "lse_square_scale": 0.1})
+    return str(caught.value)
+
+
+def test_a_mean_that_has_no_one_divisor_is_refused(pool: Pool) -> None:
+    assert "it takes reduction='sum'" in pool.run(two_divisors)[0]
+
+
 def of_two_dimensions(name: str, sizes: tuple[int, int], rows: str) -> None:
     """Rows divided over the first dimension of a mesh, the vocabulary over the second."""
     from torch.distributed.device_mesh import init_device_mesh

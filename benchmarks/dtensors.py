@@ -6,11 +6,12 @@ left is the host's part. Any machine will do: a time is that of the processor, t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -70,13 +71,13 @@ def measures(function: Callable[..., Any], x: Tensor, weight: Tensor, dy: Tensor
     }
 
 
-def main() -> None:
-    """Print the table."""
+@contextlib.contextmanager
+def ways() -> Iterator[dict[str, dict[str, Callable[[], Any]]]]:
+    """The calls by what they are given, in a group of torch's that sends nothing."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     plain = torch.ones(2, 8), torch.ones(8), torch.ones(2, 8)
@@ -93,23 +94,30 @@ def main() -> None:
         mock.patch.object(BackendInfo, "kernel", return_value=kernel),
     ):
         rms_norm.forget_plans()
-        ways = {
+        yield {
             "plain tensors": measures(rms_norm, *plain),
             "DTensors": measures(rms_norm, *spread),
             "DTensors, by to_local and from_local": measures(by_hand, *spread),
             "DTensors, torch's rms_norm": measures(lambda x, w: torch.nn.functional.rms_norm(x, (8,), w), *spread),
         }
+    rms_norm.forget_plans()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    with ways() as found:
         print(f"load {os.getloadavg()[0]:.1f}, torch {torch.__version__}; µs a call, and times that on plain tensors\n")
-        print("| |", " | ".join(ways["DTensors"]), "|\n|---|---|---|---|")
-        times = microseconds({f"{way}: {name}": c for way, calls in ways.items() for name, c in calls.items()})
-        for way, calls in ways.items():
+        print("| |", " | ".join(found["DTensors"]), "|\n|---|---|---|---|")
+        times = microseconds({f"{way}: {name}": c for way, calls in found.items() for name, c in calls.items()})
+        for way, calls in found.items():
             of_plain = [times[f"plain tensors: {name}"] for name in calls]
             cells = [
                 f"{times[f'{way}: {name}']:.1f} ({times[f'{way}: {name}'] / p:.1f})"
                 for name, p in zip(calls, of_plain, strict=True)
             ]
             print(f"| {way} | {' | '.join(cells)} |")
-    rms_norm.forget_plans()
 
 
 if __name__ == "__main__":

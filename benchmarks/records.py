@@ -29,6 +29,7 @@ PACKAGES = (
     "liger-triton",
     "liger-triton-ascend",
     "liger-cutile",
+    "liger-distributed",
     "liger-transformers",
     "transformers",
     "liger-kernel",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -14,11 +16,13 @@ from typing import Any
 import budgets
 import choice
 import compare
+import dtensors
 import end_to_end
 import host
 import jobs
 import losses
 import noop_language
+import parallel
 import peers
 import pytest
 import records
@@ -194,6 +198,7 @@ def test_a_provider_that_fails_in_a_later_turn_is_a_row_that_says_why(monkeypatc
         (compare, ["--smoke", "--modes=backward"], "it takes forward, forward+backward"),
         (compare, ["--device=cpu"], "no accelerator here"),
         (budgets, ["--device=cpu"], "not run: there is no accelerator here"),
+        (parallel, ["--device=cpu"], "not run: there is no accelerator here"),
         (budgets, ["--device=cuda", "--cases=huge"], "huge; it takes small,"),
         (budgets, ["--device=cuda", "--languages=acme"], "acme; it takes torch,"),
         (losses, ["--device=cpu"], "not run: there is no accelerator here"),
@@ -300,6 +305,61 @@ def test_each_backward_of_the_host_costs_gets_its_tensors() -> None:
     host.kernel_times(kernel, ops["rms_norm"], ops["rms_norm"].bind((), {"x": x, "weight": torch.ones(8)}), "cpu")
     assert len(taken) > 1
     assert all(tensors is not None and tensors[0] is x for tensors in taken)
+
+
+def entered(call: Callable[[], Any]) -> int:
+    """How many functions a call enters, of Python and of C, when it has been made before."""
+    for _ in range(3):
+        call()
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    call()
+    sys.setprofile(None)
+    return sum(event in ("call", "c_call") for event in events)
+
+
+def test_a_call_on_dtensors_does_little_more_than_a_plain_one() -> None:
+    """By the number of functions that it enters, since a time needs a machine to itself; `dtensors` measures that."""
+    with dtensors.ways() as ways:
+        for name, call in ways["DTensors"].items():
+            assert entered(call) <= 2.5 * entered(ways["plain tensors"][name]), name
+
+
+def test_losses_of_a_divided_vocabulary_in_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the first one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with subprocess.Popen([sys.executable, parallel.__file__, "--smoke"], env=os.environ | {"RANK": "1"}) as second:
+        one, *divided = parallel.main(["--smoke"])
+    assert second.returncode == 0
+    assert [row["way"] for row in divided] == ["process group", "DTensors"]
+    assert (one["processes"], one["sent_forward"], one["sent_backward"]) == ("1", "0", "0")
+    rows, hidden, _ = parallel.TINY
+    for row in divided:
+        assert row["processes"] == "2"
+        assert (int(row["sent_forward"]), int(row["sent_backward"])) == (8 * rows, 4 * rows * hidden)
+        assert all(float(row[column]) < 1e-5 for column in ("loss_off", "dx_off", "dweight_off"))
+        assert float(row["ms"]) > 0
+        assert float(row["forward_ms"]) > 0
+
+
+def test_several_processes_are_started_by_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        parallel.parse(["--smoke"])
+    assert "torchrun --nproc-per-node 2 benchmarks/parallel.py" in capsys.readouterr().err
 
 
 def test_choice_reads_what_it_writes() -> None:

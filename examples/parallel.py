@@ -145,5 +145,9 @@ def order(sizes: Sequence[int], parts: int) -> Tensor:
 
 
 def device_of(kind: str) -> torch.device:
-    """This process's device of a kind, as torchrun numbers processes."""
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ["LOCAL_RANK"]))
+    """This process's device of a kind, as torchrun numbers processes. From here on it is the current one."""
+    if kind == "cpu":
+        return torch.device(kind)
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(device.index)  # of which kernels and NCCL ask
+    return device

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -42,32 +43,56 @@ def test_the_script_trains_draws_and_agrees(preset: str, op: str, tmp_path: Path
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The README's command with `processes` processes of this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def torchrun(processes: int, *words: str) -> None:
+    """Run a program, which has to succeed, on processes of this machine."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        *words,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command += [train_lm.__file__, "--device", "cpu", "--steps", "3", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-
-
-@pytest.mark.parametrize(
-    ("processes", "arguments"),
-    [
-        (2, ["--fsdp"]),
-        pytest.param(2, ["--tp", "2", "--untied"], marks=pytest.mark.slow),
-        pytest.param(4, ["--fsdp", "--tp", "2"], marks=pytest.mark.slow),
-    ],
-)
-def test_several_processes_train_as_one(processes: int, arguments: list[str], tmp_path: Path) -> None:
-    """The README's commands: first gradients and losses are those of one process."""
-    picture, losses = tmp_path / "curves.png", tmp_path / "curves.json"
-    done = torchrun(processes, *arguments, "--output", str(picture), "--curves", str(losses))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The trainings agree: first gradients within 1e-05" in done.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def hold(processes: int, losses: Path) -> None:
+    """Hold the curve of several processes to that of one."""
     several, one = json.loads(losses.read_text("utf-8")).items()
     assert several[0].startswith(f"{processes} processes --")
     assert several[1] == pytest.approx(one[1], rel=1e-5)
+
+
+def readme_commands() -> list[tuple[int, list[str]]]:
+    """How many processes the README of liger-distributed starts for train_lm, and its arguments."""
+    text = (several_processes.PICTURE.parent / "README.md").read_text("utf-8")
+    found = re.findall(r"^uv run torchrun --nproc-per-node (\d) examples/train_lm.py (.+)$", text, re.M)
+    return [(int(processes), words.split()) for processes, words in found]
+
+
+def test_several_processes_train_as_one(tmp_path: Path) -> None:
+    """The README's commands, on four processes for all of them: gradients and losses are those of one process."""
+    commands = readme_commands()
+    pairs, fours = ([command for command in commands if command[0] == count] for count in (2, 4))
+    assert (len(pairs), len(fours)) == (2, 1), "the commands share the processes by rounds: see helpers/worlds.py"
+    torchrun(4, str(Path(__file__).parent / "helpers/worlds.py"), str(tmp_path), json.dumps([pairs, fours]))
+    for processes, words in commands:
+        hold(processes, tmp_path / f"{' '.join(words)}.json")
+        assert (tmp_path / f"{' '.join(words)}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "words"), [*readme_commands(), (2, ["--tp", "2", "--untied"])])
+def test_several_processes_train_the_preset_as_one(processes: int, words: list[str], tmp_path: Path) -> None:
+    """The commands as they are, but for their steps."""
+    losses = tmp_path / "curves.json"
+    options = ["--device", "cpu", "--steps", "3", "--output", str(tmp_path / "curves.png"), "--curves", str(losses)]
+    torchrun(processes, train_lm.__file__, *words, *options)
+    hold(processes, losses)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +121,7 @@ def test_packed_rows_are_cut_into_rows_of_each() -> None:
 def test_the_picture_of_several_processes() -> None:
     """It was drawn from the preset as it is, and its curves are one."""
     again = "draw it again: uv run python examples/several_processes.py"
+    assert [(int(way[1]), way[3:]) for way in several_processes.WAYS.values()] == readme_commands()
     text = Image.open(several_processes.PICTURE).text
     assert text["settings"] == several_processes.settings(), again
     curves = json.loads(text["curves"])

@@ -424,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         curve, rows = train(way, model, data, validation_data, seed, options.compile)
         curves.append(curve)
         columns.append(rows)
-        if way.ops is liger and isinstance(way, Alone):
+        if way.ops is liger and isinstance(way, Alone) and not console.quiet:
             with autocast(size, device):
                 sample = model.sample(b"class ", 200)
     wrong += disagreements([mean_losses(curve) for curve in curves], LOSS_TOLERANCE[dtype])

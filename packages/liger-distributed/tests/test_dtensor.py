@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -164,6 +164,21 @@ def test_a_divided_vocabulary(pool: Pool, name: str, options: dict[str, Any], se
     assert backward == []
 
 
+def of_one_expert() -> None:
+    """Each token has one expert, which process 1 has none of; results and gradients, in float64."""
+    op = ops["fused_moe"]
+    arguments = arguments_of(op)
+    arguments |= {name: arguments[name][:, :1].contiguous() for name in ("expert_indices", "expert_weights")}
+    parts = dict(arguments)
+    for tensor, names in names_of(op, arguments).items():
+        parts[tensor] = spread(arguments[tensor], names.index("k") if "k" in names else None)
+    hold(op, arguments, parts)
+
+
+def test_a_process_without_experts_of_a_token(pool: Pool) -> None:
+    pool.run(of_one_expert)
+
+
 @pytest.mark.parametrize(
     ("name", "weight"), [("cross_entropy", "weight"), ("fused_linear_cross_entropy", "class_weight")]
 )
@@ -174,6 +189,16 @@ def test_a_mean_over_divided_rows_counts_all_labels(pool: Pool, name: str, weigh
     assert forward == ["all_reduce"]
     forward, _ = pool.run(divided, name, "n", {"reduction": "mean"})[0]
     assert set(forward) == {"all_reduce"}
+
+
+def two_divisors() -> str:
+    with pytest.raises(ValueError, match="cross_entropy: a mean over divided rows") as caught:
+        divided("cross_entropy", "n", {"reduction": "mean", "lse_square_scale": 0.1})
+    return str(caught.value)
+
+
+def test_a_mean_that_has_no_one_divisor_is_refused(pool: Pool) -> None:
+    assert "it takes reduction='sum'" in pool.run(two_divisors)[0]
 
 
 def of_two_dimensions(name: str, sizes: tuple[int, int], rows: str) -> None:
@@ -238,6 +263,39 @@ def test_what_is_needed_whole_is_gathered(pool: Pool, name: str, over: str) -> N
 @pytest.mark.parametrize(("name", "over"), [("rms_norm", "...0"), ("fused_linear_cross_entropy", "V")])
 def test_compiled(pool: Pool, name: str, over: str) -> None:
     pool.run(divided, name, over, {}, True)
+
+
+def graphs(divided: bool) -> list[list[str]]:
+    """What a compiled call runs, forward and backward: the operators of its two graphs, but for views, which do nothing."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: list[list[str]] = []
+
+    def keep(module: Any, inputs: Any) -> Any:
+        called = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+        found.append([name for name in called if name != "aten.view.default"])
+        return make_boxed_func(module)
+
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    if divided:
+        x, weight = spread(torch.ones(4, 4), 0), spread(weight, None)
+    call = torch.compile(
+        lambda *given: liger_core.rms_norm(*given), backend=aot_autograd(fw_compiler=keep), fullgraph=True
+    )
+    call(x.requires_grad_(), weight.requires_grad_()).sum().backward()
+    return found
+
+
+def compare_graphs() -> tuple[list[list[str]], list[list[str]]]:
+    return graphs(True), graphs(False)
+
+
+def test_compiled_it_costs_nothing(pool: Pool) -> None:
+    """The graphs of a call on DTensors are those of one on the local tensors."""
+    ours, plain = pool.run(compare_graphs)[0]
+    assert ours == plain
+    assert [bool(graph) for graph in plain] == [True, True]
 
 
 def of_plain_tensors() -> None:
@@ -390,6 +448,13 @@ def test_a_plain_tensor_beside_a_divided_weight(pool: Pool) -> None:
     assert "register_fsdp_forward_method" in pool.run(mixed)[0]
 
 
+def able(name: str, device: str) -> Any:
+    """The language of a device that has a kernel of an op."""
+    from liger_core.dispatch import default_backends
+
+    return next(b for b in default_backends(device) if b.missing(device) is None and b.has_kernel(name))
+
+
 def on_a_kernel(name: str, over: str) -> tuple[list[str], list[str]]:
     """Hold an op whose tensors are divided, in float32 on a kernel, against its reference; what ran, and its nodes.
 
@@ -411,7 +476,10 @@ def on_a_kernel(name: str, over: str) -> tuple[list[str], list[str]]:
     outputs = [result for result, value in truth.items() if value is not None and value.requires_grad]
     incoming = incoming_of(op, arguments)
     torch.autograd.backward([truth[r] for r in outputs], [incoming[r] for r in outputs])
-    with contextlib.nullcontext([name] * 3) if real else reference_kernels.installed() as ran:
+    with contextlib.ExitStack() as stack:
+        if real:
+            stack.enter_context(liger_core.use(able(name, torch.get_default_device().type).language))
+        ran = [name] * 3 if real else stack.enter_context(reference_kernels.installed())
         for _ in range(2):  # chosen for, and remembered
             for tensor in op.differentiable:
                 if arguments[tensor] is not None:
@@ -452,6 +520,60 @@ def test_kernels_of_a_divided_dimension(pool: Pool, name: str, over: str) -> Non
     if not sends_of_its_own(ops[name]):
         assert set(ran) == {name}
         assert all(node.startswith(name) for node in nodes), "the kernel's own node is the DTensor's"
+
+
+def by_the_suites_rule(name: str, over: str) -> int:
+    """Hold a language's kernel of an op, on parts of a dimension, to the reference as the conformance suite does.
+
+    In float32, gathered as one process sees it. Returns how many kernels were launched.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from liger_conformance import interpreters
+    from liger_conformance.running import Target
+    from liger_conformance.suite.test_values import check
+    from liger_core.backend import backends
+    from liger_distributed.rules import RULES
+
+    op, device = ops[name], str(torch.get_default_device())
+    kind = torch.device(device).type
+    language = next(b for b in backends() if b.language == "triton") if kind == "cpu" else able(name, kind)
+    if kind == "cpu":
+        interpreters.repair(language)
+    known = cases_of(name)
+
+    def build(draw: int) -> dict[str, Any]:
+        arguments = complete(op, known.build(known.cases[0], torch.float32, device, draw))
+        return arguments | ({"reduction": "none"} if "reduction" in op.options else {})
+
+    def call(**arguments: Any) -> Any:
+        parts = dict(arguments)
+        for tensor, names in names_of(op, arguments).items():
+            bare = [dim.rstrip("'") for dim in names]
+            at = bare.index(over) if over in bare else None
+            if name in RULES and tensor in RULES[name].keeps:
+                continue
+            here = DTensor.from_local(arguments[tensor], mesh(), [Replicate()], run_check=False)
+            whole = at is None or (arguments[tensor].shape[at] == 1 and independent(over))
+            parts[tensor] = here if whole else here.redistribute(placements=[Shard(at)])
+        found = op(**parts)
+        if not isinstance(found, tuple):
+            return found.full_tensor()
+        whole = [None if value is None else cast("DTensor", value).full_tensor() for value in found]
+        return whole if op.result is None else op.result(*whole)
+
+    with interpreters.launches() as launches:
+        check(
+            Target(op, language.language, kind, language, "interpreted" if kind == "cpu" else "passed"),
+            build,
+            call=call,
+        )
+    return len(launches)
+
+
+@pytest.mark.parametrize(("name", "over"), [*independent_names(), *((name, "V") for name in OF_VOCABULARY)])
+def test_a_languages_kernels_by_the_suites_rule(pool: Pool, name: str, over: str) -> None:
+    assert min(pool.run(by_the_suites_rule, name, over)) > 0
 
 
 def shared_gradient() -> None:

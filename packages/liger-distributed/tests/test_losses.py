@@ -214,8 +214,10 @@ def allocate() -> tuple[int, int]:
     whole = head.clone().requires_grad_()
     truth = fused_linear_cross_entropy(x.detach(), whole, target)
     truth.backward()
-    torch.testing.assert_close(loss, truth)
-    torch.testing.assert_close(part.grad, mine("linear_weight", whole.grad, vocabulary))
+    # On an accelerator the whole runs in a kernel of its language, whose sums are in another order.
+    of_kernels = {"rtol": 1e-4, "atol": 1e-4} if loss.device.type != "cpu" else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(loss, truth, **of_kernels)
+    torch.testing.assert_close(part.grad, mine("linear_weight", whole.grad, vocabulary), **of_kernels)
     return largest.elements, rows * part.shape[0]
 
 

@@ -25,7 +25,13 @@ class Parts(Protocol):
     Attributes:
         given: the op's tensor arguments as autograd sees them.
         needs: which differentiable ones of them require a gradient.
+        known: stands for the demand, `needs`, the options and their types, in what is remembered: equal only if these are.
     """
+
+    @property
+    def known(self) -> object:
+        """See above."""
+        ...
 
     @property
     def given(self) -> Sequence[Tensor | None]:

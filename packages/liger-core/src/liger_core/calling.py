@@ -182,9 +182,8 @@ class Op(Declaration[P, R]):
             return NotImplemented
         needs = parts.needs
         try:
-            options = self._pick_options(arguments)
             found = [t if t is None else (_metadata(t), _is_neg(t)) for t in self._pick_tensors(arguments)]
-            key = (demand, needs, tuple(found), options, tuple(map(self._type_of, options)))
+            key = parts.known, *found
             ready = self._ready.get(key)
         except (AttributeError, TypeError, RuntimeError):
             return NotImplemented

@@ -67,7 +67,10 @@ def recording() -> str | None:
 
 def symbolic_tracer(arguments: Iterable[Any]) -> TracerBase | None:
     """The FX tracer of a symbolic argument, which has no type and no shape: the call is recorded, and not run."""
-    return next((value.tracer for value in arguments if isinstance(value, Proxy)), None)
+    for value in arguments:
+        if isinstance(value, Proxy):
+            return value.tracer
+    return None
 
 
 def transforming(tensors: Iterable[Tensor | None]) -> str | None:

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from liger_core import tensors
 from liger_core.calling import MOST_REMEMBERED
-from liger_core.contract import Op, compiling
+from liger_core.contract import Needs, Op, compiling
 from liger_core.dimensions import independent
 from liger_distributed.rules import RULES, Call, Rule, Spread
 from liger_distributed.vocabulary import landed
@@ -40,6 +40,8 @@ class Plan(NamedTuple):
         results: the names that results are divided over, for each dimension of the mesh.
         rule: what makes the results of a part, where that isn't the op alone.
         divides_alone: nor is any result a mean, which sends a count.
+        needs: which differentiable tensors require a gradient.
+        moved: the tensors that are taken otherwise than they are placed.
         wrapped: placements, shape and stride of results, by what makes them.
         made: how DTensors are made of a kernel's results and gradients, by their metadata.
     """
@@ -52,6 +54,8 @@ class Plan(NamedTuple):
     results: list[str | None]
     rule: Rule | None
     divides_alone: bool
+    needs: Needs
+    moved: tuple[str, ...]
     wrapped: dict[Any, tuple[tuple[Placement, ...], torch.Size, tuple[int, ...]]]
     made: dict[Any, Made]
 
@@ -76,7 +80,8 @@ class Made(NamedTuple):
 
     def of(self, local: Tensor) -> Tensor:
         """The DTensor. Autograd doesn't record it."""
-        return cast("Any", DTensor)(local, self.spec, requires_grad=False)
+        # Without `__init__`, which does nothing, for as long as all the rest takes.
+        return cast("Any", DTensor).__new__(DTensor, local, self.spec, requires_grad=False)
 
     def recorded(self, local: Tensor, mesh: DeviceMesh) -> DTensor:
         """The DTensor, as autograd records it."""
@@ -86,26 +91,13 @@ class Made(NamedTuple):
 class Parts:
     """A call whose kernel runs on local tensors, and which autograd records for the DTensors: `liger_core.autograd.Parts`."""
 
-    __slots__ = ("arguments", "given", "locals", "made", "needs", "op", "plan")
+    __slots__ = ("arguments", "given", "known", "locals", "made", "needs", "op", "plan")
 
-    def __init__(
-        self,
-        op: Op[..., Any],
-        plan: Plan,
-        arguments: dict[str, Any],
-        there: dict[str, DTensor],
-        local: dict[str, Any],
-    ) -> None:
-        self.op, self.plan, self.arguments = op, plan, arguments
-        self.given = [there.get(name) for name in op.tensors]
+    def __init__(self, op: Op[..., Any], plan: Plan, arguments: dict[str, Any], given: tuple[Any, ...]) -> None:
+        self.op, self.plan, self.arguments, self.given = op, plan, arguments, given
+        self.needs, self.known = plan.needs, plan.spread  # which no other plan has
         self.made: list[Made | None] = []
         self.locals: list[Tensor] = []
-        for name, tensor in there.items():
-            local[name] = _arrived(tensor._local_tensor)  # `to_local` without its autograd function
-        if torch.is_grad_enabled():
-            self.needs = tuple([name in there and there[name].requires_grad for name in op.differentiable])
-        else:
-            self.needs = (False,) * len(op.differentiable)
 
     def whole(self, result: Any) -> Any:
         """Results as DTensors."""
@@ -133,7 +125,7 @@ class Parts:
                 found.append(None)
                 continue
             here = _redistributed(gradient, self.plan.mesh, made.incoming)
-            found.append(_arrived(here.to_local()))
+            found.append(_arrived(here.to_local() if torch.is_grad_enabled() else here._local_tensor))
         self.locals = [local for local in found if local is not None]
         return tuple(found)
 
@@ -167,8 +159,11 @@ _plans: dict[Any, Plan] = {}
 
 def call(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any:
     """Run an op, some of whose arguments are DTensors. They and the results are as one process would see them."""
-    key = None if compiling() else _key(op, arguments)
-    plan = None if key is None else _plans.get(key)
+    key = None if compiling() else _key(op, demand, arguments)
+    try:
+        plan = None if key is None else _plans.get(key)
+    except TypeError:  # an option without a hash
+        key = plan = None
     if plan is None:
         plan = _plan(op, arguments)
         for name, (wanted, _) in plan.taken.items():
@@ -177,10 +172,16 @@ def call(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any
             if len(_plans) >= MOST_REMEMBERED:
                 _plans.clear()
             _plans[key] = plan
-    local, rule = dict(arguments), plan.rule
-    there = {name: _redistributed(arguments[name], plan.mesh, wanted) for name, (wanted, _) in plan.taken.items()}
+    there, rule = arguments, plan.rule
+    if plan.moved:
+        there = arguments.copy()
+        for name in plan.moved:
+            there[name] = _redistributed(arguments[name], plan.mesh, plan.taken[name][0])
+    local = arguments.copy()
     if plan.divides_alone and key is not None:
-        found = op.call_parts(demand, local, Parts(op, plan, arguments, there, local))
+        for name in plan.taken:
+            local[name] = _arrived(there[name]._local_tensor)  # `to_local` without its autograd function
+        found = op.call_parts(demand, local, Parts(op, plan, arguments, op._pick_tensors(there)))
         if found is not NotImplemented:
             return found
     for name, (_, gradient) in plan.taken.items():
@@ -232,21 +233,23 @@ def _collective(at: Placement, to: Placement) -> str | None:
     return "an all-to-all" if to.is_shard() else "an all-gather"
 
 
-def _key(op: Op[..., Any], arguments: dict[str, Any]) -> Any:
-    """The metadata of a call; None where an option can't be looked up."""
-    options = [arguments[name] for name in op.options]
-    found = []
-    for name in op.tensors:
-        tensor = arguments[name]
-        # A mesh by what it is: one of other process groups may equal it.
-        placed = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None
-        found.append(None if tensor is None else (placed, tensor.shape, tensor.dtype, tensor.device))
-    key = op.name, tuple(found), tuple(options), tuple(map(op._type_of, options))  # 1, 1.0 and True are equal
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return None if any(isinstance(option, Tensor) for option in options) else key
+def _key(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any:
+    """The metadata of a call; None where an option is a tensor."""
+    options = op._pick_options(arguments)
+    for option in options:
+        if isinstance(option, Tensor):
+            return None
+    found: list[Any] = []
+    for tensor in op._pick_tensors(arguments):
+        if isinstance(tensor, DTensor):
+            # Its shape and dtype, too; and a mesh by what it is: one of other process groups may equal it.
+            found.append((tensor._spec, id(tensor._spec.mesh), tensor.requires_grad))
+        elif tensor is not None:
+            found.append((tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
+        else:
+            found.append(None)
+    kinds = tuple(map(op._type_of, options))  # 1, 1.0 and True are equal
+    return op.name, demand, torch.is_grad_enabled(), tuple(found), options, kinds
 
 
 def _plan(op: Op[..., Any], arguments: dict[str, Any]) -> Plan:
@@ -278,9 +281,14 @@ def _plan(op: Op[..., Any], arguments: dict[str, Any]) -> Plan:
     spread = Spread([(dim, mesh.get_group(number)) for number, dim in enumerate(chosen) if dim is not None])
     results = [None if rule and dim in rule.combines else dim for dim in chosen]
     if rule is not None and not rule.means and not any(dim in more for dim in chosen):
-        rule = None
+        counts = [mesh.size(number) for number, dim in enumerate(chosen) if dim is not None and dim == rule.fills]
+        if not counts or not _leaves_nothing(sizes[rule.fills or ""], counts):
+            rule = None
     alone = rule is None and all(result.counted is None for result in layout.results)
-    return Plan(mesh, taken, spread, sizes, chosen, results, rule, alone, {}, {})
+    grad = torch.is_grad_enabled()
+    needs = tuple([grad and name in given and given[name].requires_grad for name in op.differentiable])
+    moved = tuple(name for name, (wanted, _) in taken.items() if getattr(given[name], "placements", None) != wanted)
+    return Plan(mesh, taken, spread, sizes, chosen, results, rule, alone, needs, moved, {}, {})
 
 
 def _wrap(op: Op[..., Any], plan: Plan, done: Call, number: int, value: Tensor, arguments: dict[str, Any]) -> DTensor:
@@ -353,8 +361,20 @@ def _choose(
                     dim = names[name][at.dim].rstrip("'")
                     if (independent(dim) or dim in more) and not (dim in more and dim in chosen):
                         votes[dim] = votes.get(dim, 0) + tensor.numel() * tensor.element_size()
-        chosen.append(max(votes, key=lambda dim: (dim in more, votes[dim])) if votes else None)
+        most: str | None = None  # of what a rule divides, else of all; Dynamo up to torch 2.9 has no max with a key
+        for dim, size in votes.items():
+            if most is None or (dim in more, size) > (most in more, votes[most]):
+                most = dim
+        chosen.append(most)
     return chosen
+
+
+def _leaves_nothing(size: int, counts: list[int]) -> bool:
+    """Whether a process gets an empty part of a dimension that is divided by these counts, one after the other."""
+    parts = [size]
+    for count in counts:
+        parts = [max(0, min(-(-size // count), size - n * -(-size // count))) for size in parts for n in range(count)]
+    return 0 in parts
 
 
 def _placements(

@@ -71,7 +71,8 @@ class Rule(NamedTuple):
         divides: the names that it divides beside the independent ones.
         combines: those of them whose parts it has combined: results are the same on all of them, and not addends.
         keeps: the tensors that it takes whole.
-        means: it makes the mean of rows that are divided. Without, it runs only where one of `divides` is.
+        means: it makes the mean of rows that are divided. Without, it runs only where one of `divides` is, or `fills` has to.
+        fills: an independent name of which the op takes no empty part.
         gathers: what it sends forward of a name that it combines.
     """
 
@@ -80,6 +81,7 @@ class Rule(NamedTuple):
     combines: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
     means: bool = False
+    fills: str | None = None
     gathers: str = "an all-gather"
 
 
@@ -100,6 +102,16 @@ def _embedding(call: Call) -> Tensor:
         found = call.run(indices=torch.where(here, indices - part.first, 0), padding_idx=padding)
         found = torch.where(here[..., None], found, 0.0)
     return found
+
+
+def _moe(call: Call) -> Tensor:
+    """A process that has none of a token's experts has one that is none, which adds 0."""
+    indices, weights = call.arguments["expert_indices"], call.arguments["expert_weights"]
+    if indices.shape[1]:
+        return call.run()
+    rows = indices.shape[0]
+    hanging = weights.new_zeros((rows, 1)) + weights.sum()  # on the weights, so that they get a gradient
+    return call.run(expert_indices=indices.new_full((rows, 1), -1), expert_weights=hanging)
 
 
 def _cross_entropy(call: Call) -> Any:
@@ -185,6 +197,7 @@ RULES: dict[str, Rule] = {
     "embedding": Rule(_embedding, ("V",)),
     "cross_entropy": Rule(_cross_entropy, ("V",), ("V",), ("weight",), True),
     "fused_linear_cross_entropy": Rule(_cross_entropy, ("V",), ("V",), ("class_weight",), True),
+    "fused_moe": Rule(_moe, (), fills="k"),
     "fused_linear_jsd": Rule(_jsd, ("V",), ("V",), gathers="two all-gathers"),
     "grpo_loss": Rule(_grpo, ("V",), ("V",)),
 }

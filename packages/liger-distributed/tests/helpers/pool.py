@@ -17,8 +17,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 90.0
-"""Seconds that a function may take. A process that waits for another one for longer is stuck."""
+PATIENCE = 240.0
+"""Seconds that a function may take: the first one imports, and compiles, on a machine that others may use too. A process
+that waits for another one for longer than the group's timeout raises before that."""
+
+ROOM = 4 << 30
+"""Bytes of a device that the tests may take, with what CUDA and NCCL keep."""
 
 
 class Pool:
@@ -35,23 +39,25 @@ class Pool:
         """Call a function of a test file's top level in every process; a list of what they return, by rank.
 
         Raises:
-            AssertionError: with the traceback of the first process that raised, or for one that is stuck.
+            AssertionError: with the tracebacks of the processes that raised, or for those that are stuck.
         """
         if not self._processes:
             self._start()
         where = Path(sys.modules[function.__module__].__file__ or "")
         for _, connection in self._processes:
             connection.send((str(where), function.__name__, args))
-        answers: list[Any] = []
+        answers, failed = [], []
         for rank, (_, connection) in enumerate(self._processes):
             try:
                 done, answer = connection.recv() if connection.poll(self.patience) else (False, "it didn't return")
             except EOFError:
                 done, answer = False, "it ended; its own output says why"
-            if not done:
-                self.stop()
-                raise AssertionError(f"process {rank}: {answer}")
             answers.append(answer)
+            if not done:
+                failed.append(f"process {rank}: {answer}")
+        if failed:  # all of them: one that waited in vain says nothing of why another didn't come
+            self.stop()
+            raise AssertionError("\n".join(failed))
         return answers
 
     def _start(self) -> None:
@@ -77,6 +83,7 @@ class Pool:
 def work(rank: int, size: int, store: str, connection: Connection) -> None:
     """What a process does: call what it is sent, until the pipe is closed."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("LIGER_TEST_DEVICE") else "1")
     sys.path.insert(0, str(Path(__file__).parent))
     import torch
     import torch.distributed as dist
@@ -84,13 +91,19 @@ def work(rank: int, size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     backend = "gloo"
     if kind := os.environ.get("LIGER_TEST_DEVICE"):
+        os.environ["LIGER_MEASURED"] = "0"  # kernels run, also where the reference was measured to be faster
         torch.accelerator.set_device_index(rank)
         device = torch.device(kind, rank)
+        free, _ = torch.get_device_module(kind).mem_get_info(rank)
+        if free < ROOM:
+            raise MemoryError(
+                f"{device} has {free / 1e9:.1f} GB free, and the tests take {ROOM / 1e9:.1f}: others use it"
+            )
         torch.set_default_device(device)
         own = torch.Generator
 
-        def generator(where: Any = device) -> torch.Generator:
-            return own(where)
+        def generator(device: Any = device) -> torch.Generator:
+            return own(device)
 
         torch.Generator = generator  # type: ignore[misc, assignment]  a default device is not its own
         backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"

@@ -150,7 +150,7 @@ class Report:
                 grid.add_column(name, no_wrap=True)
                 for head in heads:
                     grid.add_column(head)
-                for row, cells in table:
+                for row, cells in _folded(table) if name == "op" else table:
                     grid.add_row(row, *cells)
                 console.print(grid)
                 title = None
@@ -208,6 +208,17 @@ class Report:
 
 
 _DTYPE_ORDER = {"float32": 0, "bfloat16": 1, "float16": 2, "any": 3}
+
+
+def _folded(table: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """The table with one row for all ops that no language has: of a new language these are nearly all."""
+    idle = [row for row in table if set(row[1]) <= {"-", "not claimed"}]
+    if len(idle) < 2 or len(idle) == len(table):
+        return table
+    cells = [
+        "not claimed" if "not claimed" in column else "-" for column in zip(*(row[1] for row in idle), strict=True)
+    ]
+    return [*(row for row in table if row not in idle), (f"{len(idle)} other ops", cells)]
 
 
 def _cell(counts: Counter[str]) -> str:

@@ -111,7 +111,7 @@ class Parts:
         """Results as DTensors."""
         if not isinstance(result, tuple):
             return self._whole(0, result)
-        return tuple([self._whole(number, value) for number, value in enumerate(result)])
+        return tuple([self._whole(number, value) for number, value in enumerate(cast("tuple[Any, ...]", result))])
 
     def _whole(self, number: int, value: Tensor | None) -> Tensor | None:
         if value is None:
@@ -189,7 +189,8 @@ def call(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any
     result = rule.run(done) if rule else done.run()
     if not isinstance(result, tuple):
         return _wrap(op, plan, done, 0, result, arguments)
-    wrapped = tuple(None if v is None else _wrap(op, plan, done, n, v, arguments) for n, v in enumerate(result))
+    results = cast("tuple[Any, ...]", result)
+    wrapped = tuple(None if v is None else _wrap(op, plan, done, n, v, arguments) for n, v in enumerate(results))
     return wrapped if op.result is None else cast("Any", op.result)(*wrapped)
 
 
@@ -235,7 +236,7 @@ def _collective(at: Placement, to: Placement) -> str | None:
 def _key(op: Op[..., Any], arguments: dict[str, Any]) -> Any:
     """The metadata of a call; None where an option can't be looked up."""
     options = [arguments[name] for name in op.options]
-    found = []
+    found: list[Any] = []
     for name in op.tensors:
         tensor = arguments[name]
         # A mesh by what it is: one of other process groups may equal it.
@@ -349,8 +350,9 @@ def _choose(
         for name, tensor in given.items():
             if isinstance(tensor, DTensor):
                 at = tensor.placements[number]
-                if type(at) is Shard and tensor.shape[at.dim] > (0 if names[name][at.dim] in more else 1):
-                    dim = names[name][at.dim].rstrip("'")
+                along: int | None = cast("Any", at).dim if type(at) is Shard else None
+                if along is not None and tensor.shape[along] > (0 if names[name][along] in more else 1):
+                    dim = names[name][along].rstrip("'")
                     if (independent(dim) or dim in more) and not (dim in more and dim in chosen):
                         votes[dim] = votes.get(dim, 0) + tensor.numel() * tensor.element_size()
         chosen.append(max(votes, key=lambda dim: (dim in more, votes[dim])) if votes else None)

@@ -1,7 +1,10 @@
 """What the documentation's site is made of: formulas found in docstrings, facts about ops, and the check of what was built."""
 
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +25,8 @@ def tool(name: str) -> ModuleType:
 
 
 site_math, site_links = tool("site_math"), tool("site_links")
-site_ops = tool("site_ops")
+site_ops, site_browser = tool("site_ops"), tool("site_browser")
+CHROMIUM = next(filter(None, map(shutil.which, site_browser.NAMES)), None)
 
 
 def formulas(text: str, *names: str) -> list[str]:
@@ -110,3 +114,23 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "page/index.html: ../#there: there is no such place",
         "there is no search index",
     ]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="not run: no Chromium on PATH")
+def test_a_page_that_no_phone_can_show_is_found(tmp_path: Path) -> None:
+    head = '<!doctype html><link rel="icon" href="data:,"><meta name="viewport" content="width=device-width">'
+    (tmp_path / "good.html").write_text(f"{head}<p>short</p>")
+    (tmp_path / "wide.html").write_text(f'{head}<p style="width: 600px">wide</p>')
+    (tmp_path / "wrong.html").write_text(f"{head}<script>throw new Error('oh')</script>")
+    assert list(site_browser.problems(tmp_path, CHROMIUM, searches={})) == [
+        "desktop: wrong.html: Uncaught",
+        "phone: wide.html is 608 pixels wide, and the screen 390",
+        "phone: wrong.html: Uncaught",
+    ]
+
+
+def test_without_a_browser_the_site_is_said_not_to_be_opened(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "tools/site_browser.py", tmp_path]
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.startswith("not run: no Chromium on PATH")

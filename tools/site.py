@@ -70,11 +70,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def measured_page() -> str:
     """The records as one interactive page, which stands beside the others as it is."""
-    return pictures.page(pictures.Records.of())
+    head = '<head><meta name="viewport" content="width=980"><link rel="icon" href="data:,">'  # its plots stand side by side
+    return pictures.page(pictures.Records.of()).replace("<head>", head, 1)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links between files of the repository, and their pictures, into those between pages."""
+    if page.file.src_uri == "troubleshooting.md":  # whoever types an error message wants this page
+        page.meta["search"] = {"boost": 3}
+    if (
+        page.file.src_uri.startswith("ops/") and "_" in page.file.name
+    ):  # "attention" is to find fused_neighborhood_attention
+        page.meta["tags"] = page.file.name.split("_")
     origins = {page: source for source, page in PAGES.items()}
     source = origins.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 

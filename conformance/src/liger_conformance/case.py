@@ -95,7 +95,7 @@ class How:
         autocast: the call is under autocast, to bfloat16.
     """
 
-    layouts: dict[str, str] = field(default_factory=dict, hash=False)
+    layouts: dict[str, str] = field(default_factory=dict[str, str], hash=False)
     wanted: tuple[str, ...] | None = None
     autocast: bool = False
 

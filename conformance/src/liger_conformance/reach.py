@@ -20,7 +20,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,7 +132,7 @@ class Watch:
         self._coverage.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured"])
 
     @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
+    def tracing(self) -> Generator[None, None, None]:
         """Until the context ends, see which branches of host code are taken. Inside another one, nothing happens."""
         if sys.gettrace() is not None:
             yield
@@ -263,7 +263,7 @@ current: Watch | None = None
 
 
 @contextlib.contextmanager
-def watching(watch: Watch | None) -> Iterator[None]:
+def watching(watch: Watch | None) -> Generator[None, None, None]:
     """Until the context ends, see what is reached, if there is a watch."""
     global current
     before, current = current, watch

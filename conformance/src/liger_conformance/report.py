@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -39,7 +39,8 @@ def classify(report: Any, lane: str) -> str | None:
 
 def reason_of(report: Any) -> str:
     """Why a test was skipped."""
-    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    why: Any = report.longrepr
+    text = str(cast("tuple[Any, ...]", why)[2] if isinstance(why, tuple) else why)
     return text.removeprefix("Skipped: ")
 
 
@@ -120,7 +121,7 @@ class Report:
         columns = sorted(
             {place[1:] for place in self.counts}, key=lambda c: (c[0] != "torch", c[0], c[1], _DTYPE_ORDER.get(c[2], 9))
         )
-        table = []
+        table: list[tuple[str, list[str]]] = []
         for op in sorted({place[0] for place in self.counts}):
             table.append((op, [_cell(self.counts.get((op, *column), Counter())) for column in columns]))
         return [f"{language}/{device} {dtype}" for language, device, dtype in columns], table
@@ -150,7 +151,7 @@ class Report:
                 grid.add_column(name, no_wrap=True)
                 for head in heads:
                     grid.add_column(head)
-                for row, cells in table:
+                for row, cells in _folded(table) if name == "op" else table:
                     grid.add_row(row, *cells)
                 console.print(grid)
                 title = None
@@ -210,8 +211,19 @@ class Report:
 _DTYPE_ORDER = {"float32": 0, "bfloat16": 1, "float16": 2, "any": 3}
 
 
+def _folded(table: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """The table with one row for all ops that no language has: of a new language these are nearly all."""
+    idle = [row for row in table if set(row[1]) <= {"-", "not claimed"}]
+    if len(idle) < 2 or len(idle) == len(table):
+        return table
+    cells = [
+        "not claimed" if "not claimed" in column else "-" for column in zip(*(row[1] for row in idle), strict=True)
+    ]
+    return [*(row for row in table if row not in idle), (f"{len(idle)} other ops", cells)]
+
+
 def _cell(counts: Counter[str]) -> str:
-    parts = []
+    parts: list[str] = []
     for outcome in OUTCOMES:
         if n := counts[outcome]:
             parts.append(outcome if outcome == "not claimed" and sum(counts.values()) == n else f"{n} {outcome}")

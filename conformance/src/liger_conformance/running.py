@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from types import CodeType, ModuleType
 from typing import Any
@@ -58,8 +58,8 @@ class Observed:
     Of the reference it is what autograd returned.
     """
 
-    saved: list[Any] = field(default_factory=list)
-    gradients: list[Any] = field(default_factory=list)
+    saved: list[Any] = field(default_factory=list[Any])
+    gradients: list[Any] = field(default_factory=list[Any])
 
 
 def require(holds: bool, message: str) -> None:
@@ -70,7 +70,7 @@ def require(holds: bool, message: str) -> None:
 
 
 @contextlib.contextmanager
-def only(target: Target) -> Iterator[Observed]:
+def only(target: Target) -> Generator[Observed, None, None]:
     """Run ops in the target's language, and in no other: every reference and every other kernel raises `WrongRoute`.
 
     Raises:
@@ -99,7 +99,7 @@ def only(target: Target) -> Iterator[Observed]:
 
 
 @contextlib.contextmanager
-def _watched(target: Target) -> Iterator[None]:
+def _watched(target: Target) -> Generator[None, None, None]:
     """See what is reached of the target's package, if this process is to."""
     if target.backend is None or reach.current is None:
         yield
@@ -112,13 +112,16 @@ def _watched(target: Target) -> Iterator[None]:
     reach.current.launched |= {(target.backend.package, str(launch)) for launch in launches}
 
 
+CACHED = type(functools.cache(len))
+
+
 @functools.cache
 def _forget_before(op: str, package: str) -> None:
     """Before an op is watched for the first time: what earlier calls left in caches of a package's host code."""
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}.ops"):
             for value in vars(module).values():
-                if isinstance(value, functools._lru_cache_wrapper):
+                if isinstance(value, CACHED):
                     value.cache_clear()
 
 
@@ -207,7 +210,7 @@ def _watch(stack: contextlib.ExitStack, target: Target, observed: Observed) -> N
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: Any) -> Generator[None, None, None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -249,7 +252,7 @@ def present(op: Op[..., Any], arguments: Arguments) -> tuple[str, ...]:
 
 def incoming_for(op: Op[..., Any], results: dict[str, Tensor | None]) -> dict[str, Tensor]:
     """An incoming gradient for each differentiable result, the same at each call: not one, and not uniform."""
-    incoming = {}
+    incoming: dict[str, Tensor] = {}
     for name, result in differentiable_results(op, results).items():
         place = result.device if result.numel() > BIG else "cpu"
         generator = torch.Generator(place).manual_seed(zlib.crc32(f"{op.name}/{name}".encode()))
@@ -438,7 +441,8 @@ class Deciding(_Mode):
     """Notes what operations decide: the results that are no floating-point numbers, such as those of comparisons; and signs."""
 
     def __init__(self, decisions: list[Tensor]) -> None:
-        super().__init__()
+        mode: Any = super()
+        mode.__init__()
         self.decisions = decisions
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

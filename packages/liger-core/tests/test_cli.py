@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import torch
 
 from liger_core import BackendInfo, cli, doctor
 from liger_core.backend import BrokenBackend
+from liger_core.calling import ops
 
 
 def test_where(toys: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +69,15 @@ def test_how_to_get_what_is_not_installed(
     out = capsys.readouterr().out
     for language in ("triton", "triton-ascend", "cutile"):
         assert f'  {language}: uv pip install "liger-core[{language}]"' in out
+
+
+def test_matrix_without_a_language(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    """Each op runs by the reference, and the reader learns so."""
+    install()
+    assert cli.main(["matrix"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "No kernel language is installed: every op runs the PyTorch reference, on every device."
+    assert {line.strip() for line in lines} >= set(ops)
 
 
 def test_doctor_names_only_what_is_not_installed(
@@ -209,6 +220,74 @@ def test_doctor_for_programs(install: Callable[..., None], capsys: pytest.Captur
     install()
     assert cli.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["problems"] == []
+
+
+def distribution(folder: Path, name: str, version: str, files: dict[str, str], **metadata: str) -> None:
+    """Install a distribution into a folder, as an installer would leave it: files, what each is listed in, and no wheel."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + metadata.get("wants", "")
+    )
+    (info / "RECORD").write_text("".join(f"{path},,\n" for path in files))
+    if entry := metadata.get("entry"):
+        (info / "entry_points.txt").write_text(f"[liger.backends]\n{entry}\n")
+
+
+def test_doctor_of_an_installation_where_much_is_wrong(tmp_path: Path) -> None:
+    """Nothing is patched: a process of its own finds the distributions and their entry points, and they are broken."""
+    declared = 'from liger_core import BackendInfo\n\n\ndef refuses(device):\n    return "the driver is 570: install 580"\n\n\n'
+    declared += (
+        'backend = BackendInfo("acme", ("cpu",), "acmec", "liger_acme", "pip install liger-acme", refuses=refuses)\n'
+    )
+    acme = {"liger_acme/__init__.py": declared, "liger_acme/ops/__init__.py": ""}
+    distribution(
+        tmp_path,
+        "liger-acme",
+        "0.3",
+        acme,
+        entry="acme = liger_acme:backend",
+        wants="Requires-Dist: acmec-nightly>=7\n",
+    )
+    distribution(tmp_path, "acmec", "6.0", {"acmec/__init__.py": ""})
+    distribution(tmp_path, "acmec-nightly", "6.1", {"acmec/__init__.py": ""})
+    broken = {"liger_bad/__init__.py": 'raise ImportError("libbad.so is not there")\n'}
+    distribution(tmp_path, "liger-bad", "1.0", broken, entry="bad = liger_bad:backend")
+    (tmp_path / "a-file").touch()
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "a-file" / "below")}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+
+    def doctor_prints(*arguments: str) -> str:
+        command = [sys.executable, "-m", "liger_core.cli", "doctor", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert (done.stderr, done.returncode) == ("", 1)
+        return done.stdout
+
+    found = json.loads(doctor_prints("--json"))
+    told = {problem["what"]: problem["mend"] for problem in found["problems"]}
+    expected = {
+        "bad can't be imported: ImportError: libbad.so is not there": "reinstall its package, or uninstall it",
+        "acme can't run on this machine's cpu: the driver is 570": "install 580",
+        "acmec and acmec-nightly both installed the package 'acmec'": "uninstall both, then install one",
+        f"{tmp_path}/a-file/below, where compiled kernels are kept, can't be written": (
+            "TORCHINDUCTOR_CACHE_DIR=<a folder that can be written>"
+        ),
+    }
+    if importlib.util.find_spec("packaging"):
+        expected["liger-acme 0.3 needs acmec-nightly>=7; 6.1 is installed"] = (
+            'uv pip install --upgrade liger-acme "acmec-nightly>=7"'
+        )
+    assert expected.items() <= told.items()
+    assert found["runs"] == "torch"
+    (language,) = (language for language in found["languages"] if language["language"] == "acme")
+    assert language["devices"] == {"cpu": "the driver is 570: install 580"}
+    text = doctor_prints()
+    for what, mend in expected.items():
+        assert f"problem: {what}\n  mend:  {mend}\n" in text
 
 
 def test_the_command_is_installed() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import liger_cutile
+from liger_core import cli, doctor
 from liger_cutile import _machine
 
 REAL = "as it is here"
@@ -150,6 +151,27 @@ def test_refuses_another_toolkits_libnvvm(machine, toolkit, monkeypatch, variabl
     assert reason is not None
     assert "Return code 5" in reason
     assert reason.endswith(f"unset {variable}")
+
+
+@pytest.mark.parametrize("home", ["another", "absent"])
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_doctor_tells_of_another_toolkits_libnvvm(machine, toolkit, tmp_path, monkeypatch, capsys, variable, home):
+    """`liger doctor` on a machine with a GPU, a compiler on PATH, and a variable that names a toolkit that it isn't of."""
+    machine(wheels={})
+    monkeypatch.setattr(doctor, "infer_device", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU", raising=False)
+    monkeypatch.setenv("PATH", str(toolkit / "bin"))
+    assert not [p for p in doctor.examine().problems if "cutile" in p.what]
+    _machine.refuses.cache_clear()
+    if home == "another":
+        for folder in ("lib64", "nvvm/lib64"):
+            (tmp_path / home / folder).mkdir(parents=True)
+            (tmp_path / home / folder / "libnvvm.so.4").write_text("of another toolkit")
+    monkeypatch.setenv(variable, str(tmp_path / home))
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert f"problem: cutile can't run on this machine's cuda: {variable}={tmp_path / home} makes {toolkit}" in out
+    assert f"\n  mend:  unset {variable}\n" in out
 
 
 def test_wheels_compiler_ignores_cuda_home(machine, monkeypatch):

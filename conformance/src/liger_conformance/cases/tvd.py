@@ -8,7 +8,7 @@ from liger_conformance.case import Bad, Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.jsd import logprobs
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
-from liger_core.ops.tvd import REDUCTIONS
+from liger_core.ops.kl_div import REDUCTIONS
 
 
 def build(

@@ -16,7 +16,7 @@ import math
 import os
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +74,7 @@ class TritonAscendCompiler:
         return self.obstacle() or ascend_execute.obstacle()
 
     @contextlib.contextmanager
-    def executing(self, chip: str) -> Iterator[str]:
+    def executing(self, chip: str) -> Generator[str, None, None]:
         from triton import compiler
         from triton.runtime import driver
 
@@ -83,7 +83,7 @@ class TritonAscendCompiler:
             yield "cpu"
 
     @contextlib.contextmanager
-    def compiling(self, chip: str) -> Iterator[tuple[str, list[Compiled]]]:
+    def compiling(self, chip: str) -> Generator[tuple[str, list[Compiled]], None, None]:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from triton import compiler
         from triton.runtime import driver

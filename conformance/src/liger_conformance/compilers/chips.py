@@ -8,7 +8,7 @@ import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -64,7 +64,7 @@ CHIPS = {
 
 
 @contextlib.contextmanager
-def torch_on(chip: Chip) -> Iterator[None]:
+def torch_on(chip: Chip) -> Generator[None, None, None]:
     """What torch says of its machine, which host code may ask. It has none of the GPUs that this machine may have."""
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=False),

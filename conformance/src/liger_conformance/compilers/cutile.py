@@ -18,7 +18,7 @@ import re
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +68,7 @@ class CutileCompiler:
         return None
 
     @contextlib.contextmanager
-    def compiling(self, chip: str) -> Iterator[tuple[str, list[Compiled]]]:
+    def compiling(self, chip: str) -> Generator[tuple[str, list[Compiled]], None, None]:
         capture.stand_in_for_libcuda()
         import cuda.tile
         from torch._subclasses.fake_tensor import FakeTensorMode

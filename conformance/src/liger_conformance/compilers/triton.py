@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -57,7 +57,7 @@ class TritonCompiler:
         return None
 
     @contextlib.contextmanager
-    def compiling(self, chip: str) -> Iterator[tuple[str, list[Compiled]]]:
+    def compiling(self, chip: str) -> Generator[tuple[str, list[Compiled]], None, None]:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from triton.runtime import driver
         from triton.runtime.autotuner import Autotuner

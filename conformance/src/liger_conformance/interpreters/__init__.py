@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from liger_conformance.interpreters import cutile, tileir, triton, triton_ascend
 from liger_conformance.interpreters.triton import Launch
@@ -40,7 +40,7 @@ def checking(backend: BackendInfo | None, device: str) -> contextlib.AbstractCon
 
 
 @contextlib.contextmanager
-def launches() -> Iterator[list[Launch]]:
+def launches() -> Generator[list[Launch], None, None]:
     """Record every kernel launch, of every language whose launches can be seen."""
     with triton.launches() as recorded, cutile.launches(recorded):
         yield recorded

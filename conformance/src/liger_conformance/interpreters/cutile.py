@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from liger_conformance.interpreters import tileir
@@ -25,7 +25,7 @@ def repair() -> None:
 
 
 @contextlib.contextmanager
-def launches(recorded: list[Launch]) -> Iterator[None]:
+def launches(recorded: list[Launch]) -> Generator[None, None, None]:
     """Append a `Launch` per cuTile kernel that is launched until the context ends, interpreted or not.
 
     Not what is launched by a `launch` imported by name.

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
@@ -122,7 +122,7 @@ _recorders: list[list[Launch]] = []
 
 
 @contextlib.contextmanager
-def launches() -> Iterator[list[Launch]]:
+def launches() -> Generator[list[Launch], None, None]:
     """Yield a list that grows by one `Launch` per kernel that is launched until the context ends, from whichever
     thread.
 
@@ -141,7 +141,7 @@ def launches() -> Iterator[list[Launch]]:
 
 
 @contextlib.contextmanager
-def _launches_hooked() -> Iterator[None]:
+def _launches_hooked() -> Generator[None, None, None]:
     """Hook launches, with nothing: a package that launches what it has compiled by itself then goes through Triton."""
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.knobs") is None:
         yield

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,7 +113,7 @@ _checks: list[_Check] = []
 
 
 @contextlib.contextmanager
-def checking(kernel: str, builder: Any) -> Iterator[None]:
+def checking(kernel: str, builder: Any) -> Generator[None, None, None]:
     """Check the accesses of a launch of `kernel`, whose tensors `allow` names meanwhile."""
     _checks.append(_Check(kernel, builder))
     try:

@@ -4,7 +4,7 @@ One op stands for all: what decides is liger_core, which asks nothing of the op.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import pytest
@@ -72,7 +72,7 @@ class Module(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def as_default(target: Target) -> Iterator[None]:
+def as_default(target: Target) -> Generator[None, None, None]:
     """The target's language is the one that its device has without being asked, and nothing is demanded."""
     op, device = target.op, target.device
     plans, ready = op._plans, op._ready

@@ -107,6 +107,11 @@ def run_where(op: str, device: str | None) -> int:
 def run_matrix() -> int:
     """Print op × language × device."""
     columns = [(b, device) for b in backends() for device in b.devices]
+    if not columns:
+        print("No kernel language is installed: every op runs the PyTorch reference, on every device.")
+        print(*(f"  {op}" for op in sorted(ops)), sep="\n")
+        print_absent()
+        return 0
     heads = [f"{b.language}/{device}" for b, device in columns] + ["torch"]
     width = max(map(len, ops))
     print(" " * width, *heads, sep="  ")
@@ -114,8 +119,6 @@ def run_matrix() -> int:
         cells = ["yes" if b.has_kernel(op) else "-" for b, _ in columns] + ["yes"]
         print(op.ljust(width), *(cell.ljust(len(head)) for cell, head in zip(cells, heads, strict=True)), sep="  ")
     print("\ntorch is the PyTorch reference, on every device.")
-    if not columns:
-        print_absent()
     return 0
 
 

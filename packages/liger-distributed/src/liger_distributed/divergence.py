@@ -6,7 +6,7 @@ that make them, once for the divergence, a few rows at a time. Backward makes ea
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ def fused_linear_jsd(
     """
     part = part_of(NAME, group, student_weight.shape[0], vocabulary)
     given = student_x, student_weight, teacher_x, teacher_weight, labels
-    options = {"beta": beta, "ignore_index": ignore_index, "temperature": temperature, "accum_dtype": accum_dtype}
+    options: dict[str, Any] = {"beta": beta, "ignore_index": ignore_index, "temperature": temperature}
+    options["accum_dtype"] = accum_dtype
     check(part, *given, **options)
     loss = divergence_of_linear(shared(student_x, group), *given[1:], part, memory_budget=memory_budget, **options)
     counted = student_x.shape[0] if labels is None else (labels != ignore_index).sum()
@@ -133,7 +134,7 @@ def divergence_of_linear(
             mine[some] = inner
             mine[-1] += divergence.sum()
         found = gather(mine, part.group).sum(0)
-    return _Divergence.apply(*tensors, found[-1], lse, found[:-1], ignored, given)
+    return cast("Any", _Divergence).apply(*tensors, found[-1], lse, found[:-1], ignored, given)
 
 
 class _Divergence(torch.autograd.Function):

@@ -103,7 +103,7 @@ class Parts:
         """Results as DTensors."""
         if not isinstance(result, tuple):
             return self._whole(0, result)
-        return tuple([self._whole(number, value) for number, value in enumerate(result)])
+        return tuple([self._whole(number, value) for number, value in enumerate(cast("tuple[Any, ...]", result))])
 
     def _whole(self, number: int, value: Tensor | None) -> Tensor | None:
         if value is None:
@@ -190,7 +190,8 @@ def call(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any
     result = rule.run(done) if rule else done.run()
     if not isinstance(result, tuple):
         return _wrap(op, plan, done, 0, result, arguments)
-    wrapped = tuple(None if v is None else _wrap(op, plan, done, n, v, arguments) for n, v in enumerate(result))
+    results = cast("tuple[Any, ...]", result)
+    wrapped = tuple(None if v is None else _wrap(op, plan, done, n, v, arguments) for n, v in enumerate(results))
     return wrapped if op.result is None else cast("Any", op.result)(*wrapped)
 
 
@@ -357,8 +358,9 @@ def _choose(
         for name, tensor in given.items():
             if isinstance(tensor, DTensor):
                 at = tensor.placements[number]
-                if type(at) is Shard and tensor.shape[at.dim] > (0 if names[name][at.dim] in more else 1):
-                    dim = names[name][at.dim].rstrip("'")
+                along: int | None = cast("Any", at).dim if type(at) is Shard else None
+                if along is not None and tensor.shape[along] > (0 if names[name][along] in more else 1):
+                    dim = names[name][along].rstrip("'")
                     if (independent(dim) or dim in more) and not (dim in more and dim in chosen):
                         votes[dim] = votes.get(dim, 0) + tensor.numel() * tensor.element_size()
         most: str | None = None  # of what a rule divides, else of all; Dynamo up to torch 2.9 has no max with a key

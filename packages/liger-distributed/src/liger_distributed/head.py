@@ -55,7 +55,8 @@ class LossHead(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden, vocabulary, bias, device, dtype)
+        linear: Any = super()
+        linear.__init__(hidden, vocabulary, bias, device, dtype)
         # A name and a number: a module that holds a group can't be copied.
         self._group = None if group is None else (group.group_name, group.size())
         self.averaged, self.ignore_index, self.softcap = averaged, ignore_index, softcap
@@ -86,7 +87,7 @@ class LossHead(nn.Linear):
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         own = self._count(target)
         summed = self._summed(own) if labels is None else None  # in flight while the loss is computed
-        loss = fused_linear_cross_entropy(
+        loss: Tensor = cast("Any", fused_linear_cross_entropy)(
             x.flatten(0, -2),
             self.weight,
             target.flatten(),

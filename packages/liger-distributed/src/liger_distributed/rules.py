@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -130,7 +130,8 @@ def _cross_entropy(call: Call) -> Any:
     if inner == reduction:
         return found
     several = isinstance(found, tuple)
-    loss, z_loss, accuracy, predicted = found if several else (found, None, None, None)
+    parts: tuple[Any, ...] = cast("tuple[Any, ...]", found) if several else (found, None, None, None)
+    loss, z_loss, accuracy, predicted = parts
     counted = (target != ignore_index) & (target >= 0) & (target < vocabulary)
     labels = call.spread.sum((target != ignore_index).sum(), "n")
     rows = divisor = labels.clamp(min=1)

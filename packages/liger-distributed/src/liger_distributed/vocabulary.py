@@ -6,7 +6,7 @@ lse, picked and total are sums, and with share = e^(lse_r − lse) the entropy i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -120,7 +120,10 @@ class _SumGradient(torch.autograd.Function):
 
 def shared(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """A tensor that all processes have alike, as one that each uses alone: its gradient is the sum of theirs."""
-    return _SumGradient.apply(tensor, group) if torch.is_grad_enabled() and tensor.requires_grad else tensor
+    alone: Tensor = tensor
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        alone = cast("Any", _SumGradient).apply(tensor, group)
+    return alone
 
 
 def landed(tensor: Tensor) -> Tensor:

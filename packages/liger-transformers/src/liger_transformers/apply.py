@@ -6,6 +6,7 @@ import copy
 import logging
 import re
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -33,8 +34,8 @@ class Report:
     """
 
     model: str
-    swapped: dict[tuple[str, str], int] = field(default_factory=dict)
-    left: dict[tuple[str, str], int] = field(default_factory=dict)
+    swapped: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    left: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
 
     @property
     def ops(self) -> dict[str, int]:
@@ -171,7 +172,7 @@ def _become(module: nn.Module, found: leaves.Found, wanted: dict[str, bool], rep
     if isinstance(found, str):
         report.left[what, found] = report.left.get((what, found), 0) + 1
         return
-    op: str = found.liger_op  # type: ignore[attr-defined]
+    op = cast("str", cast("Any", found).liger_op)
     if all(wanted[name] for name in names(op)):
         module.__class__ = found
         report.swapped[what, op] = report.swapped.get((what, op), 0) + 1

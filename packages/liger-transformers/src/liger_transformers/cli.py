@@ -7,6 +7,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import (
@@ -42,16 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def on_meta(name: str) -> PreTrainedModel:
     """A model of this type, or of this directory's configuration, that takes no memory. ValueError: there is none."""
+    configs: Any = AutoConfig
     if os.path.isdir(name):
-        config = AutoConfig.from_pretrained(name)
+        config = configs.from_pretrained(name)
     elif name in CONFIG_MAPPING:
-        config = AutoConfig.for_model(name)
+        config = configs.for_model(name)
     else:
         close = difflib.get_close_matches(name, list(CONFIG_MAPPING), 5)
         raise ValueError(
             f"transformers has no model type {name!r}" + (f"; close to it: {', '.join(close)}" if close else "")
         )
-    auto = next((auto for auto in AUTO if type(config) in auto._model_mapping), None)
+    auto: Any = next((auto for auto in AUTO if type(config) in auto._model_mapping), None)
     if auto is None:
         raise ValueError(f"transformers has no text model of type {name!r}")
     with torch.device("meta"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,8 @@ def register_experts() -> None:
     ``apply(model, experts=True)`` does the same for one model, leaves other experts as they are, and can be undone; it is the
     way for transformers 5.2, whose interface takes no names but its own.
     """
-    ALL_EXPERTS_FUNCTIONS.register("liger", experts_forward)
+    interface: Any = ALL_EXPERTS_FUNCTIONS
+    interface.register("liger", experts_forward)
 
 
 def experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -136,11 +137,11 @@ def experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     Raises:
         ValueError: it is none; the message says why.
     """
-    found = experts(self)
+    found: Any = experts(self)
     if not isinstance(found, type):
         raise ValueError(
             f"liger_transformers: {type(self).__name__} can't run fused_moe: {found or 'it has no gate_up_proj and down_proj'}; "
             "model.set_experts_implementation('grouped_mm') is transformers' own"
         )
-    y = found.fused(self, *args, **kwargs)  # type: ignore[attr-defined]
+    y: Tensor | None = cast("Any", found).fused(self, *args, **kwargs)
     return inspect.unwrap(original_class(type(self)).forward)(self, *args, **kwargs) if y is None else y

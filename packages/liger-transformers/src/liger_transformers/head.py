@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -34,7 +34,7 @@ _promising = _Promising()
 
 
 @contextmanager
-def owing() -> Iterator[None]:
+def owing() -> Generator[None, None, None]:
     """Heads owe their logits in here."""
     before, _promising.on = _promising.on, True
     try:
@@ -60,7 +60,7 @@ def _widened(head: nn.Module, dense: Callable[..., Any]) -> Callable[..., Any]:
     """For the forward `dense` that makes a head's logits in float32: one that owes them, and does the same otherwise."""
 
     def forward(x: Tensor, then: Callable[..., Any] | None = None) -> Any:
-        bias = head.bias
+        bias: Any = head.bias
         if then is not None:
             return then(x.float(), head.weight.float(), bias if bias is None else bias.float())
         if _promising.on and type(head.weight) in (nn.Parameter, Tensor):
@@ -158,16 +158,18 @@ def _kept(output: Any) -> Any:
     if isinstance(output, Promise):
         return output.tensor()
     if isinstance(output, tuple):
-        if not any(isinstance(value, Promise) for value in output):
-            return output
-        if isinstance(output[0], Tensor) and output[0].dim() == 0:
-            return tuple(value for value in output if not isinstance(value, Promise))
-        return tuple(value.tensor() if isinstance(value, Promise) else value for value in output)
+        values = cast("tuple[Any, ...]", output)
+        if not any(isinstance(value, Promise) for value in values):
+            return values
+        if isinstance(values[0], Tensor) and values[0].dim() == 0:
+            return tuple(value for value in values if not isinstance(value, Promise))
+        return tuple(value.tensor() if isinstance(value, Promise) else value for value in values)
     if isinstance(output, dict):
-        for name, value in list(output.items()):
+        named = cast("dict[str, Any]", output)
+        for name, value in list(named.items()):
             if isinstance(value, Promise):
-                output[name] = value.tensor() if output.get("loss") is None else None
-    return output
+                named[name] = value.tensor() if named.get("loss") is None else None
+    return cast("Any", output)
 
 
 def head_of(model: nn.Module, for_trl: bool = False, lazy: Lazy = False) -> tuple[dict[str, nn.Module], str | None]:
@@ -175,14 +177,16 @@ def head_of(model: nn.Module, for_trl: bool = False, lazy: Lazy = False) -> tupl
 
     In a LoRA head they are the layer below and lora_B, whose promises add up.
     """
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = cast("nn.Module | None", cast("Any", model).get_output_embeddings())
     if head is None:
         return {}, "it has no output embeddings"
-    place = next(name for name, module in model.named_modules() if module is head)
+    everything: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())
+    place = next(name for name, module in everything if module is head)
     columns = getattr(getattr(head, "base_layer", head), "out_features", None)
+    layers: list[tuple[str, nn.Module]] = list(cast("Any", head).named_modules())
     linears = {
         f"{place}.{name}".rstrip("."): module
-        for name, module in head.named_modules()
+        for name, module in layers
         if not module._modules and columns is not None and getattr(module, "out_features", None) == columns
     }
     if not linears:
@@ -214,7 +218,8 @@ def _is_divided(head: nn.Module) -> bool:
 
 def _why_not_divided(model: nn.Module, linears: dict[str, nn.Module], for_trl: bool, lazy: Lazy) -> str | None:
     """Why the loss of a tensor-parallel model stays as it is, or None: liger-distributed divides the head's vocabulary."""
-    (place, *more), plan = linears, getattr(model, "tp_plan", None) or {}
+    place, *more = linears
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     if more or not _is_divided(linears[place]) or plan.get(place) != "colwise_gather_output":
         return "its head may be divided by tensor parallelism, and not by rows as DTensors are"
     if for_trl or lazy:

@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +68,10 @@ def _width(module: nn.Module) -> int:
 def simple(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """The module's own numbers and words, on which its forward may depend."""
     kinds = (bool, int, float, str, tuple, type(None))
+    own: dict[str, Any] = vars(module)
     return tuple(
-        (name, value)
-        for name, value in vars(module).items()
+        (name, cast("Any", value))
+        for name, value in own.items()
         if name != "training" and not name.startswith("_") and isinstance(value, kinds)
     )
 

@@ -23,7 +23,7 @@ ADD = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
 TANH = frozenset({torch.tanh, Tensor.tanh})
 SHAPE = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
 FLATTEN = frozenset({torch.flatten, Tensor.flatten})
-SIZED = frozenset({torch.chunk, Tensor.chunk, torch.split, Tensor.split})
+SIZED: frozenset[Any] = frozenset({torch.chunk, Tensor.chunk, torch.split, cast("Any", Tensor).split})
 PARTS = SIZED | {torch.unbind, Tensor.unbind, Tensor.__iter__}
 """Functions that divide a tensor along a dimension, 0 if none is given."""
 INDEX_SELECT = frozenset({torch.index_select, Tensor.index_select})
@@ -259,7 +259,7 @@ class Logits(Promise):
 
     def _select(self, change: Callable[[Tensor], Tensor], view: Callable[[Tensor], Tensor] | None = None) -> Logits:
         """The logits of the rows that `change` takes of x: a copy, or `view` of these."""
-        terms = []
+        terms: list[Term] = []
         for x, head, scale, expected in self.terms:
             unchanged(x, expected)
             y = change(x)
@@ -271,7 +271,7 @@ class Logits(Promise):
             if key.dtype not in (torch.bool, torch.int64) or key.dim() >= self.ndim:
                 return NotImplemented
             return self._select(lambda x: x[key])
-        keys = list(key) if isinstance(key, tuple) else [key]
+        keys: list[Any] = list(cast("tuple[Any, ...]", key)) if isinstance(key, tuple) else [key]
         if any(k is not Ellipsis and type(k) not in (int, slice) for k in keys) or keys.count(Ellipsis) > 1:
             return NotImplemented
         gap = [slice(None)] * (self.ndim - len(keys) + keys.count(Ellipsis))
@@ -284,7 +284,7 @@ class Logits(Promise):
 
     def _reshape(self, strict: bool, shape: tuple[Any, ...]) -> Any:
         if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)):
-            shape = tuple(shape[0])
+            shape = tuple(cast("tuple[Any, ...]", shape[0]))
         columns = self.shape[-1]
         if not shape or shape[-1] != columns or any(not isinstance(n, int) for n in shape):
             return NotImplemented
@@ -310,7 +310,7 @@ class Logits(Promise):
 
     def _cross_entropy(
         self,
-        target: Tensor,
+        target: Any,
         weight: Tensor | None = None,
         size_average: bool | None = None,
         ignore_index: int = -100,
@@ -330,19 +330,16 @@ class Logits(Promise):
         factor, softcap = (1.0, None) if self.outer is None else (self.outer, abs(self.outer))
 
         def loss(x: Tensor, linear_weight: Tensor, bias: Tensor | None) -> Tensor:
-            return cast(
-                Tensor,
-                liger.fused_linear_cross_entropy(
-                    x,
-                    linear_weight,
-                    target,
-                    bias,
-                    class_weight=weight,
-                    ignore_index=ignore_index,
-                    label_smoothing=label_smoothing,
-                    softcap=softcap,
-                    reduction=reduction,
-                ),
+            return liger.fused_linear_cross_entropy(
+                x,
+                linear_weight,
+                target,
+                bias,
+                class_weight=weight,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                softcap=softcap,
+                reduction=reduction,
             )
 
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()), self._autocast_as_then():

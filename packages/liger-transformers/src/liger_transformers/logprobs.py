@@ -41,7 +41,7 @@ def statistics(
 
     def question(x: Tensor, weight: Tensor, bias: Tensor | None, **form: Any) -> LogitStatistics:
         found = liger.fused_linear_logit_statistics(x, weight, ids, bias, ignore_index=ignore_index, **form, **wanted)
-        return cast("LogitStatistics", found)
+        return found
 
     return z.ask(question)
 
@@ -84,9 +84,18 @@ def _picks(z: Logits, index: Any) -> bool:
     )
 
 
+def _unsqueezed(t: Tensor) -> Tensor:
+    return t.unsqueeze(-1)
+
+
+def _squeezed(t: Tensor) -> Tensor:
+    return t.squeeze(-1)
+
+
 def _last(z: Logits, dim: Any) -> bool:
-    if isinstance(dim, (tuple, list)) and len(dim) == 1:
-        (dim,) = dim
+    if isinstance(dim, (tuple, list)):
+        dims = cast("list[Any] | tuple[Any, ...]", dim)
+        dim = dims[0] if len(dims) == 1 else None
     return type(dim) is int and dim in (-1, z.ndim - 1)
 
 
@@ -162,7 +171,7 @@ class LogSumExp(RowPromise):
 
     def step(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if function in UNSQUEEZE and not self.keepdim and (args or (kwargs.get("dim"),)) == (-1,):
-            return LogSumExp(self.z.apart(), self.dtype, True, self, lambda t: t.unsqueeze(-1))
+            return LogSumExp(self.z.apart(), self.dtype, True, self, _unsqueezed)
         return NotImplemented
 
     def stacked(self, parts: Any) -> Any:
@@ -205,7 +214,7 @@ class Picked(RowPromise):
                 return token_logprobs(self.z, self.index).view(self.shape).to(self.dtype)
         last = (args or (kwargs.get("dim"),)) in ((-1,), (self.ndim - 1,))
         if function in SQUEEZE and last and not self.squeezed and self.index.shape[-1] == 1:
-            return Picked(self.z.apart(), self.index, True, self, lambda t: t.squeeze(-1))
+            return Picked(self.z.apart(), self.index, True, self, _squeezed)
         return NotImplemented
 
 

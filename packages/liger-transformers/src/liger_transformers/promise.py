@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class Promise:
         kwargs = kwargs or {}
         for argument in args:
             if not isinstance(argument, Promise) and type(argument) is list and argument:
-                argument = argument[0]  # of torch.stack
+                argument = cast("list[Any]", argument)[0]  # of torch.stack
             if isinstance(argument, Promise):
                 if argument._tensor is None and (argument._base is None or not argument._base.settled):
                     result = argument.wait(function, args, kwargs)
@@ -122,10 +122,13 @@ def settle(value: Any) -> Any:
     """`value` with the tensor of every promise in it: itself, or in a list or a tuple."""
     if isinstance(value, Promise):
         return value.tensor()
-    if isinstance(value, (list, tuple)) and any(isinstance(v, Promise) for v in value):
-        values = [settle(v) for v in value]
-        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-    return value
+    if isinstance(value, (list, tuple)):
+        parts = cast("list[Any] | tuple[Any, ...]", value)
+        if any(isinstance(part, Promise) for part in parts):
+            values = [settle(part) for part in parts]
+            made: Any = type(parts)
+            return made(*values) if hasattr(parts, "_fields") else made(values)
+    return cast("Any", value)
 
 
 def follow(cls: type[Promise], *names: str) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +121,8 @@ def _of_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
 
 def _sorted(x: Tensor) -> Tensor:
     """The even columns, then the odd ones."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    pairs: Tensor = cast("Any", x).unflatten(-1, (-1, 2))
+    return pairs.transpose(-1, -2).flatten(-2)
 
 
 def _of_sorted(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
@@ -204,7 +205,8 @@ def _proved(function: Callable[..., Any]) -> Proved:
             got = function(q, k, *angles)
         except PROBE_ERRORS:
             continue  # a function that is not made for this layout is never called with it
-        if isinstance(got, tuple) and len(got) == 2 and all(map(_close, got, layout.op(q, k, *angles))):
+        results = cast("tuple[Any, ...]", got) if isinstance(got, tuple) else ()
+        if len(results) == 2 and all(map(_close, results, layout.op(q, k, *angles))):
             layouts.update({shape: layout for shape in layout.shapes if shape not in layouts})
             narrow = function(q.bfloat16(), k.bfloat16(), *angles)
             keeps = keeps and narrow[0].dtype == narrow[1].dtype == torch.bfloat16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, Literal
 
 from liger_conformance.interpreters.tileir.bytecode import Op
@@ -54,7 +54,7 @@ checks = Checks()
 
 
 @contextlib.contextmanager
-def checking(**changes: Any) -> Iterator[None]:
+def checking(**changes: Any) -> Generator[None, None, None]:
     """Change fields of `checks` until the context ends."""
     before = dataclasses.asdict(checks)
     dataclasses.replace(checks, **changes)  # which refuses unknown names

@@ -7,7 +7,7 @@ is kept of what is allocated so, and of what is written since, by PyTorch or by 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ def written_bytes(tensor: Tensor) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def tracking() -> Iterator[None]:
+def tracking() -> Generator[None, None, None]:
     """Keep the record until the context ends. What was allocated before counts as written.
 
     PyTorch writing to a part of an allocation counts as writing to all of it.

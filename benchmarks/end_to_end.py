@@ -26,6 +26,7 @@ has transformers' own attention, with its mask.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -208,35 +209,36 @@ def longest(job: Job) -> dict[str, Any]:
     """Find the longest sequence whose step fits, within `FEWER`.
 
     Memory grows with the length in proportion. So two short steps tell about which length is the longest; from a little above
-    it, each shorter one is tried until one fits.
+    it, each shorter one is tried until one fits. The second of the two did fit: if it doesn't afterwards, something keeps the
+    memory of a step that failed, and the row says so.
     """
     device = torch.get_device_module(job.device)
 
-    def step(tokens: int) -> int:
+    def step(tokens: int) -> tuple[int, float]:
+        gc.collect()  # of a step that didn't fit, an exception may be part of a cycle, with all that its frames hold
         device.empty_cache()
         device.reset_peak_memory_stats()
-        loss = forward(tokens)
-        finish(loss)
+        start = time.perf_counter()
+        finish(forward(tokens))
         device.synchronize()
-        return device.max_memory_allocated()
+        return device.max_memory_allocated(), (time.perf_counter() - start) * 1e3
 
     forward, finish, parameters = trainer(job._replace(batch=1, length=SHORT))
     step(SHORT)  # the optimizer's state
-    first, second = step(SHORT), step(2 * SHORT)
+    (first, _), (second, _) = step(SHORT), step(2 * SHORT)
     device.empty_cache()
     room = device.mem_get_info()[0] + device.memory_reserved() - first
-    tokens = floor_to(1.04 * (SHORT + room / ((second - first) / SHORT)), FINER)
-    while tokens > SHORT:
-        start = time.perf_counter()
+    tokens = max(2 * SHORT, floor_to(1.04 * (SHORT + room / ((second - first) / SHORT)), FINER))
+    while True:
         try:
-            peak = step(tokens)
+            peak, ms = step(tokens)
         except torch.OutOfMemoryError:
-            tokens = floor_to(FEWER * tokens, FINER)
+            if tokens == 2 * SHORT:
+                return {"note": f"{tokens} tokens fit, but not after a step that didn't: memory is kept"}
+            tokens = max(2 * SHORT, floor_to(FEWER * tokens, FINER))
         else:
-            ms = (time.perf_counter() - start) * 1e3
             found = {"ms": f"{ms:.0f}", "tokens_per_s": f"{tokens / ms * 1e3:.0f}", "peak_gb": _gb(peak)}
             return {"longest": tokens, "parameters": parameters, **found}
-    return {"note": f"no more than {SHORT} tokens fit"}
 
 
 def floor_to(number: float, step: int) -> int:
@@ -307,13 +309,13 @@ def trainer(job: Job) -> tuple[Callable[..., torch.Tensor], Callable[[torch.Tens
     run = torch.compile(loss_of) if "compile" in (way, *extras) else loss_of
 
     def finish(loss: torch.Tensor) -> None:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        try:
+            loss.backward()
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()  # also of a step that doesn't fit
 
     def forward(length: int = job.length) -> torch.Tensor:
-        if job.longest:
-            optimizer.zero_grad()  # of a step that didn't fit
         return run(tokens if length == job.length else tokens.repeat(1, math.ceil(length / job.length))[:, :length])
 
     return forward, finish, sum(parameter.numel() for parameter in model.parameters())

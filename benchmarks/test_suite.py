@@ -549,4 +549,30 @@ def test_the_longest_sequence_is_searched_from_above(monkeypatch: pytest.MonkeyP
     assert 90e9 / 1.02e6 * end_to_end.FEWER - end_to_end.FINER <= found["longest"] <= 90e9 / 1.02e6
     assert found["longest"] % end_to_end.FINER == 0
     assert found["longest"] == tried[-1] < tried[-2] < 1.05 * 90_000
+    assert all(tokens > 2 * end_to_end.SHORT for tokens in tried[3:])
     assert found["peak_gb"] == f"{held.peak / 1e9:.2f}"
+
+
+def test_memory_that_a_failed_step_keeps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not taken for the longest sequence: the shorter of them did fit before."""
+    taken = {"kept": 0}
+
+    def forward(tokens: int) -> torch.Tensor:
+        if taken["kept"] or tokens > 100_000:
+            taken["kept"] = 1
+            raise torch.OutOfMemoryError
+        taken["peak"] = tokens * 1_000_000
+        return torch.zeros(())
+
+    device = SimpleNamespace(
+        empty_cache=lambda: None,
+        synchronize=lambda: None,
+        reset_peak_memory_stats=lambda: None,
+        max_memory_allocated=lambda: taken["peak"],
+        mem_get_info=lambda: (100_000_000_000, 100_000_000_000),
+        memory_reserved=lambda: 0,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda name: device)
+    monkeypatch.setattr(end_to_end, "trainer", lambda job: (forward, lambda loss: None, 7))
+    found = end_to_end.longest(end_to_end.Job("llama-1b", "plain", 8, 2048, 1, False, "cuda", False, longest=True))
+    assert found == {"note": "16384 tokens fit, but not after a step that didn't: memory is kept"}

@@ -15,6 +15,9 @@ with fused kernels. Each way is a process of its own:
   `-compile`. `triton+rms_norm.swiglu-compile` leaves these ops to the reference. `measured` stands for the language that measured
   times choose.
 
+`plain` comes first, then ours, then the others, each with all models in turn. The record is written after each of them, so that a
+run which is cut off has what it measured.
+
 With ``--together 4``, four ways start at once and compile side by side; each is timed alone.
 
 With ``--longest``, a way's row has the longest sequence whose step fits the device's memory, one sequence a step.
@@ -27,11 +30,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -375,45 +378,60 @@ def place_of(kernel: str) -> str | None:
 READY, ROW = "#ready", "#row "
 """What a process says on a line when it waits to be timed, and at the end."""
 
+LATE = "#late"
+"""In place of a line of a process that was ended, since it took too long."""
+
 
 def in_their_processes(jobs: Sequence[Job], limit: float) -> Iterator[dict[str, Any]]:
     """What `measure` returns for each job, in a process of its own, or a note that says why that ended.
 
     All start at once. When the last of them is ready, each is timed while the others wait. One that isn't ready after `limit`
-    seconds, or that takes so long afterwards, is ended.
+    seconds, or that takes so long afterwards, is ended. So are all, where the caller stops.
     """
     words = [sys.executable, __file__, "--one"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     started = [subprocess.Popen([*words, json.dumps(job)], **pipes) for job in jobs]
-    until = time.monotonic() + limit
-    notes = [line_of(process, until - time.monotonic()) for process in started]
-    for process, ready in zip(started, notes, strict=True):
-        if ready != READY:
-            yield result_of(process, ready)
-            continue
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        yield result_of(process, line_of(process, limit))
+    try:
+        until = time.monotonic() + limit
+        notes = [line_of(process, until - time.monotonic()) for process in started]
+        for process, line in zip(started, notes, strict=True):
+            if line == READY:
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                line = line_of(process, limit)
+            yield result_of(process, line, limit)
+    finally:
+        for process in started:
+            process.kill()
 
 
 def line_of(process: subprocess.Popen[str], limit: float) -> str | None:
-    """The next line for us that a process writes; None: it ended, or was ended after `limit` seconds, one at least."""
-    watch = threading.Timer(max(1.0, limit), process.kill)  # who is ready in time has written it by now
+    """The next line for us that a process writes. `LATE`: it was ended after `limit` seconds, one at least; None: it ended."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        process.kill()
+
+    watch = threading.Timer(max(1.0, limit), end)  # who is ready in time has written it by now
     watch.start()
     try:
         assert process.stdout is not None
-        return next((line.rstrip("\n") for line in process.stdout if line.startswith((READY, ROW))), None)
+        line = next((line.rstrip("\n") for line in process.stdout if line.startswith((READY, ROW))), None)
     finally:
         watch.cancel()
+    return LATE if line is None and late.is_set() else line
 
 
-def result_of(process: subprocess.Popen[str], line: str | None) -> dict[str, Any]:
+def result_of(process: subprocess.Popen[str], line: str | None, limit: float) -> dict[str, Any]:
+    try:
+        code = process.wait(60.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
     if line is not None and line.startswith(ROW):
-        process.wait()
         return json.loads(line.removeprefix(ROW))
-    process.kill()
-    code = process.wait()
-    return {"note": "ended after --limit seconds" if code == -signal.SIGKILL else f"ended with {code}"}
+    return {"note": f"took longer than {limit:g} s" if line == LATE else f"ended with {code}"}
 
 
 def one(job: Job) -> dict[str, Any]:
@@ -421,7 +439,8 @@ def one(job: Job) -> dict[str, Any]:
 
     def gate() -> None:
         print(READY, flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            raise SystemExit("nobody waits for this way any more")
 
     try:
         return longest(job) if job.longest else measure(job, gate)
@@ -471,11 +490,18 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     if options.smoke:
         options.device, options.batch, options.length, options.steps = "cpu", 2, 16, 1
         options.ways = options.ways or ["plain", "torch", "torch-lean"]
-    options.ways = options.ways or ["plain", "compile", "liger", *ours]
+    options.ways = sorted(options.ways or ["plain", *ours, "compile", "liger"], key=_turn)
+    if options.longest and options.together > 1:
+        command.error("--longest takes --together 1: each way has the device's memory for itself")
     asked, options.ways = options.ways, [re.sub(r"\+[a-z0-9_.]+", "", way) for way in options.ways]
     command.check(options, measures=not options.render)
     options.ways = asked
     return options
+
+
+def _turn(way: str) -> int:
+    """When a way's turn comes: what a run that is cut off should have comes first."""
+    return 0 if way == "plain" else 2 if way in ("compile", "liger", "trl") else 1
 
 
 def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -492,22 +518,23 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
         return rows
     head = records.head_of(options.device)
     print(records.comment(head) + ",".join(COLUMNS), flush=True)
-    rows = []
-    for model in options.models:
-        first: list[float] | None = None
-        size = options.batch, options.length, options.steps
-        rest = options.checkpointing, options.device, options.smoke, options.warm, options.longest
-        jobs = [Job(model, way, *size, *rest) for way in options.ways]
-        for i in range(0, len(jobs), options.together):
-            group = jobs[i : i + options.together]
-            results = map(measure, group) if options.smoke else in_their_processes(group, options.limit)
-            for job, found in zip(group, results, strict=True):
-                losses = found.get("losses")
-                rows.append(row_of(job, found, first))
-                first = first or losses
-                print(",".join(map(str, rows[-1].values())), flush=True)
-    if not options.smoke:
-        write(head, rows, options)
+    rows: list[dict[str, Any]] = []
+    first: dict[str, list[float]] = {}
+    size = options.batch, options.length, options.steps
+    rest = options.checkpointing, options.device, options.smoke, options.warm, options.longest
+    groups = [options.ways[i : i + options.together] for i in range(0, len(options.ways), options.together)]
+    for group, model in itertools.product(groups, options.models):
+        jobs = [Job(model, way, *size, *rest) for way in group]
+        results = map(measure, jobs) if options.smoke else in_their_processes(jobs, options.limit)
+        for job, found in zip(jobs, results, strict=True):
+            losses = found.get("losses")
+            row = row_of(job, found, first.get(model))
+            if losses:
+                first.setdefault(model, losses)
+            print(",".join(map(str, row.values())), flush=True)
+            rows = sorted([*rows, row], key=lambda row: options.models.index(row["model"]))
+            if not options.smoke:
+                write(head, rows, options)
     return rows
 
 

@@ -15,6 +15,9 @@ with fused kernels. Each way is a process of its own:
   `-compile`. `triton+rms_norm.swiglu-compile` leaves these ops to the reference. `measured` stands for the language that measured
   times choose.
 
+`plain` comes first, then ours, then the others, each with all models in turn. The record is written after each of them, so that a
+run which is cut off has what it measured.
+
 With ``--together 4``, four ways start at once and compile side by side; each is timed alone.
 
 With ``--longest``, a way's row has the longest sequence whose step fits the device's memory, one sequence a step.
@@ -26,11 +29,12 @@ has transformers' own attention, with its mask.
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import math
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -208,35 +212,36 @@ def longest(job: Job) -> dict[str, Any]:
     """Find the longest sequence whose step fits, within `FEWER`.
 
     Memory grows with the length in proportion. So two short steps tell about which length is the longest; from a little above
-    it, each shorter one is tried until one fits.
+    it, each shorter one is tried until one fits. The second of the two did fit: if it doesn't afterwards, something keeps the
+    memory of a step that failed, and the row says so.
     """
     device = torch.get_device_module(job.device)
 
-    def step(tokens: int) -> int:
+    def step(tokens: int) -> tuple[int, float]:
+        gc.collect()  # of a step that didn't fit, an exception may be part of a cycle, with all that its frames hold
         device.empty_cache()
         device.reset_peak_memory_stats()
-        loss = forward(tokens)
-        finish(loss)
+        start = time.perf_counter()
+        finish(forward(tokens))
         device.synchronize()
-        return device.max_memory_allocated()
+        return device.max_memory_allocated(), (time.perf_counter() - start) * 1e3
 
     forward, finish, parameters = trainer(job._replace(batch=1, length=SHORT))
     step(SHORT)  # the optimizer's state
-    first, second = step(SHORT), step(2 * SHORT)
+    (first, _), (second, _) = step(SHORT), step(2 * SHORT)
     device.empty_cache()
     room = device.mem_get_info()[0] + device.memory_reserved() - first
-    tokens = floor_to(1.04 * (SHORT + room / ((second - first) / SHORT)), FINER)
-    while tokens > SHORT:
-        start = time.perf_counter()
+    tokens = max(2 * SHORT, floor_to(1.04 * (SHORT + room / ((second - first) / SHORT)), FINER))
+    while True:
         try:
-            peak = step(tokens)
+            peak, ms = step(tokens)
         except torch.OutOfMemoryError:
-            tokens = floor_to(FEWER * tokens, FINER)
+            if tokens == 2 * SHORT:
+                return {"note": f"{tokens} tokens fit, but not after a step that didn't: memory is kept"}
+            tokens = max(2 * SHORT, floor_to(FEWER * tokens, FINER))
         else:
-            ms = (time.perf_counter() - start) * 1e3
             found = {"ms": f"{ms:.0f}", "tokens_per_s": f"{tokens / ms * 1e3:.0f}", "peak_gb": _gb(peak)}
             return {"longest": tokens, "parameters": parameters, **found}
-    return {"note": f"no more than {SHORT} tokens fit"}
 
 
 def floor_to(number: float, step: int) -> int:
@@ -307,13 +312,13 @@ def trainer(job: Job) -> tuple[Callable[..., torch.Tensor], Callable[[torch.Tens
     run = torch.compile(loss_of) if "compile" in (way, *extras) else loss_of
 
     def finish(loss: torch.Tensor) -> None:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        try:
+            loss.backward()
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()  # also of a step that doesn't fit
 
     def forward(length: int = job.length) -> torch.Tensor:
-        if job.longest:
-            optimizer.zero_grad()  # of a step that didn't fit
         return run(tokens if length == job.length else tokens.repeat(1, math.ceil(length / job.length))[:, :length])
 
     return forward, finish, sum(parameter.numel() for parameter in model.parameters())
@@ -373,45 +378,60 @@ def place_of(kernel: str) -> str | None:
 READY, ROW = "#ready", "#row "
 """What a process says on a line when it waits to be timed, and at the end."""
 
+LATE = "#late"
+"""In place of a line of a process that was ended, since it took too long."""
+
 
 def in_their_processes(jobs: Sequence[Job], limit: float) -> Iterator[dict[str, Any]]:
     """What `measure` returns for each job, in a process of its own, or a note that says why that ended.
 
     All start at once. When the last of them is ready, each is timed while the others wait. One that isn't ready after `limit`
-    seconds, or that takes so long afterwards, is ended.
+    seconds, or that takes so long afterwards, is ended. So are all, where the caller stops.
     """
     words = [sys.executable, __file__, "--one"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     started = [subprocess.Popen([*words, json.dumps(job)], **pipes) for job in jobs]
-    until = time.monotonic() + limit
-    notes = [line_of(process, until - time.monotonic()) for process in started]
-    for process, ready in zip(started, notes, strict=True):
-        if ready != READY:
-            yield result_of(process, ready)
-            continue
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        yield result_of(process, line_of(process, limit))
+    try:
+        until = time.monotonic() + limit
+        notes = [line_of(process, until - time.monotonic()) for process in started]
+        for process, line in zip(started, notes, strict=True):
+            if line == READY:
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                line = line_of(process, limit)
+            yield result_of(process, line, limit)
+    finally:
+        for process in started:
+            process.kill()
 
 
 def line_of(process: subprocess.Popen[str], limit: float) -> str | None:
-    """The next line for us that a process writes; None: it ended, or was ended after `limit` seconds, one at least."""
-    watch = threading.Timer(max(1.0, limit), process.kill)  # who is ready in time has written it by now
+    """The next line for us that a process writes. `LATE`: it was ended after `limit` seconds, one at least; None: it ended."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        process.kill()
+
+    watch = threading.Timer(max(1.0, limit), end)  # who is ready in time has written it by now
     watch.start()
     try:
         assert process.stdout is not None
-        return next((line.rstrip("\n") for line in process.stdout if line.startswith((READY, ROW))), None)
+        line = next((line.rstrip("\n") for line in process.stdout if line.startswith((READY, ROW))), None)
     finally:
         watch.cancel()
+    return LATE if line is None and late.is_set() else line
 
 
-def result_of(process: subprocess.Popen[str], line: str | None) -> dict[str, Any]:
+def result_of(process: subprocess.Popen[str], line: str | None, limit: float) -> dict[str, Any]:
+    try:
+        code = process.wait(60.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
     if line is not None and line.startswith(ROW):
-        process.wait()
         return json.loads(line.removeprefix(ROW))
-    process.kill()
-    code = process.wait()
-    return {"note": "ended after --limit seconds" if code == -signal.SIGKILL else f"ended with {code}"}
+    return {"note": f"took longer than {limit:g} s" if line == LATE else f"ended with {code}"}
 
 
 def one(job: Job) -> dict[str, Any]:
@@ -419,7 +439,8 @@ def one(job: Job) -> dict[str, Any]:
 
     def gate() -> None:
         print(READY, flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            raise SystemExit("nobody waits for this way any more")
 
     try:
         return longest(job) if job.longest else measure(job, gate)
@@ -469,11 +490,18 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     if options.smoke:
         options.device, options.batch, options.length, options.steps = "cpu", 2, 16, 1
         options.ways = options.ways or ["plain", "torch", "torch-lean"]
-    options.ways = options.ways or ["plain", "compile", "liger", *ours]
+    options.ways = sorted(options.ways or ["plain", *ours, "compile", "liger"], key=_turn)
+    if options.longest and options.together > 1:
+        command.error("--longest takes --together 1: each way has the device's memory for itself")
     asked, options.ways = options.ways, [re.sub(r"\+[a-z0-9_.]+", "", way) for way in options.ways]
     command.check(options, measures=not options.render)
     options.ways = asked
     return options
+
+
+def _turn(way: str) -> int:
+    """When a way's turn comes: what a run that is cut off should have comes first."""
+    return 0 if way == "plain" else 2 if way in ("compile", "liger", "trl") else 1
 
 
 def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -490,22 +518,23 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
         return rows
     head = records.head_of(options.device)
     print(records.comment(head) + ",".join(COLUMNS), flush=True)
-    rows = []
-    for model in options.models:
-        first: list[float] | None = None
-        size = options.batch, options.length, options.steps
-        rest = options.checkpointing, options.device, options.smoke, options.warm, options.longest
-        jobs = [Job(model, way, *size, *rest) for way in options.ways]
-        for i in range(0, len(jobs), options.together):
-            group = jobs[i : i + options.together]
-            results = map(measure, group) if options.smoke else in_their_processes(group, options.limit)
-            for job, found in zip(group, results, strict=True):
-                losses = found.get("losses")
-                rows.append(row_of(job, found, first))
-                first = first or losses
-                print(",".join(map(str, rows[-1].values())), flush=True)
-    if not options.smoke:
-        write(head, rows, options)
+    rows: list[dict[str, Any]] = []
+    first: dict[str, list[float]] = {}
+    size = options.batch, options.length, options.steps
+    rest = options.checkpointing, options.device, options.smoke, options.warm, options.longest
+    groups = [options.ways[i : i + options.together] for i in range(0, len(options.ways), options.together)]
+    for group, model in itertools.product(groups, options.models):
+        jobs = [Job(model, way, *size, *rest) for way in group]
+        results = map(measure, jobs) if options.smoke else in_their_processes(jobs, options.limit)
+        for job, found in zip(jobs, results, strict=True):
+            losses = found.get("losses")
+            row = row_of(job, found, first.get(model))
+            if losses:
+                first.setdefault(model, losses)
+            print(",".join(map(str, row.values())), flush=True)
+            rows = sorted([*rows, row], key=lambda row: options.models.index(row["model"]))
+            if not options.smoke:
+                write(head, rows, options)
     return rows
 
 

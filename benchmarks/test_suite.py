@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -540,9 +541,10 @@ def test_a_way_that_ends_is_a_row_that_says_so(
 ) -> None:
     """It ends by itself, or since it takes too long. The others go on."""
     code = (
-        "import json, sys, time\n"
+        "import json, os, sys, time\n"
         "job = json.loads(sys.argv[2])\n"
         "if job[1] == 'dies': sys.exit(3)\n"
+        "if job[1] == 'is killed': os.kill(os.getpid(), 9)\n"
         "time.sleep(60 if job[1] == 'sleeps' else 0)\n"
         "print('noise\\n#ready', flush=True); sys.stdin.readline()\n"
         "print('#row ' + json.dumps({'ms': job[1]}), flush=True)\n"
@@ -554,15 +556,50 @@ def test_a_way_that_ends_is_a_row_that_says_so(
 
     monkeypatch.setattr(end_to_end.subprocess, "Popen", run)
     jobs = [
-        end_to_end.Job("llama-1b", way, 1, 1, 1, False, "cpu", True) for way in ("plain", "dies", "sleeps", "liger")
+        end_to_end.Job("llama-1b", way, 1, 1, 1, False, "cpu", True)
+        for way in ("plain", "dies", "is killed", "sleeps", "liger")
     ]
     found = [*end_to_end.in_their_processes(jobs, 2.0)]
     assert found == [
         {"ms": "plain"},
         {"note": "ended with 3"},
-        {"note": "ended after --limit seconds"},
+        {"note": "ended with -9"},
+        {"note": "took longer than 2 s"},
         {"ms": "liger"},
     ]
+
+
+def test_a_run_that_is_cut_off_has_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the ways before: plain, then ours, of all models. What the way is that it is cut off at has no row."""
+    asked: list[tuple[str, str]] = []
+
+    def measured(jobs: list[end_to_end.Job], limit: float) -> Iterator[dict[str, Any]]:
+        for job in jobs:
+            asked.append((job.model, job.way))
+            if job.way == "liger":
+                raise KeyboardInterrupt
+            yield {"ms": "1.0", "losses": [2.0, 1.0]} if job.model == "llama-1b" else {"note": "took longer than 40 s"}
+
+    monkeypatch.setattr(end_to_end, "in_their_processes", measured)
+    head = dict.fromkeys(("machine", "versions", "load", "date", "commit"), "one")
+    monkeypatch.setattr(records, "head_of", lambda device: head)
+    models, ways = ["llama-1b", "qwen3-moe-8-layers"], ["plain", "triton-lean", "liger"]
+    words = [f"--models={','.join(models)}", "--ways=liger,triton-lean,plain", "--device=cuda", f"--out={tmp_path}"]
+    with pytest.raises(KeyboardInterrupt):
+        end_to_end.main(words)
+    assert asked == [*((model, way) for way in ways[:2] for model in models), ("llama-1b", "liger")]
+    (path,) = tmp_path.glob("*.csv")
+    _, rows = records.read_csv(path)
+    assert [(row["model"], row["way"]) for row in rows] == [*itertools.product(models, ways[:2])]
+    assert [row["note"] for row in rows] == ["", "", "took longer than 40 s", "took longer than 40 s"]
+    assert rows[1]["loss_off"] == "0.0e+00"
+    assert "took longer than 40 s" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_each_way_has_the_memory_for_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        end_to_end.parse(["--longest", "--together=2", "--device=cuda"])
+    assert "--longest takes --together 1" in capsys.readouterr().err
 
 
 def test_ways_that_leave_ops_to_the_reference() -> None:
@@ -610,4 +647,30 @@ def test_the_longest_sequence_is_searched_from_above(monkeypatch: pytest.MonkeyP
     assert 90e9 / 1.02e6 * end_to_end.FEWER - end_to_end.FINER <= found["longest"] <= 90e9 / 1.02e6
     assert found["longest"] % end_to_end.FINER == 0
     assert found["longest"] == tried[-1] < tried[-2] < 1.05 * 90_000
+    assert all(tokens > 2 * end_to_end.SHORT for tokens in tried[3:])
     assert found["peak_gb"] == f"{held.peak / 1e9:.2f}"
+
+
+def test_memory_that_a_failed_step_keeps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not taken for the longest sequence: the shorter of them did fit before."""
+    taken = {"kept": 0}
+
+    def forward(tokens: int) -> torch.Tensor:
+        if taken["kept"] or tokens > 100_000:
+            taken["kept"] = 1
+            raise torch.OutOfMemoryError
+        taken["peak"] = tokens * 1_000_000
+        return torch.zeros(())
+
+    device = SimpleNamespace(
+        empty_cache=lambda: None,
+        synchronize=lambda: None,
+        reset_peak_memory_stats=lambda: None,
+        max_memory_allocated=lambda: taken["peak"],
+        mem_get_info=lambda: (100_000_000_000, 100_000_000_000),
+        memory_reserved=lambda: 0,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda name: device)
+    monkeypatch.setattr(end_to_end, "trainer", lambda job: (forward, lambda loss: None, 7))
+    found = end_to_end.longest(end_to_end.Job("llama-1b", "plain", 8, 2048, 1, False, "cuda", False, longest=True))
+    assert found == {"note": "16384 tokens fit, but not after a step that didn't: memory is kept"}

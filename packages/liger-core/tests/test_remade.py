@@ -132,6 +132,20 @@ def test_what_nobody_saves_is_not_held() -> None:
         assert memory.expired()
 
 
+@pytest.mark.parametrize("consumer", [torch.exp, liger_core.softmax, lambda h: F.scaled_dot_product_attention(h, h, h)])
+def test_a_graph_that_has_no_backward_is_let_go(toys: None, consumer: Callable[[Tensor], Tensor]) -> None:
+    """As when memory ran out in forward: also where an operator saves its own result."""
+    x, weight = draw(1, 2, 4, 8).requires_grad_(), draw(8).requires_grad_()
+    with lean():
+        h = liger_core.rms_norm(x, weight)
+        y = consumer(h)
+        memory = [StorageWeakRef(t.untyped_storage()) for t in (h, y)]
+        z = y.sum()
+    del h, y, z
+    gc.collect()
+    assert all(m.expired() for m in memory)
+
+
 def test_in_place_changes() -> None:
     """Of what is kept: an error, as autograd's own."""
     model, x, wanted = block()

@@ -45,15 +45,18 @@ def test_they_stay_by_default(calls: Counter[str]) -> None:
 
 
 def test_unlike_experts_are_reported(calls: Counter[str]) -> None:
-    """gpt_oss has biases, columns of gate and up by turns, and an activation of its own."""
+    """gpt_oss has biases: its experts stay. Their gate is swiglu: clamped, of columns by turns, with one added."""
     model = build("gpt_oss")
     swapped = copy.deepcopy(model)
     report = liger_transformers.apply(swapped, experts=True)
     why = "it has down_proj_bias, gate_up_proj_bias; fused_moe takes gate_up_proj and down_proj"
     assert report.left == {("GptOssExperts", why): 2}
+    assert report.swapped["GptOssExperts._apply_gate", "swiglu(turns=1, limit=7, alpha=1.702, shift=1)"] == 2
     want = run(model, batch())
+    calls.clear()
     assert_same(want, run(swapped, batch()))
     assert calls["fused_moe"] == 0
+    assert calls["swiglu"] >= 2
 
 
 class Experts(nn.Module):
@@ -143,6 +146,57 @@ def test_calls_that_the_op_does_not_take(case: str, calls: Counter[str]) -> None
     calls.clear()
     torch.testing.assert_close(model[0](x, index, *([] if keywords else [weights]), **keywords), want)
     assert not calls["fused_moe"]
+
+
+class OwnGate(nn.Module):
+    """A gate that is no module, in the few forms that models have."""
+
+    def __init__(self, turns: bool, limit: float | None, alpha: float, shift: float, square: bool = False) -> None:
+        super().__init__()
+        self.turns, self.limit, self.alpha, self.shift, self.square = turns, limit, alpha, shift, square
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if self.turns else gate_up.chunk(2, -1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        y = (up + self.shift) * (gate * torch.sigmoid(gate * self.alpha))
+        return y * y if self.square else y
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return self._apply_gate(gate_up)
+
+
+@pytest.mark.parametrize(
+    ("options", "op"),
+    [
+        ((False, None, 1.0, 0.0), "swiglu"),
+        ((True, 7.0, 1.702, 1.0), "swiglu(turns=1, limit=7, alpha=1.702, shift=1)"),
+        ((False, 7.0, 1.702, 1.0), "swiglu(limit=7, alpha=1.702, shift=1)"),
+        ((False, 500.0, 1.0, 0.0), "swiglu(limit=500)"),
+    ],
+)
+def test_gates_that_are_no_modules(options: tuple[Any, ...], op: str, calls: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(OwnGate(*options)), (torch.randn(9, 12) * 9).requires_grad_()
+    want = model(x)
+    (gradient,) = torch.autograd.grad(want.square().sum(), x)
+    report = liger_transformers.apply(model)
+    assert report.swapped == {("OwnGate._apply_gate", op): 1}
+    assert liger_transformers.apply(model) == report
+    calls.clear()
+    got = model(x)
+    assert calls == {"swiglu": 1}
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.square().sum(), x)[0], gradient)
+    liger_transformers.restore(model)
+    assert type(model[0]) is OwnGate
+
+
+def test_a_gate_that_is_left() -> None:
+    model = nn.Sequential(OwnGate(False, 7.0, 1.702, 1.0, square=True))
+    report = liger_transformers.apply(model, strict=False)
+    assert report.left == {("OwnGate._apply_gate", "its _apply_gate is not swiglu"): 1}
+    assert not liger_transformers.apply(nn.Sequential(OwnGate(False, 7.0, 1.0, 1.0)), glu=False, strict=False).swapped
 
 
 @pytest.fixture

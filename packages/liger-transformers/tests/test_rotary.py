@@ -162,6 +162,21 @@ def test_calls_that_no_op_takes(arguments: tuple[Tensor, ...], options: dict[str
     assert not calls
 
 
+def test_queries_alone_are_the_models_own(calls: Counter[str]) -> None:
+    """A layer that shares another one's keys turns its queries alone (mistral_large4 of transformers 5.24)."""
+
+    def either(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> Any:
+        return standard(q, q if k is None else k, cos, sin)[0], None if k is None else standard(q, k, cos, sin)[1]
+
+    model, (q, k, cos, sin) = nn.Sequential(attention(either)), call(B)
+    liger_transformers.apply(model)
+    calls.clear()
+    torch.testing.assert_close(model[0](q, None, cos, sin), either(q, None, cos, sin))
+    assert not calls
+    model[0](q, k, cos, sin)
+    assert calls["rope"] == 1
+
+
 def test_a_function_that_is_no_op_is_reported() -> None:
     report = liger_transformers.apply(nn.Sequential(attention(own_angles)), strict=False)
     ((_, why),) = report.left

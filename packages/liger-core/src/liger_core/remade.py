@@ -141,7 +141,9 @@ class Keeper:
         if (known := self._known(tensor)) is not None:
             return known.call.use(known.number, tensor)
         strides = tensor.stride() if self.outer is not None and tensor.layout is torch.strided else ()
-        return Kept(tensor if self.outer is None else self.outer[0](tensor), tensor._version, strides)
+        # Undetached, the result that an attention saves would hold the node that saves it: a cycle that only backward undoes.
+        kept = tensor.detach() if self.outer is None else self.outer[0](tensor)
+        return Kept(kept, tensor._version, strides)
 
     def unpack(self, packed: Kept | Use) -> Tensor:
         """The tensor again."""

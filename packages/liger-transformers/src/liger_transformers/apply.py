@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import liger_core as liger
 from liger_transformers import leaves
 from liger_transformers.experts import experts as mixture_experts
+from liger_transformers.experts import gate as own_gate
 from liger_transformers.head import Lazy, head_of, swap_head
 from liger_transformers.lean import layer
 from liger_transformers.rotary import OPS as ROTARY_OPS
@@ -135,6 +136,8 @@ def apply(
             _become(module, rotary(module), wanted, report)
         _become(module, mixture_experts(module), wanted, report)
         gates = glu and "fused_moe" not in (swapped_for(module) or "")
+        if gates:
+            _become(module, own_gate(module), wanted, report, f"{type(module).__name__}._apply_gate")
         for name, child, found in leaves.activations(module) if gates else ():
             if isinstance(found, type) and found is not type(child):
                 child = copy.copy(child)  # some models share one activation among modules

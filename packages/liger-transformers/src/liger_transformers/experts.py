@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,8 +22,8 @@ ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_tanh"}
 
 def experts(module: nn.Module) -> Found:
     """The swap of a module with the parameters that transformers' experts interface reads, `gate_up_proj` and `down_proj`."""
-    if (op := swapped_for(module)) is not None:
-        return type(module) if "fused_moe" in op else None
+    if "fused_moe" in (swapped_for(module) or ""):
+        return type(module)
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     if {p.dim() for name, p in parameters.items() if name in ("gate_up_proj", "up_proj", "down_proj")} != {3}:
         return None
@@ -117,6 +119,60 @@ def _swap(cls: type[nn.Module], activation: str, transposed: bool, limit: float 
     new = subclass(cls, forward, f"fused_moe(activation={activation!r}{'' if limit is None else f', limit={limit:g}'})")
     new.fused = staticmethod(fused)  # type: ignore[attr-defined]
     return new
+
+
+def gate(module: nn.Module) -> Found:
+    """The swap of experts whose gate is no module: `_apply_gate`, which transformers' experts interface calls.
+
+    It gets both factors in one tensor: of gpt_oss by turns, the gate clamped from above and the other factor from both sides.
+    """
+    cls = original_class(type(module))
+    own = getattr(cls, "_apply_gate", None)
+    if own is None or module._modules or not callable(own):
+        return None
+    numbers = {value for _, value in simple(module) if type(value) is float and value > 0}
+    return _gate_class(cls, own, tuple(sorted(numbers)), simple(module))
+
+
+@functools.cache
+def _gate_class(
+    cls: type[nn.Module],
+    own: Callable[[nn.Module, Tensor], Tensor],
+    numbers: tuple[float, ...],
+    attributes: tuple[tuple[str, Any], ...],
+) -> Found:
+    stand_in = object.__new__(cls)
+    nn.Module.__init__(stand_in)
+    stand_in.__dict__.update(attributes)
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    inputs = [draw(7, 24) * scale for scale in (0.3, 3.0, 30.0, 10 * max(numbers, default=1.0))]
+    try:
+        with torch.no_grad():
+            wanted = [own(stand_in, x) for x in inputs]
+    except PROBE_ERRORS as error:
+        return f"its _apply_gate raises {type(error).__name__} on a tensor of both factors"
+    for turns, limit, alpha, shift in itertools.product((False, True), (None, *numbers), (1.0, *numbers), (0.0, 1.0)):
+        form = functools.partial(_gated, turns=turns, limit=limit, alpha=alpha, shift=shift)
+        if all(_close(want, form(x)) for want, x in zip(wanted, inputs, strict=True)):
+            words = {"turns": turns, "limit": limit, "alpha": None if alpha == 1 else alpha, "shift": shift}
+            given = ", ".join(f"{name}={value:g}" for name, value in words.items() if value)
+            new = subclass(cls, cls.forward, f"swiglu({given})" if given else "swiglu")
+            new._apply_gate = staticmethod(form)  # type: ignore[attr-defined]
+            return new
+    return "its _apply_gate is not swiglu"
+
+
+def _close(want: Any, got: Tensor) -> bool:
+    return isinstance(want, Tensor) and want.shape == got.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def _gated(gate_up: Tensor, turns: bool, limit: float | None, alpha: float, shift: float) -> Tensor:
+    """g · sigmoid(alpha · g) · (u + shift): g · sigmoid(alpha · g) is silu(alpha · g) / alpha."""
+    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if turns else gate_up.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    up = up + shift if shift else up
+    return liger.swiglu(gate, up, gate_multiplier=alpha, down_multiplier=1.0 / alpha)
 
 
 def register_experts() -> None:

@@ -260,7 +260,7 @@ def _swap(original: Callable[..., Any], proved: Proved) -> Callable[..., Any]:
         q, k = settle(q), settle(k)
         usual = not args and (not kwargs or (len(kwargs) == 1 and kwargs.get("unsqueeze_dim") == 1))
         sections = len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple))
-        turned = (usual or sections) and not (cos.requires_grad or sin.requires_grad)
+        turned = (usual or sections) and k is not None and not (cos.requires_grad or sin.requires_grad)
         op = op_of(q, k, cos, sections) if turned else None
         return original(q, k, cos, sin, *args, **kwargs) if op is None else op(q, k, cos, sin, *args)
 

@@ -274,7 +274,7 @@ def _plan(op: Op[..., Any], arguments: dict[str, Any]) -> Plan:
     chosen = _choose(mesh, given, names, more)
     if not _may_be_divided(op, arguments, rule is not None and rule.means):
         chosen = [dim if dim in more else None for dim in chosen]
-    taken = {}
+    taken: dict[str, tuple[tuple[Placement, ...], tuple[Placement, ...] | None]] = {}
     for name, tensor in given.items():
         wanted = _placements(chosen, names[name], tensor.shape, Replicate())
         gradient = _placements(chosen, names[name], tensor.shape, Partial())

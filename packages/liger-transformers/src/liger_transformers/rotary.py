@@ -256,12 +256,12 @@ def _swap(original: Callable[..., Any], proved: Proved) -> Callable[..., Any]:
         same = q.dtype == k.dtype == cos.dtype or proved.keeps or torch.is_autocast_enabled(q.device.type)
         return layout.op if same else None
 
-    def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def apply_rotary(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         q, k = settle(q), settle(k)
         usual = not args and (not kwargs or (len(kwargs) == 1 and kwargs.get("unsqueeze_dim") == 1))
         sections = len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple))
-        turned = (usual or sections) and k is not None and not (cos.requires_grad or sin.requires_grad)
-        op = op_of(q, k, cos, sections) if turned else None
+        turned = (usual or sections) and not (cos.requires_grad or sin.requires_grad)
+        op = op_of(q, k, cos, sections) if turned and k is not None else None
         return original(q, k, cos, sin, *args, **kwargs) if op is None else op(q, k, cos, sin, *args)
 
     def apply_complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -373,7 +373,9 @@ class Kernels(MoEKernels):
         activation: Activation,
         exact: bool,
     ) -> None:
-        _launch_up(factors, activated, routing.gathered(x), gate, up, *routing.tables(), routing.rows, exact, *activation)
+        _launch_up(
+            factors, activated, routing.gathered(x), gate, up, *routing.tables(), routing.rows, exact, *activation
+        )
 
     def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
         """Sorted."""

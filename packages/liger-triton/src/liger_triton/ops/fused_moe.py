@@ -447,8 +447,8 @@ class Kernels(MoEKernels):
         width, deep, named = _tile(x, routing.rows, columns, depth, "up")
         tiles = routing.tile_experts.shape[0]
         _up[(tiles * ((columns + width - 1) // width),)](
-            factors, activated, x, gate, up, routing.order, *routing.tables(), experts, tiles, routing.per_token(), columns, depth,
-            activation.limit, *x.stride(), *gate.stride(), GELU=activation.gelu, EXACT=exact,
+            factors, activated, x, gate, up, routing.order, *routing.tables(), experts, tiles, routing.per_token(), columns,
+            depth, activation.limit, *x.stride(), *gate.stride(), GELU=activation.gelu, EXACT=exact,
             EVEN=not depth % deep, WHOLE=not columns % width,
             ROWS=routing.rows, COLUMNS=width, DEPTH=deep, TURN=TILES_IN_TURN, **named,
         )  # fmt: skip

@@ -61,11 +61,11 @@ class Make:
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """Integers in [low, high)."""
-        return torch.randint(low, high, shape, generator=self._cpu).to(device=self.device, dtype=dtype)
+        return torch.randint(low, high, shape, generator=self._cpu, device="cpu").to(device=self.device, dtype=dtype)
 
     def mask(self, probability: float, *shape: int) -> Tensor:
         """True with the given probability."""
-        return (torch.rand(shape, generator=self._cpu) < probability).to(self.device)
+        return (torch.rand(shape, generator=self._cpu, device="cpu") < probability).to(self.device)
 
 
 class Blank(Make):

@@ -31,7 +31,7 @@ def normal(draw: torch.Generator, *shape: int) -> Tensor:
 
 def divergence(vocabulary: int, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     """What it is called with: by name, and the place of the vocabulary in those that have it."""
-    draw, options = torch.Generator().manual_seed(vocabulary), dict(options)
+    draw, options = torch.Generator(torch.get_default_device()).manual_seed(vocabulary), dict(options)
     given: dict[str, Any] = {
         "student_x": normal(draw, ROWS, HIDDEN),
         "student_weight": normal(draw, vocabulary, HIDDEN),
@@ -46,7 +46,7 @@ def divergence(vocabulary: int, options: dict[str, Any], dtype: torch.dtype) -> 
 
 def policy(vocabulary: int, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     """The same of grpo_loss."""
-    draw, options = torch.Generator().manual_seed(vocabulary), dict(options)
+    draw, options = torch.Generator(torch.get_default_device()).manual_seed(vocabulary), dict(options)
     given: dict[str, Any] = {
         "logits": normal(draw, ROWS, LENGTH + 1, vocabulary),
         "old_logps": normal(draw, ROWS, LENGTH) - 2,
@@ -190,7 +190,7 @@ def allocate() -> tuple[int, int]:
     import chunked
 
     rows, vocabulary = 64, 80
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(0)
     x, teacher = (normal(draw, rows, HIDDEN).float() for _ in range(2))
     head, teachers = (normal(draw, vocabulary, HIDDEN).float() for _ in range(2))
     part, its = (mine(weight, 0, vocabulary).clone() for weight in (head, teachers))

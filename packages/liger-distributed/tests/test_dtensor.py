@@ -580,7 +580,7 @@ def shared_gradient() -> None:
     """Two leaves whose gradient is one tensor get one each."""
     import reference_kernels
 
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(0)
     x, residual = (spread(torch.randn(4, 8, generator=draw), 0).requires_grad_() for _ in range(2))
     weight = spread(torch.ones(8), None).requires_grad_()
     with reference_kernels.installed():

@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 def data(few: int) -> tuple[Tensor, Tensor]:
     """Tokens and labels of all processes and calls, ``[processes, calls, 2, ROWS]``; process 1 has few labels, or none."""
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(1)
     tokens = torch.randint(VOCABULARY, (dist.get_world_size(), CALLS, 2, ROWS), generator=draw)
     target = torch.randint(VOCABULARY, tokens.shape, generator=draw)
     target[0, 0, 0, :2] = -100

@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 def given(call: Call, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
     """The tensors that are differentiated by, the target and the options, the same in every process."""
-    draw = torch.Generator().manual_seed(call.vocabulary)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(call.vocabulary)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
 
@@ -76,6 +76,18 @@ CASES = (
     Case("partial-odd-halves", "option", batch=2, length=5, q_heads=2, k_heads=1, head=33, columns=10, tables=2),
     Case(
         "partial-contiguous", "option", batch=2, length=5, q_heads=2, k_heads=1, head=40, columns=24, transposed=False
+    ),
+    Case(
+        "heads-side-by-side",
+        "option",
+        how=How(layouts={"q": "channels_last", "cos": "outermost_last", "sin": "expanded"}),
+        batch=2,
+        length=5,
+        q_heads=9,
+        k_heads=1,
+        head=97,
+        columns=48,
+        tables=1,
     ),
     Case("two-columns", "option", batch=1, length=5, q_heads=2, k_heads=1, head=5, columns=2),
     Case("float32-tables", "option", batch=2, length=5, q_heads=3, k_heads=1, head=16, table_dtype=torch.float32),

@@ -20,7 +20,7 @@ _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)((?
 _REGISTER = re.compile(r"([-~]?)(U?R(?:\d+|Z))((?:\.\w+)*)$")
 _PREDICATE = re.compile(r"[!~]?U?P[0-9T]$")
 _ADDRESS = re.compile(r"(?<![\w\]])\[([^\]]+)\]|desc\[\w+\]\[([^\]]+)\]")
-_BYTES = {"64": 8, "128": 16, "256": 32}
+_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 # They write a register after a predicate. Others that begin with one write no register.
 _AFTER_A_PREDICATE = ("SHFL", "LOP3", "ULOP3", "ATOM", "ATOMG", "ATOMS", "VOTE", "VOTEU", "ELECT", "MATCH", "R2UR")
@@ -51,7 +51,7 @@ class _Instruction(NamedTuple):
 
 
 def unaligned(sass: str) -> tuple[str, ...]:
-    """The accesses of several words whose addresses aren't multiples of their size in every thread.
+    """The accesses whose addresses aren't multiples of their size in every thread.
 
     Args:
         sass: what cuobjdump prints of a program of one kernel.
@@ -83,12 +83,12 @@ def _parsed(sass: str) -> list[_Instruction]:
 
 
 def _size(instruction: _Instruction) -> int:
-    """Bytes that an access takes at once, to which it must be aligned; 0 for those of a word, and for what is none."""
+    """Bytes that an access takes at once, to which it must be aligned: a word unless it says otherwise. 0 for what is none."""
     if instruction.name in ("LDSM", "STSM"):
         return 16
     if instruction.name not in ("LD", "LDG", "LDS", "ST", "STG", "STS", "LDGSTS"):
         return 0
-    return max(_BYTES.get(kind, 0) for kind in ("", *instruction.kinds))
+    return next((_BYTES[kind] for kind in instruction.kinds if kind in _BYTES), 4)
 
 
 def _reached(program: list[_Instruction]) -> Iterator[tuple[_Instruction, _State]]:

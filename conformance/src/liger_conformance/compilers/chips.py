@@ -82,7 +82,7 @@ def resource_usage(cubin: bytes) -> tuple[int, int, int]:
 
 
 def misaligned(cubin: bytes) -> tuple[str, ...]:
-    """Loads and stores of several words that go wrong in some thread, at an address that no such access can have."""
+    """Loads and stores that go wrong in some thread, at an address that no access of their size can have."""
     return unaligned(_cuobjdump(cubin, "-sass"))
 
 

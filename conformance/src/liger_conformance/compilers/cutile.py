@@ -114,7 +114,8 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
     made, said = _run_tileiras(code, chip, name)
     registers, stack, shared = resource_usage(made)
     # What tileiras 13.4 gets wrong. To disassemble takes longer than to compile, so only what may be wrong is.
-    if _splits(code) and (wrong := misaligned(made)):  # a small tile that it splits, or repeats, as it loads it
+    # A small tile that it splits, or repeats, as it loads it; and tiles beside those of a tensor that lies on its side.
+    if _splits(code) and (wrong := misaligned(made)):
         raise RuntimeError(f"tileiras compiled {name} for {chip} to accesses that aren't aligned: {'; '.join(wrong)}")
     if _bulk_stores(said) > 1 and (wrong := overwritten(made)):  # some loops with two of them
         raise RuntimeError(
@@ -173,13 +174,19 @@ def _version() -> bytes:
 
 
 def _splits(code: bytes) -> bool:
-    """Whether a program takes parts of tiles, or repeats the elements of a tile as it was loaded along the last axis."""
+    """Whether a program may have accesses that aren't aligned.
+
+    It takes parts of tiles, or repeats the elements of a tile as it was loaded along the last axis, or takes tiles of a tensor
+    whose elements lie side by side along another axis than the last.
+    """
     blocks = [function.body for function in Module(code).functions]
     loaded: dict[int, tuple[Any, ...]] = {}
     for block in blocks:
         for op in block.ops:
             blocks += op.regions
             if op.name == "extract":
+                return True
+            if op.name == "make_tensor_view" and 1 in op.types[0].strides[:-1] and op.types[0].strides[-1] != 1:
                 return True
             if op.name in ("load_view", "load_ptr"):
                 loaded[op.results[0]] = op.types[0].shape

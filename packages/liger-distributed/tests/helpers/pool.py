@@ -100,12 +100,6 @@ def work(rank: int, size: int, store: str, connection: Connection) -> None:
                 f"{device} has {free / 1e9:.1f} GB free, and the tests take {ROOM / 1e9:.1f}: others use it"
             )
         torch.set_default_device(device)
-        own = torch.Generator
-
-        def generator(device: Any = device) -> torch.Generator:
-            return own(device)
-
-        torch.Generator = generator  # type: ignore[misc, assignment]  a default device is not its own
         backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     dist.init_process_group(backend, f"file://{store}", timeout=timedelta(seconds=60), rank=rank, world_size=size)
     while True:

@@ -46,7 +46,7 @@ class Counting(BaseDataLoader):
         self.size, self.rank = dp_world_size, dp_rank
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(0)
         while True:
             starts = torch.randint(2000, (2 * BATCH, 1), generator=generator).chunk(self.size)[self.rank]
             rows = starts + torch.arange(LENGTH + 1)

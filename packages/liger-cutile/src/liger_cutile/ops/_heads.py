@@ -1,6 +1,7 @@
 """Tensors of heads, ``[B, ., ., D]``, for kernels that index all four dimensions."""
 
 import functools
+from typing import cast
 
 import cuda.tile as ct
 import torch
@@ -55,6 +56,17 @@ def like(x: Tensor | None) -> Tensor | None:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     _, second, third, columns = x.shape
     return x.new_empty_strided(x.shape, (second * third * columns, columns, second * columns, 1))
+
+
+def side_by_side(x: Tensor | None) -> Tensor | None:
+    """The tensor; or a copy, where its heads or tokens lie side by side in memory instead of its columns.
+
+    A tile of such a tensor has a layout of its own. tileiras 13.4 gives it to the tables' tiles beside it, too, and then loads
+    pairs of their 16-bit columns at odd places: a CUDA error.
+    """
+    if x is None or x.shape[3] == 1 or x.stride(3) == 1 or 1 not in x.stride():
+        return x
+    return cast("Tensor", like(x)).copy_(x)
 
 
 def far_apart(*tensors: Tensor | None) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 from liger_core import llama4_rope
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._heads import load_heads, tiling, within_reach
+from liger_cutile.ops._heads import load_heads, side_by_side, tiling, within_reach
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import near
 from liger_cutile.ops._tiles import gather
@@ -57,7 +57,7 @@ def _launch(
     q_heads, k_heads = 1 if q is None else q.shape[2], 1 if k is None else k.shape[2]
     across, whole, tile = tiling(head_size, 0, length, q_heads, k_heads)
     freqs = near(freqs.flatten(1))
-    for tensors in within_reach(yq, yk, q, k):
+    for tensors in within_reach(yq, yk, side_by_side(q), side_by_side(k)):
         own_yq, own_yk, _, _ = tensors
         samples = (own_yk if own_yq is None else own_yq).shape[0]
         launch(_rotate, (across, samples), *tensors, freqs, backward, not whole, *tile)

@@ -8,7 +8,7 @@ from torch import Tensor
 from liger_core import qwen2vl_mrope
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._heads import far_apart, like, tiling, within_reach
+from liger_cutile.ops._heads import far_apart, like, side_by_side, tiling, within_reach
 from liger_cutile.ops._launch import MOST_DOWN, ConstBool, ConstInt, given, launch
 from liger_cutile.ops.rope import _columns, _rotate_heads
 
@@ -57,7 +57,9 @@ def _launch(
     if samples <= MOST_DOWN and not far_apart(yq, yk, q, k, cos, sin):
         _launch_samples(yq, yk, q, k, cos, sin, mrope_section, backward)
         return
-    for *own, own_cos, own_sin in within_reach(yq, yk, q, k, cos.transpose(0, 1), sin.transpose(0, 1)):
+    for *own, own_cos, own_sin in within_reach(
+        yq, yk, side_by_side(q), side_by_side(k), cos.transpose(0, 1), sin.transpose(0, 1)
+    ):
         _launch_samples(*own, own_cos.transpose(0, 1), own_sin.transpose(0, 1), mrope_section, backward)
 
 

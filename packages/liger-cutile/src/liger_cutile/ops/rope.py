@@ -6,7 +6,7 @@ from torch import Tensor
 from liger_core import rope
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._heads import like, load_heads, tiling, within_reach
+from liger_cutile.ops._heads import like, load_heads, side_by_side, tiling, within_reach
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import power_of_2
 
@@ -52,7 +52,7 @@ def _launch(
 ) -> None:
     if cos.dim() == 2:
         cos, sin = cos[None], sin[None]
-    for tensors in within_reach(yq, yk, q, k, cos, sin):
+    for tensors in within_reach(yq, yk, side_by_side(q), side_by_side(k), cos, sin):
         _launch_samples(*tensors, backward)
 
 

@@ -19,12 +19,13 @@ from command import Command
 from liger_core import dispatch, measured, tune
 from liger_core.contract import ops
 
+HOWS = ("eager", "compiled")
 COLUMNS = ("op", "case", "how", "size", "language", "us", "note")
 
 
 def rows_of(found: tune.Found) -> list[dict[str, str]]:
     """A row for each language."""
-    how = "compiled" if found.cell.compiled else "eager"
+    how = HOWS[found.cell.compiled]
     place = (found.cell.op, found.cell.group, how, str(found.size))
     rows = [(*place, language, f"{us:.1f}", "") for language, us in found.times.items()]
     rows += [(*place, language, "", note) for language, note in found.notes.items()]
@@ -50,7 +51,7 @@ def page(found: Sequence[tune.Found], languages: Sequence[str], defaults: Sequen
     for one in sorted(found):
         figure = measured.Figure(one.size, one.times, "")
         first = [*measured.order(figure, defaults, languages), "torch"][0]
-        how = "compiled" if one.cell.compiled else "eager"
+        how = HOWS[one.cell.compiled]
         times = [f"{one.times[x]:.1f}" if x in one.times else "" for x in languages]
         lines.append([one.cell.op, one.cell.group, how, str(one.size), *times, first])
     return records.table(["op", "case", "how", "size", *(f"{x}, µs" for x in languages), "chosen"], lines)
@@ -60,6 +61,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a name that doesn't exist ends the program with those that do."""
     command = Command(__doc__, smoke="the reference alone")
     command.add_names("ops", sorted(ops), default=sorted(ops))
+    command.add_names("hows", HOWS, default=HOWS)
     command.add_argument("--seconds", type=float, default=300.0, help="that it takes at most")
     options = command.parse_args(words)
     if options.smoke:
@@ -81,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, str]]:
     rows: list[dict[str, str]] = []
     processes = tune.processes_for(options.device)
 
-    cells = tune.cells_of(options.ops)
+    cells = [cell for cell in tune.cells_of(options.ops) if HOWS[cell.compiled] in options.hows]
 
     def progress(what: str, done: int) -> None:
         if done % 50 == 0:

@@ -1,12 +1,12 @@
 """`liger tune`: which implementation of each op is the fastest on this machine.
 
 Calls are those of the timed cases of liger-conformance, in bfloat16, with their backward. Several processes compile at once;
-then one after another they time what they have. A time is the least of the medians of three turns, in which the languages
-alternate, with inputs that no cache holds:
+then one after another they time what they have. A time is the least of three turns, in which the languages alternate:
 
-- eager: from one call to the next, so that small calls are as slow as their Python;
-- compiled: of the device alone, since Python is no part of a compiled step. The operand that is the sum of a residual stream in
-  models is added up in the same graph: PyTorch's compiler fuses that addition with its own code, and with no kernel.
+- eager: from one call to the next, so that small calls are as slow as their Python, and large ones as the device;
+- compiled: of the device alone, since Python is no part of a compiled step, with inputs that no cache holds. The operand that is
+  the sum of a residual stream in models is added up in the same graph: PyTorch's compiler fuses that addition with its own
+  code, and with no kernel.
 """
 
 from __future__ import annotations
@@ -175,27 +175,32 @@ def noted(notes: dict[str, str], language: str) -> Iterator[None]:
 
 
 def microseconds(call: Callable[[], Any], device: str, ahead: bool) -> float:
-    """The median time of a call; if `ahead`, the device has enough to do to never wait for Python."""
+    """The time of a call: among calls that follow one another; if `ahead`, the median of the device's, which never waits."""
     call()
     if device == "cpu":
         return statistics.median(_on_the_clock(call, 3))
     module = torch.get_device_module(device)
-    buffer = torch.empty(FLUSH, dtype=torch.int8, device=device)
     module.synchronize()
     start = time.perf_counter()
     call()
     of_host = time.perf_counter() - start
     module.synchronize()
     whole = time.perf_counter() - start
-    flushes = 1
-    if ahead:
-        pair = _events(module)
-        pair[0].record()
-        buffer.zero_()
-        pair[1].record()
+    times = max(3, min(40, int(TURN_S / whole)))
+    if not ahead:
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
         module.synchronize()
-        flushes = min(200, 1 + math.ceil(2 * of_host / (pair[0].elapsed_time(pair[1]) / 1e3)))
-    pairs = [_events(module) for _ in range(max(3, min(40, int(TURN_S / whole))))]
+        return (time.perf_counter() - start) / times * 1e6
+    buffer = torch.empty(FLUSH, dtype=torch.int8, device=device)
+    pair = _events(module)
+    pair[0].record()
+    buffer.zero_()
+    pair[1].record()
+    module.synchronize()
+    flushes = min(200, 1 + math.ceil(2 * of_host / (pair[0].elapsed_time(pair[1]) / 1e3)))
+    pairs = [_events(module) for _ in range(times)]
     for start_event, end_event in pairs:
         for _ in range(flushes):
             buffer.zero_()

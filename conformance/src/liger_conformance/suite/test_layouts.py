@@ -28,7 +28,7 @@ def lazy(tensor: Tensor) -> Tensor:
     """The same values, their signs changed in memory: what PyTorch calls a negative, or of complex numbers a conjugate, view."""
     if tensor.is_complex():
         return tensor.conj().resolve_conj().conj()
-    return torch._neg_view(-tensor) if tensor.is_floating_point() else tensor
+    return torch._neg_view(-tensor) if tensor.is_floating_point() else tensor  # pyright: ignore[reportPrivateImportUsage]
 
 
 LAYOUTS = (transposed, sliced, padded, expanded, outermost_last, lazy)

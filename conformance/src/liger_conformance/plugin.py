@@ -284,8 +284,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    module = getattr(metafunc, "module", None)
-    if module is None or not module.__name__.startswith(SUITE):
+    if not _module_of(metafunc).startswith(SUITE):
         return
     wants = metafunc.fixturenames
     targets = metafunc.config.stash[targets_key]
@@ -460,7 +459,7 @@ def _part(config: pytest.Config, items: list[pytest.Item]) -> str | None:
     if option(config, "--random") is not None:
         return "random calls were asked for"
     lane = reach.LANES[bool(option(config, "--compile"))]
-    collected = {item.module.__name__ for item in items if _of_suite(item)}  # type: ignore[attr-defined]
+    collected = {_module_of(item) for item in items if _of_suite(item)}
     if left := {f"{SUITE}.{name}" for name in MODULES[lane]} - collected:
         return f"{', '.join(sorted(left))} was not asked for"
     return None
@@ -483,9 +482,13 @@ def _what_it_calls(item: pytest.Item) -> tuple[str, str]:
     return str(values.get("target", "")), str(values.get("dtype", ""))
 
 
+def _module_of(test: pytest.Item | pytest.Metafunc) -> str:
+    """The name of the module that a test is in, or ""."""
+    return getattr(getattr(test, "module", None), "__name__", "")
+
+
 def _of_suite(item: pytest.Item) -> bool:
-    module = getattr(item, "module", None)
-    return module is not None and module.__name__.startswith(SUITE) and hasattr(item, "callspec")
+    return _module_of(item).startswith(SUITE) and hasattr(item, "callspec")
 
 
 def _has_target(item: pytest.Item) -> bool:

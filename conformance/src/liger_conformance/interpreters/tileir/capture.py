@@ -97,7 +97,7 @@ def stand_in_for_libcuda() -> tuple[Any, ...]:
 
     pointer = ctypes.cast(get_address, ctypes.c_void_p)
     module = types.ModuleType(name)
-    module.cuGetProcAddress_v2_ptrptr = ctypes.addressof(pointer)  # type: ignore[attr-defined]
+    module.__dict__["cuGetProcAddress_v2_ptrptr"] = ctypes.addressof(pointer)
     sys.modules[name] = module
     return kept, get_address, pointer
 

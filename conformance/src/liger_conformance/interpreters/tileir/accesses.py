@@ -66,7 +66,9 @@ class _Tile:
 
 
 def _tile(op: Op, view: TileView, index: list[Tensor]) -> _Tile:
-    tile, offset, sizes, strides = view.type, view.offset, list[int](), list[int]()
+    tile, offset = view.type, view.offset
+    sizes: list[int] = []
+    strides: list[int] = []
     inbounds = op.attributes.get("inbounds") or (False,) * len(index)
     for size, step, axis, i, inside in zip(
         tile.shape, tile.strides or tile.shape, tile.axes, map(int, index), inbounds, strict=True

@@ -261,7 +261,8 @@ class Module:
         if opcode not in SPECS:
             raise NotImplementedError(f"Tile IR operation {opcode} at {location}")
         spec = SPECS[opcode]
-        op, absent = Op(spec.name, location=location), set[str]()
+        op = Op(spec.name, location=location)
+        absent: set[str] = set()
         for part in spec.fields:
             if part.since_13_4 and not self._13_4:
                 continue

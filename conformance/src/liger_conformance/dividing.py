@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_conformance.running import Arguments, complete, evaluate, incoming_of, widen
+from liger_conformance.running import Arguments, Outcome, complete, evaluate, incoming_of, widen
 from liger_core.contract import Op
 from liger_core.dimensions import Dimensions, independent
 
@@ -72,13 +73,13 @@ def check_divided(op: Op[..., Any], arguments: Arguments, over: str) -> None:
     ]
     incoming = incoming_of(op, whole)
     truth = evaluate(op, op.reference, whole, incoming=incoming)
-    layout = {}
+    layout: dict[str, tuple[int | None, list[float]]] = {}
     for number, (name, value) in enumerate(truth.results.items()):
         dims = 0 if value is None else value.dim()
         at = _place(declared(op).of_result(number, dims, whole), over) if dims else None
         layout[name] = at, [_share(op, number, part, whole) for part in parts]
 
-    outcomes = []
+    outcomes: list[Outcome] = []
     for i, part in enumerate(parts):
         given = {
             name: gradient * layout[name][1][i] if (at := layout[name][0]) is None else gradient.tensor_split(2, at)[i]
@@ -115,7 +116,7 @@ def _count(op: Op[..., Any], labels: str, call: Arguments) -> int:
     return next(call[name].shape[names.index(dim)] for name, names in names_of(op, call).items() if dim in names)
 
 
-def _hold(what: str, pieces: list[Any], at: int | None, shares: Any, truth: Tensor) -> None:
+def _hold(what: str, pieces: list[Any], at: int | None, shares: Sequence[float], truth: Tensor) -> None:
     joined = pieces[0] * shares[0] + pieces[1] * shares[1] if at is None else torch.cat(pieces, at)
     largest = truth.abs().nan_to_num().max().item() if truth.numel() else 0.0
     torch.testing.assert_close(

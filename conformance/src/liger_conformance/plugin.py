@@ -68,6 +68,17 @@ CASES = (
 """What the mark `cases` takes, by keyword."""
 
 
+def option(config: pytest.Config, name: str) -> Any:
+    """An option's value. It is of the type that `pytest_addoption` says, which pytest tells no type checker."""
+    return config.getoption(name)
+
+
+def parameters(item: pytest.Item) -> dict[str, Any]:
+    """What a test is called with, by name; of one that isn't parametrized, nothing."""
+    callspec = getattr(item, "callspec", None)
+    return {} if callspec is None else callspec.params
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("liger", "liger conformance")
     group.addoption(
@@ -111,40 +122,40 @@ def pytest_configure(config: pytest.Config) -> None:
         f"cases({', '.join(CASES)}): the cases and targets that a conformance test takes",
     )
     config.addinivalue_line("markers", "slow: sizes of real models, and what takes long; run with -m slow")
-    for name in config.getoption("--op"):
+    for name in option(config, "--op"):
         if name not in ops:
             raise pytest.UsageError(f"--op={name}: there is no such op; the ops are {', '.join(sorted(ops))}")
-    if config.getoption("--execute") and not config.getoption("--compile"):
+    if option(config, "--execute") and not option(config, "--compile"):
         raise pytest.UsageError("--execute runs what --compile compiles: name the chips")
-    if config.getoption("--any-spills") and not config.getoption("--compile"):
+    if option(config, "--any-spills") and not option(config, "--compile"):
         raise pytest.UsageError("--any-spills is about what --compile finds: name the chips")
-    if config.getoption("--random") is not None:
-        if config.getoption("--random") < 1:
+    if option(config, "--random") is not None:
+        if option(config, "--random") < 1:
             raise pytest.UsageError("--random takes a number of calls, at least 1")
-        if config.getoption("--execute"):
+        if option(config, "--execute"):
             raise pytest.UsageError("--random calls are not executed: leave out --execute")
         # However many processes end: each is one call's failure.
         if getattr(config.option, "maxworkerrestart", "") is None:
-            config.option.maxworkerrestart = str(config.getoption("--random"))
-        if config.getoption("--seconds") is not None and not hasattr(config.option, "liger_until"):
+            config.option.maxworkerrestart = str(option(config, "--random"))
+        if option(config, "--seconds") is not None and not hasattr(config.option, "liger_until"):
             # Processes of pytest-xdist inherit it.
-            config.option.liger_until = time.time() + config.getoption("--seconds")
+            config.option.liger_until = time.time() + option(config, "--seconds")
     else:
-        for option in ("--seed", "--seconds"):
-            if config.getoption(option) is not None:
-                raise pytest.UsageError(f"{option} is of random calls: say how many with --random=N")
-    targets, report = _targets_of_chips(config) if config.getoption("--compile") else _targets_of_devices(config)
+        for name in ("--seed", "--seconds"):
+            if option(config, name) is not None:
+                raise pytest.UsageError(f"{name} is of random calls: say how many with --random=N")
+    targets, report = _targets_of_chips(config) if option(config, "--compile") else _targets_of_devices(config)
     config.stash[targets_key] = targets
     packages = {t.backend.language: t.backend.package for t in targets if t.backend}
     config.stash[known_key] = KnownFailures(packages)
     config.stash[unclaimed_key] = Unclaimed(packages)
-    any_spills = config.getoption("--any-spills")
+    any_spills = option(config, "--any-spills")
     config.stash[spills_key] = AnySpills() if any_spills else KnownSpills(packages, _chip_targets())
-    if config.getoption("--random"):
-        report.random = f"{config.getoption('--random')} calls, seed {_seed(config)}"
+    if option(config, "--random"):
+        report.random = f"{option(config, '--random')} calls, seed {_seed(config)}"
     config.stash[report_key] = report
     config.pluginmanager.register(Listener(config))
-    if config.getoption("--reached"):
+    if option(config, "--reached"):
         _watch(config)
 
 
@@ -161,16 +172,16 @@ def _watched(config: pytest.Config) -> list[tuple[str, str]]:
 
 
 def _seed(config: pytest.Config) -> int:
-    return config.getoption("--seed") or 0
+    return option(config, "--seed") or 0
 
 
 def _targets_of_devices(config: pytest.Config) -> tuple[list[Target], Report]:
     """What runs: on an accelerator, or in an interpreter."""
-    device = config.getoption("--device") or liger_core.infer_device()
+    device = option(config, "--device") or liger_core.infer_device()
     interpreters.prepare(device)
-    targets = []
+    targets: list[Target] = []
     report = Report(device)
-    for language in config.getoption("--impl") or ["torch", *(b.language for b in backends())]:
+    for language in option(config, "--impl") or ["torch", *(b.language for b in backends())]:
         if language == "torch":
             chosen, backend, lane = device, None, "passed"
         else:
@@ -178,16 +189,16 @@ def _targets_of_devices(config: pytest.Config) -> tuple[list[Target], Report]:
             chosen = device if device in backend.devices else "cpu" if "cpu" in backend.devices else device
             lane = "interpreted" if interpreters.interprets(backend, chosen) else "passed"
             why = backend.missing(chosen) or _absent(chosen)
-            if why is None and chosen != device and config.getoption("--device"):
+            if why is None and chosen != device and option(config, "--device"):
                 why = f"--device={device} was asked for, and {language} runs on {', '.join(backend.devices)}"
             if why is not None:
-                if language in config.getoption("--impl"):
+                if language in option(config, "--impl"):
                     raise pytest.UsageError(f"--impl={language} can't run here: {why}")
                 report.not_run(language, chosen, why)
                 continue
             if lane == "interpreted":
                 interpreters.repair(backend)
-        for name in sorted(config.getoption("--op") or ops):
+        for name in sorted(option(config, "--op") or ops):
             if backend is None or backend.has_kernel(name):
                 targets.append(Target(ops[name], language, chosen, backend, lane))
             else:
@@ -197,29 +208,29 @@ def _targets_of_devices(config: pytest.Config) -> tuple[list[Target], Report]:
 
 def _targets_of_chips(config: pytest.Config) -> tuple[list[Target], Report]:
     """What is compiled and doesn't run; a target's device is then a chip."""
-    if config.getoption("--device"):
+    if option(config, "--device"):
         raise pytest.UsageError("--compile runs on no device: leave out --device")
     if cache := getattr(config, "cache", None):  # with -p no:cacheprovider there is none
         cutile.CACHE = cache.mkdir("tileiras")
-    execute = config.getoption("--execute")
-    asked = config.getoption("--compile").split(",")
+    execute = option(config, "--execute")
+    asked = option(config, "--compile").split(",")
     targets: list[Target] = []
     known: set[str] = set()
     report = Report(None)
-    for backend in map(_backend, config.getoption("--impl") or [b.language for b in backends()]):
+    for backend in map(_backend, option(config, "--impl") or [b.language for b in backends()]):
         language, compiler = backend.language, compiler_of(backend)
         why = "there is no compiler for it here" if compiler is None else compiler.obstacle()
         if execute and why is None:
             executor = executor_of(backend)
             why = "nothing here runs what it compiles to" if executor is None else executor.obstacle_to_execution()
         if compiler is None or why is not None:
-            if language in config.getoption("--impl"):
+            if language in option(config, "--impl"):
                 raise pytest.UsageError(f"--impl={language} can't be compiled: {why}")
             report.not_run(language, "any chip", why or "")
             continue
         known |= set(compiler.chips)
         for chip in (c for c in compiler.chips if c in asked or asked == ["all"]):
-            for name in sorted(config.getoption("--op") or ops):
+            for name in sorted(option(config, "--op") or ops):
                 if backend.has_kernel(name):
                     targets.append(Target(ops[name], language, chip, backend, "executed" if execute else "compiled"))
                 else:
@@ -254,7 +265,7 @@ def _absent(device: str) -> str | None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """With random calls, which need one device each, processes are spread over all CUDA devices of the machine."""
-    if config.getoption("--random") and not config.getoption("--compile") and torch.cuda.is_available():
+    if option(config, "--random") and not option(config, "--compile") and torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
         for i, spec in enumerate(specs):
@@ -264,7 +275,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # Asked for one implementation, the tests of the suite itself are not meant.
     if (
-        (config.getoption("--impl") or config.getoption("--compile"))
+        (option(config, "--impl") or option(config, "--compile"))
         and collection_path.parent.name == "tests"
         and collection_path.parent.parent.name == "conformance"
     ):
@@ -273,25 +284,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if not metafunc.module.__name__.startswith(SUITE):
+    if not _module_of(metafunc).startswith(SUITE):
         return
     wants = metafunc.fixturenames
     targets = metafunc.config.stash[targets_key]
     mark = next(metafunc.definition.iter_markers("cases"), None)
-    options = mark.kwargs if mark else {}
+    options: dict[str, Any] = dict(mark.kwargs) if mark else {}
     if unknown := {*options} - {*CASES}:
         name = metafunc.definition.name
         raise pytest.UsageError(f"{name}: cases has no {', '.join(sorted(unknown))}; it takes {', '.join(CASES)}")
-    if (metafunc.config.getoption("--random") is not None) != options.get("random", False):
+    if (option(metafunc.config, "--random") is not None) != options.get("random", False):
         metafunc.parametrize([name for name in PARAMETERS if name in wants], [])
         return
     if "language" in wants:
-        asked = {language for language in metafunc.config.getoption("--impl") if language != "torch"}
+        asked = {language for language in option(metafunc.config, "--impl") if language != "torch"}
         metafunc.parametrize("language", sorted({t.language for t in targets if t.backend} | asked))
         return
     if "target" not in wants:
         return
-    names, rows = [n for n in PARAMETERS if n in wants], []
+    names = [name for name in PARAMETERS if name in wants]
+    rows: list[Any] = []
     if options.get("random"):
         for target, call in _random_calls(targets, metafunc.config):
             text = f"{target}-{call}-{_short(call.dtype)}"
@@ -354,7 +366,7 @@ def _random_calls(targets: list[Target], config: pytest.Config) -> list[tuple[Ta
     return [
         (target, RandomCall(target.op.name, _seed(config), number // len(alike)))
         for alike in places.values()
-        for number in range(config.getoption("--random"))
+        for number in range(option(config, "--random"))
         for target in [alike[number % len(alike)]]
     ]
 
@@ -415,7 +427,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for place, item in zip(places, suite, strict=True):
         items[place] = item
     for item in suite:
-        values = item.callspec.params  # type: ignore[attr-defined]
+        values = parameters(item)
         target = values.get("target")
         if target is None:
             continue
@@ -430,7 +442,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.user_properties.append(("liger mode", mode.name))
         if reason := known.reason(target.language, item.name):
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-    if not config.getoption("--op") and config.getoption("--compile") in (None, "all"):
+    if not option(config, "--op") and option(config, "--compile") in (None, "all"):
         known.collected({item.name for item in suite})
     # The slow ones only when the command line speaks of them.
     if "slow" not in (config.option.markexpr or ""):
@@ -444,10 +456,10 @@ def _part(config: pytest.Config, items: list[pytest.Item]) -> str | None:
     """Why the tests that pytest collected of the suite are only a part of it, or None."""
     if any("::" in argument for argument in config.args):
         return "single tests were asked for"
-    if config.getoption("--random") is not None:
+    if option(config, "--random") is not None:
         return "random calls were asked for"
-    lane = reach.LANES[bool(config.getoption("--compile"))]
-    collected = {item.module.__name__ for item in items if _of_suite(item)}  # type: ignore[attr-defined]
+    lane = reach.LANES[bool(option(config, "--compile"))]
+    collected = {_module_of(item) for item in items if _of_suite(item)}
     if left := {f"{SUITE}.{name}" for name in MODULES[lane]} - collected:
         return f"{', '.join(sorted(left))} was not asked for"
     return None
@@ -463,20 +475,24 @@ def _place(target: Target, dtype: str) -> tuple[str, ...]:
     return target.op.name, target.language, target.device, dtype, target.lane
 
 
-def _what_it_calls(item: Any) -> tuple[str, str]:
-    values = item.callspec.params
-    if item.config.getoption("--seconds") is not None:
+def _what_it_calls(item: pytest.Item) -> tuple[str, str]:
+    values = parameters(item)
+    if option(item.config, "--seconds") is not None:
         return "", ""  # as they are, an op after another: those that the time suffices for are of all ops
     return str(values.get("target", "")), str(values.get("dtype", ""))
 
 
+def _module_of(test: pytest.Item | pytest.Metafunc) -> str:
+    """The name of the module that a test is in, or ""."""
+    return getattr(getattr(test, "module", None), "__name__", "")
+
+
 def _of_suite(item: pytest.Item) -> bool:
-    module = getattr(item, "module", None)
-    return module is not None and module.__name__.startswith(SUITE) and hasattr(item, "callspec")
+    return _module_of(item).startswith(SUITE) and hasattr(item, "callspec")
 
 
-def _has_target(item: Any) -> bool:
-    values = item.callspec.params
+def _has_target(item: pytest.Item) -> bool:
+    values = parameters(item)
     return isinstance(values.get("target", values.get("language")), (Target, str))
 
 
@@ -517,7 +533,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """A process that can't use its device any more ends, once its failure is reported: the next tests need another one."""
     result = yield
     if item.stash.get(failed_key, False) and _of_suite(item):
-        target = item.callspec.params.get("target")  # type: ignore[attr-defined]
+        target = parameters(item).get("target")
         if isinstance(target, Target) and running.is_lost(target):
             if os.environ.get("PYTEST_XDIST_WORKER"):
                 os._exit(1)
@@ -540,7 +556,7 @@ class Listener:
         """Tests of the suite that failed, by node id."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        properties = dict(report.user_properties)
+        properties: dict[str, Any] = dict(report.user_properties)
         if place := properties.get("liger"):
             if report.failed:
                 self.failures.add(report.nodeid)
@@ -565,7 +581,8 @@ class Listener:
         for target in self.config.stash[targets_key]:
             if parts.startswith(f"{target}-"):
                 dtype = next((_short(dtype) for dtype in DTYPES if parts.endswith(f"-{_short(dtype)}-")), "any")
-                report.user_properties = [("liger", _place(target, dtype))]
+                properties: list[tuple[str, object]] = [("liger", _place(target, dtype))]
+                report.user_properties = properties
                 if call := re.fullmatch(rf"{target}-(\d+)-(\d+)-\w+-", parts):
                     cases, random = cases_of(target.op.name), RandomCall(target.op.name, int(call[1]), int(call[2]))
                     report.longrepr = (
@@ -591,12 +608,13 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
-    if watch_key not in config.stash or config.getoption("collectonly"):
+    if watch_key not in config.stash or option(config, "collectonly"):
         return
     watch = config.stash[watch_key]
-    if hasattr(config, "workeroutput"):
+    output = getattr(config, "workeroutput", None)  # of a process of pytest-xdist
+    if output is not None:
         part = config.stash.get(part_key, "")
-        config.workeroutput["liger reached"] = watch.branches, sorted(watch.launched), part
+        output["liger reached"] = watch.branches, sorted(watch.launched), part
     elif part_key not in config.stash and not session.shouldstop and not session.shouldfail:
         failed = [_judge(config, watch, language, package) for language, package in _watched(config)]
         if any(failed) and session.exitstatus == pytest.ExitCode.OK:
@@ -608,7 +626,7 @@ def _judge(config: pytest.Config, watch: reach.Watch, language: str, package: st
     lane = _lane(config, language)
     declared = KnownUnreached(package).of(lane)
     found = watch.unreached(package)
-    of_ops = tuple(f"{op}." for op in config.getoption("--op"))
+    of_ops = tuple(f"{op}." for op in option(config, "--op"))
     unreached = [name for name in found.unreached if not of_ops or name.startswith(of_ops)]
     new = [name for name in unreached if not any(matches(pattern, name) for pattern in declared)]
     stale = [p for p in declared if not any(matches(p, name) for name in found.unreached)] if not of_ops else []
@@ -625,7 +643,7 @@ def _judge(config: pytest.Config, watch: reach.Watch, language: str, package: st
 
 def _lane(config: pytest.Config, language: str) -> str:
     """How the lane is called in which a language was checked."""
-    if not config.getoption("--compile"):
+    if not option(config, "--compile"):
         return "interpreted"
     targets = [target for target in config.stash[targets_key] if target.language == language]
     chips = sorted({target.device for target in targets})
@@ -638,6 +656,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if report.ran:
         terminalreporter.section("conformance")
         terminalreporter.write(report.text())
-        if directory := config.getoption("--report"):
+        if directory := option(config, "--report"):
             report.write(directory)
             terminalreporter.write_line(f"written to {directory}/conformance.json and {directory}/conformance.md")

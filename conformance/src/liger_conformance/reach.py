@@ -23,9 +23,10 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 LANES = ("interpreted", "compiled")
 """Where what is reached can be seen: where no accelerator launches a kernel."""
@@ -48,8 +49,8 @@ class Source:
     """
 
     path: Path
-    kernels: set[str] = field(default_factory=set)
-    functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
+    kernels: set[str] = field(default_factory=set[str])
+    functions: dict[str, ast.FunctionDef] = field(default_factory=dict[str, ast.FunctionDef])
 
     @property
     def name(self) -> str:
@@ -61,7 +62,7 @@ def sources_of(package: str) -> list[Source]:
     paths = sorted(path for folder in _folders(package) for path in Path(folder, "ops").glob("*.py"))
     trees = {path: ast.parse(path.read_text("utf-8")) for path in paths}
     sources = {path.stem: Source(path) for path in paths}
-    jitted, mentioned = set(), set()
+    jitted, mentioned = set[tuple[str, str]](), set[tuple[str, str]]()
     for path, tree in trees.items():
         source = sources[path.stem]
         imported = {
@@ -150,7 +151,7 @@ class Watch:
         data = CoverageData(no_disk=True)
         data.loads(others)
         self._coverage.get_data().update(data)
-        self.launched.update(map(tuple, launched))
+        self.launched.update((package, launch) for package, launch in launched)
 
     @property
     def branches(self) -> bytes:
@@ -188,7 +189,7 @@ class Reach:
 
     kernels: int = 0
     branches: int = 0
-    unreached: list[str] = field(default_factory=list)
+    unreached: list[str] = field(default_factory=list[str])
 
 
 def _add_branches(reach: Reach, source: Source, found: dict[str, Any]) -> None:
@@ -204,7 +205,7 @@ def _add_branches(reach: Reach, source: Source, found: dict[str, Any]) -> None:
     taken = {tuple(arc) for arc in found["executed_branches"]}
     for name, function in source.functions.items():
         own = list(_statements(function.body))
-        named, seen = {}, Counter[str]()
+        named, seen = dict[int, tuple[Any, str]](), Counter[str]()
         for statement in own:
             first, what = _branch(statement)
             if what:
@@ -279,14 +280,14 @@ def record(package: str, kernels: Iterable[str]) -> None:
         current.launched.update((package, kernel) for kernel in kernels)
 
 
-def untraced(launch: _Function) -> _Function:
+def untraced(launch: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """A function that is not traced, and nothing that it calls: what runs or compiles a kernel.
 
     The trace function comes back in the frame in which it went, since a tracer counts the frames that it saw.
     """
 
     @functools.wraps(launch)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         if current is None:
             return launch(*args, **kwargs)
         tracer = sys.gettrace()
@@ -296,4 +297,4 @@ def untraced(launch: _Function) -> _Function:
         finally:
             sys.settrace(tracer)
 
-    return run  # type: ignore[return-value]
+    return run

@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, ModuleType
 from typing import Any
@@ -239,7 +239,7 @@ def name_results(op: Op[..., Any], returned: Any) -> dict[str, Tensor | None]:
     return dict(zip(names, returned, strict=True))
 
 
-def differentiable_results(op: Op[..., Any], results: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def differentiable_results(op: Op[..., Any], results: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The results that have a gradient, by the contract."""
     kept = op.keeps_gradient if op.keeps_gradient and len(results) > 1 else (True,) * len(results)
     return {name: r for (name, r), keeps in zip(results.items(), kept, strict=True) if keeps and r is not None}
@@ -250,7 +250,7 @@ def present(op: Op[..., Any], arguments: Arguments) -> tuple[str, ...]:
     return tuple(name for name in op.differentiable if arguments[name] is not None)
 
 
-def incoming_for(op: Op[..., Any], results: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def incoming_for(op: Op[..., Any], results: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """An incoming gradient for each differentiable result, the same at each call: not one, and not uniform."""
     incoming: dict[str, Tensor] = {}
     for name, result in differentiable_results(op, results).items():

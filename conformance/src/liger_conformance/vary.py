@@ -66,8 +66,9 @@ class Size:
         """What ``build`` gets of a size: as a tuple, no more than that in all."""
         if self.dims is None:
             return size
-        count = source.choice((*range(self.dims[0], self.dims[1] + 1), *([1] if self.dims[0] <= 1 else [])))
-        shape = []
+        counts = [*range(self.dims[0], self.dims[1] + 1), *([1] if self.dims[0] <= 1 else [])]
+        count = source.choice(counts)
+        shape: list[int] = []
         for _ in range(count - 1):
             shape.append(_log_uniform(source, 1, size))
             size //= shape[-1]
@@ -107,7 +108,19 @@ class Number:
         return min(max(float(f"{value:.3g}"), self.least), self.most)
 
 
-Drawn = Number | tuple[Any, ...] | Callable[..., tuple[Any, ...]]
+Choices = tuple[Any, ...]
+
+# By how many parameters a function has: of `...` a type checker wouldn't know the parameters of a lambda.
+Depending = (
+    Callable[[], Choices]
+    | Callable[[Any], Choices]
+    | Callable[[Any, Any], Choices]
+    | Callable[[Any, Any, Any], Choices]
+    | Callable[[Any, Any, Any, Any], Choices]
+    | Callable[[Any, Any, Any, Any, Any], Choices]
+)
+
+Drawn = Number | Choices | Depending
 
 
 @dataclass(frozen=True)
@@ -126,10 +139,10 @@ class Vary:
 
     sizes: dict[str, Size]
     tensors: tuple[str, ...]
-    values: dict[str, Drawn] = field(default_factory=dict)
+    values: dict[str, Drawn] = field(default_factory=dict[str, Drawn])
 
     @property
-    def depending(self) -> dict[str, Callable[..., tuple[Any, ...]]]:
+    def depending(self) -> dict[str, Callable[..., Choices]]:
         """The values that follow from others."""
         return {name: values for name, values in self.values.items() if callable(values)}
 
@@ -301,21 +314,21 @@ def _draw_sizes(source: random.Random, vary: Vary, most: int) -> dict[str, Any]:
 
 def _draw_values(source: random.Random, vary: Vary) -> dict[str, Any]:
     """Some of the values that follow from no others."""
-    drawn = {}
+    drawn: dict[str, Any] = {}
     for name, values in vary.values.items():
         if not callable(values) and source.random() < 0.4:
             drawn[name] = _pick(source, values)
     return drawn
 
 
-def _pick(source: random.Random, values: Any) -> Any:
-    chosen = source.choice(values) if isinstance(values, tuple) else values
+def _pick(source: random.Random, values: Number | Choices) -> Any:
+    chosen: Any = source.choice(values) if isinstance(values, tuple) else values
     return chosen.draw(source) if isinstance(chosen, Number) else chosen
 
 
 def _draw_how(source: random.Random, op: Op[..., Any], arguments: dict[str, Any]) -> How:
     """The layout of some arguments and of the incoming gradients, and what wants a gradient."""
-    layouts = {}
+    layouts: dict[str, str] = {}
     if source.random() < 0.6:
         for name in (*op.tensors, "incoming"):
             tensor = arguments.get(name)
@@ -342,7 +355,7 @@ def _for_build(found: OpCases, values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in dict.fromkeys(takes) if name in values}
 
 
-def _call(choices: Callable[..., tuple[Any, ...]], found: OpCases, values: dict[str, Any]) -> tuple[Any, ...]:
+def _call(choices: Callable[..., Choices], found: OpCases, values: dict[str, Any]) -> Choices:
     """What a value may be beside others; those that are not there have the default of ``build`` or of the op."""
     known = ops[found.op].template | _defaults(found) | values
     return choices(*(known[name] for name in inspect.signature(choices).parameters))

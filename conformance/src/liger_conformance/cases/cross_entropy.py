@@ -9,7 +9,7 @@ from liger_conformance.case import Bad, Case, Make
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.cross_entropy import REDUCTIONS
 
-ALL = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+ALL: dict[str, Any] = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
 
 
 def labels(make: Make, rows: int, vocabulary: int, ignored: float = 0.0, ignore_index: int = -100) -> torch.Tensor:

@@ -96,10 +96,10 @@ VARY = Vary(
 )
 
 # With this budget, 48 rows of 16 by 96 take several chunks in each dtype.
-CHUNKS = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 10_000}
+CHUNKS: dict[str, Any] = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 10_000}
 
 # With this one, bfloat16 and float16 have no room for an accumulator in float32.
-COLUMNS = CHUNKS | {"memory_budget": 5_000}
+COLUMNS: dict[str, Any] = CHUNKS | {"memory_budget": 5_000}
 
 CASES = (
     Case(

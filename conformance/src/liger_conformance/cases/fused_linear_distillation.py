@@ -77,7 +77,7 @@ VARY = Vary(
 
 # With this budget, 20 rows of 16 by 96 take several chunks in each dtype.
 CHUNKS: dict[str, Any] = {"rows": 20, "hidden": 16, "vocabulary": 96, "memory_budget": 9_000}
-BIASES = {"student_bias": True, "teacher_bias": True}
+BIASES: dict[str, Any] = {"student_bias": True, "teacher_bias": True}
 
 CASES = (
     Case("odd", "odd", rows=5, hidden=24, teacher_hidden=37, vocabulary=67, **CAPPED, **BIASES, num_items="int"),

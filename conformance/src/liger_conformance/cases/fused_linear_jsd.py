@@ -34,7 +34,7 @@ def build(
     target = None
     if ignored is not None:
         target = labels(make, rows, vocabulary, ignored, options.get("ignore_index", -100))
-    arguments = {
+    arguments: dict[str, Any] = {
         "student_x": make.randn(rows, hidden) * scale,
         "student_weight": make.randn(vocabulary, hidden) * hidden**-0.5,
         "teacher_x": make.randn(rows, teacher_hidden, dtype=teacher_dtype) * scale,
@@ -81,7 +81,7 @@ VARY = Vary(
 )
 
 # With this budget, 48 rows of 16 by 96 take several chunks in each dtype.
-CHUNKS = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 12_000}
+CHUNKS: dict[str, Any] = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 12_000}
 
 CASES = (
     Case("odd", "odd", rows=5, hidden=24, teacher_hidden=37, vocabulary=67, ignored=0.2, beta=0.3, temperature=2.0),

@@ -100,7 +100,7 @@ VARY = Vary(
 )
 
 # With this budget, 48 rows of 16 by 96 take several tiles in each dtype.
-TILES = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 12_000}
+TILES: dict[str, Any] = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 12_000}
 
 CASES = (
     Case(

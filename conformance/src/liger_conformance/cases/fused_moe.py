@@ -92,7 +92,7 @@ VARY = Vary(
     },
 )
 
-SMALL = {"tokens": 6, "per_token": 2, "experts": 4, "hidden": 16, "intermediate": 8}
+SMALL: dict[str, Any] = {"tokens": 6, "per_token": 2, "experts": 4, "hidden": 16, "intermediate": 8}
 
 CASES = (
     Case("odd", "odd", tokens=5, per_token=2, experts=3, hidden=37, intermediate=11),
@@ -104,11 +104,11 @@ CASES = (
     Case("many-experts", "odd", tokens=7, per_token=2, experts=37, hidden=8, intermediate=8),
     Case("one-token", "edge", tokens=1, per_token=2, experts=4, hidden=16, intermediate=8),
     Case("one-element", "edge", tokens=1, per_token=1, experts=1, hidden=1, intermediate=1),
-    Case("one-expert-each", "edge", **SMALL | {"per_token": 1}),
-    Case("all-experts", "edge", **SMALL | {"per_token": 4}),
-    Case("one-expert-has-all", "edge", **SMALL | {"per_token": 1, "used": 1}),
-    Case("experts-without-tokens", "edge", **SMALL | {"used": 2}),
-    Case("same-expert-twice", "edge", **SMALL | {"per_token": 3}, repeat=True),
+    Case("one-expert-each", "edge", **dict(SMALL, per_token=1)),
+    Case("all-experts", "edge", **dict(SMALL, per_token=4)),
+    Case("one-expert-has-all", "edge", **dict(SMALL, per_token=1, used=1)),
+    Case("experts-without-tokens", "edge", **dict(SMALL, used=2)),
+    Case("same-expert-twice", "edge", **dict(SMALL, per_token=3), repeat=True),
     Case("dropped", "edge", **SMALL, dropped=0.4),
     Case("all-dropped", "edge", **SMALL, dropped=1.0),
     # Found by random calls in float32: one running sum over so many slots is off by more than PyTorch's product.

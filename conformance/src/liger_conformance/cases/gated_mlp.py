@@ -52,7 +52,7 @@ VARY = Vary(
 )
 
 # 12 rows of 16 by 40: a budget of bfloat16 is 4 · 12 · 16 bytes of x's sum, and 10 · 12 a column.
-SIZES = {"rows": 12, "hidden": 16, "inner": 40}
+SIZES: dict[str, Any] = {"rows": 12, "hidden": 16, "inner": 40}
 
 CASES = (
     Case("odd", "odd", rows=5, hidden=23, inner=37, out=11),

@@ -108,7 +108,7 @@ VARY = Vary(
     },
 )
 
-TINY = {"batch": 3, "length": 5, "vocabulary": 37}
+TINY: dict[str, Any] = {"batch": 3, "length": 5, "vocabulary": 37}
 """Three rows, so that advantages of both signs are likely."""
 
 CASES = (

@@ -8,7 +8,12 @@ import torch
 from liger_conformance.case import Bad, Case, Make
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
-ALL = {"return_entropy": True, "return_total": True, "return_log_sum_squares": True, "return_best": True}
+ALL: dict[str, Any] = {
+    "return_entropy": True,
+    "return_total": True,
+    "return_log_sum_squares": True,
+    "return_best": True,
+}
 
 
 def targets(

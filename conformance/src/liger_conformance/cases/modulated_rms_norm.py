@@ -1,5 +1,6 @@
 """Cases of modulated_rms_norm."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 from liger_core.ops.rms_norm import CASTING_MODES
 
 # Which of x's dimensions before the last one a scale or shift has, by name; the others are 1 or absent.
-KEPT = {
+KEPT: dict[str, Callable[[int, int], bool]] = {
     "rows": lambda place, dims: True,
     "samples": lambda place, dims: place == 0,
     "positions": lambda place, dims: place == dims - 1,

@@ -56,7 +56,7 @@ def unaligned(sass: str) -> tuple[str, ...]:
     Args:
         sass: what cuobjdump prints of a program of one kernel.
     """
-    found = set()
+    found = set[str]()
     for instruction, state in _reached(_parsed(sass)):
         size = _size(instruction)
         for address in _ADDRESS.findall(instruction.text) if size else ():
@@ -208,7 +208,8 @@ def _result(instruction: _Instruction, operands: list[str], state: _State) -> Bi
             return _right(c, by)
         case "SHF", [a, by, _] if "R" in kinds and operands[2].endswith("RZ"):
             return _right(a, by)
-    return _ALIGNED
+        case _:
+            return _ALIGNED
 
 
 def _value(operand: str, state: _State) -> Bits:

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -78,7 +78,7 @@ class TritonAscendCompiler:
         from triton import compiler
         from triton.runtime import driver
 
-        driver.set_active(_Driver(_CHIPS[chip]))
+        driver.set_active(cast("Any", _Driver(_CHIPS[chip])))
         with mock.patch.object(compiler, "compile", _Lowered), _with_unified_buffer_of(_CHIPS[chip]):
             yield "cpu"
 
@@ -90,16 +90,17 @@ class TritonAscendCompiler:
         from triton.runtime.jit import JITFunction
 
         compiled: list[Compiled] = []
-        compile = JITFunction.run
+        compile = cast("Any", JITFunction).run
 
         @untraced
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-            sizes = grid({**dict(zip(self.arg_names, args, strict=False)), **named}) if callable(grid) else grid
+            arguments = {**dict(zip(self.arg_names, args, strict=False)), **named}
+            sizes = cast("Any", grid)(arguments) if callable(grid) else grid
             named = {name: pointers(value) for name, value in named.items()}
             lowered = compile(self, *pointers(args), grid=grid, warmup=True, **named)
             compiled.append(lowered.describe(_CHIPS[chip], math.prod(sizes)))
 
-        driver.set_active(_Driver(_CHIPS[chip]))  # for good: there is no driver to go back to
+        driver.set_active(cast("Any", _Driver(_CHIPS[chip])))  # for good: there is no driver to go back to
         _name_npu()
         with (
             mock.patch.object(JITFunction, "run", run),
@@ -118,10 +119,10 @@ def _with_unified_buffer_of(chip: Chip) -> Any:
 @functools.cache
 def _name_npu() -> None:
     """Let torch know a device type "npu", as torch_npu does where it is loaded."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    from torch.utils import backend_registration
 
     if not hasattr(torch, "npu"):
-        _setup_privateuseone_for_python_backend("npu")
+        backend_registration._setup_privateuseone_for_python_backend("npu")
 
 
 class _Driver:
@@ -132,7 +133,11 @@ class _Driver:
 
         self.target = GPUTarget("npu", chip.arch, 0)
         properties = {"max_shared_mem": 1, "num_aicore": chip.cores // 2, "num_vectorcore": chip.cores}
-        self.utils = SimpleNamespace(get_device_properties=lambda device: properties, get_arch=lambda: chip.arch)
+
+        def get_device_properties(device: int) -> dict[str, int]:
+            return properties
+
+        self.utils = SimpleNamespace(get_device_properties=get_device_properties, get_arch=lambda: chip.arch)
 
     def get_current_target(self) -> Any:
         return self.target
@@ -151,11 +156,11 @@ class _Lowered:
     """A kernel as `triton.compiler.compile` would compile it, but lowered to the adapter MLIR only."""
 
     def __init__(self, source: Any, target: Any, options: dict[str, Any]) -> None:
-        from triton._C.libtriton import ir
         from triton.compiler.compiler import make_backend
 
         self.source = source
-        backend = make_backend(target)
+        ir = importlib.import_module("triton._C.libtriton").ir  # of which there are no types
+        backend = cast("Any", make_backend(target))
         parsed = backend.parse_options(options)
         stages: dict[str, Any] = {}
         backend.add_stages(stages, parsed)
@@ -232,7 +237,7 @@ class _Lowered:
             if not p.is_constexpr
         ]
         single, double = self.bytes_taken
-        over, close = [], []
+        over, close = list[str](), list[str]()
         if single > chip.unified_buffer:
             over.append(f"about {single} bytes of Unified Buffer, of {chip.unified_buffer}")
         elif double > chip.unified_buffer:

@@ -56,9 +56,9 @@ class _Op:
     name: str
     operands: list[str]
     results: list[str]
-    types: list[str] = dataclasses.field(default_factory=list)
-    arguments: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    regions: list[list[_Op]] = dataclasses.field(default_factory=list)
+    types: list[str] = dataclasses.field(default_factory=list[str])
+    arguments: list[tuple[str, str]] = dataclasses.field(default_factory=list[tuple[str, str]])
+    regions: list[list[_Op]] = dataclasses.field(default_factory=list[list["_Op"]])
     place: int = 0
     end: int = 0
     loops: tuple[_Op, ...] = ()

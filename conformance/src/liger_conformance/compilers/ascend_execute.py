@@ -10,6 +10,7 @@ import ctypes
 import ctypes.util
 import functools
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
@@ -76,6 +77,11 @@ def _tool(name: str) -> str | None:
     return shutil.which(f"{name}-19") or shutil.which(name)
 
 
+def _llvm() -> Any:
+    """llvmlite.binding, which declares no types."""
+    return importlib.import_module("llvmlite.binding")
+
+
 class Executable:
     """A kernel that can be launched with tensors on the CPU.
 
@@ -88,8 +94,7 @@ class Executable:
     """
 
     def __init__(self, mlir: str, generic: str) -> None:
-        import llvmlite.binding as llvm
-
+        llvm = _llvm()
         name, arguments = re.findall(r"func\.func @(\w+)\((%arg0: .*?)\) attributes", mlir, re.S)[-1]
         # Two pointers to workspaces come first, and the sizes of the grid and the program's place in it last.
         self.kinds = re.findall(r"%arg\d+: ([\w<>?]+)", arguments)[2:-6]
@@ -113,7 +118,7 @@ class Executable:
 
     def __call__(self, grid: Sequence[int], values: Sequence[Any]) -> None:
         """Run each program, with the values of the arguments that aren't constants."""
-        types, passed = [], []
+        types, passed = list[Any](), list[Any]()
         for kind, value in zip(["memref", "memref", *self.kinds], [None, None, *values], strict=True):
             if kind.startswith("memref"):
                 pointer, size = (0, 0) if value is None else (value.data_ptr(), _extent(value))
@@ -124,7 +129,7 @@ class Executable:
                 passed.append(value)
         function = ctypes.CFUNCTYPE(None, *types, *[ctypes.c_int32] * 6)(self._address)
         sizes = (*grid, 1, 1)[:3]
-        for x, y, z in np.ndindex(*sizes):
+        for x, y, z in itertools.product(*map(range, sizes)):
             function(*passed, *sizes, x, y, z)
 
 
@@ -147,8 +152,7 @@ _kept: list[Callable[..., Any]] = []
 @functools.cache
 def _prepare() -> None:
     """LLVM for this machine, and the functions that compiled kernels call."""
-    import llvmlite.binding as llvm
-
+    llvm = _llvm()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     libm = ctypes.CDLL(ctypes.util.find_library("m"))
@@ -159,7 +163,7 @@ def _prepare() -> None:
     # It returns bf16, in the low bits of the register of a float.
     @ctypes.CFUNCTYPE(ctypes.c_float, ctypes.c_float)
     def narrow(value: float) -> float:
-        bits = torch.tensor(value).bfloat16().view(torch.int16).item() & 0xFFFF
+        bits = int(torch.tensor(value).bfloat16().view(torch.int16).item()) & 0xFFFF
         return np.uint32(bits).view(np.float32).item()
 
     _kept.append(narrow)

@@ -91,7 +91,7 @@ def overwritten(cubin: bytes) -> tuple[str, ...]:
 
     That is a barrier's arrival after the store, with no wait (``DEPBAR``) between.
     """
-    found, store = set(), None
+    found, store = set[str](), None
     for line in _cuobjdump(cubin, "-sass").splitlines():
         if instruction := re.search(r"\b(UTMASTG|DEPBAR|EXIT|SYNCS\.ARRIVE)\b[^;]*", line):
             if instruction[1] == "UTMASTG":

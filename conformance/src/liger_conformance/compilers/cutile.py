@@ -215,7 +215,7 @@ def _tileiras() -> tuple[str, dict[str, str]]:
 
 def _variant(function: Any, signature: Any) -> str:
     """What a kernel was compiled for: its constants, and the types of the other arguments."""
-    constants, types = [], []
+    constants, types = list[str](), list[str]()
     for name, found in zip(inspect.signature(function).parameters, signature.parameters, strict=True):
         if hasattr(found, "value"):
             constants.append(f"{name}={found.value}")
@@ -234,7 +234,8 @@ def _variant(function: Any, signature: Any) -> str:
 
 
 def _short(dtype: Any) -> str:
-    return _SHORT.get(dtype.name, dtype.name)
+    name: str = dtype.name
+    return _SHORT.get(name, name)
 
 
 def _bits(dtype: Any) -> int:
@@ -270,7 +271,7 @@ def _bulk_stores(text: str) -> int:
 
 def _lost(text: str, chip: Chip) -> tuple[str, ...]:
     """Loads and stores that could be bulk copies, and products that could be on tensor cores, and are not."""
-    found = set()
+    found = set[str]()
     for remark in _remarks(text):
         if remark.kind != "Failure":
             continue

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import compress, product
 from operator import gt
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,7 +132,9 @@ def _needs(target: Target, case: Case, dtype: torch.dtype, arguments: Arguments)
     return [every, (False,) * len(every)] if case.group in TIMED and _is_first_chip(target) else [every]
 
 
-def _incoming(target: Target, case: Case, dtype: torch.dtype, result: Any) -> list[list[Tensor | None]]:
+def _incoming(
+    target: Target, case: Case, dtype: torch.dtype, result: Tensor | tuple[Tensor | None, ...]
+) -> list[list[Tensor | None]]:
     """Gradients of the results: of all, and for the first cases also of each one alone."""
     results = result if isinstance(result, tuple) else (result,)
     kept = target.op.keeps_gradient or (True,) * len(results)

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Generator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -64,7 +64,7 @@ class TritonCompiler:
         from triton.runtime.jit import JITFunction
 
         compiled: list[Compiled] = []
-        compile = JITFunction.run
+        compile = cast("Any", JITFunction).run
 
         @untraced
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -73,7 +73,7 @@ class TritonCompiler:
             compiled.append(_describe(kernel, CHIPS[chip]))
 
         device = self.chips.index(chip)
-        driver.set_active(_Driver(CHIPS[chip], device))  # for good: there is no driver to go back to
+        driver.set_active(cast("Any", _Driver(CHIPS[chip], device)))  # for good: there is no driver to go back to
         with (
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(Autotuner, "run", _every_configuration),
@@ -95,7 +95,11 @@ class _Driver:
             "multiprocessor_count": chip.multiprocessors,
             "warpSize": chip.warp,
         }
-        self.utils = SimpleNamespace(get_device_properties=lambda device: properties)
+
+        def get_device_properties(device: int) -> dict[str, int]:
+            return properties
+
+        self.utils = SimpleNamespace(get_device_properties=get_device_properties)
 
     def get_current_target(self) -> Any:
         return self.target
@@ -125,7 +129,7 @@ class _Pointer:
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride
-        self.offset = tensor.storage_offset() * tensor.element_size()
+        self.offset = int(tensor.storage_offset()) * tensor.element_size()
         self.size = tensor.untyped_storage().size()
 
     def data_ptr(self) -> int:
@@ -141,8 +145,8 @@ def pointers(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _Pointer(value)
     if isinstance(value, tuple):
-        items = map(pointers, value)
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        make = getattr(cast("Any", value), "_make", tuple)  # of a NamedTuple
+        return make(map(pointers, cast("tuple[Any, ...]", value)))
     return value
 
 
@@ -152,7 +156,7 @@ def _describe(kernel: Any, chip: Chip) -> Compiled:
     constants = {path[0]: value for path, value in kernel.src.constants.items()}
     # Divisible by 16; on AMD also an address range of 32 bits.
     facts = {path[0]: [f":{value}" for _, value in attributes] for path, attributes in kernel.src.attrs.items()}
-    named, types = [], []
+    named, types = list[str](), list[str]()
     for parameter, kind in zip(function.params, kernel.src.signature.values(), strict=True):
         if parameter.is_constexpr:
             named.append(f"{parameter.name}={constants[parameter.num]}")
@@ -162,7 +166,7 @@ def _describe(kernel: Any, chip: Chip) -> Compiled:
             types.append("".join([str(kind), *facts.get(parameter.num, ())]))
     named += [f"{name}={getattr(metadata, name)}" for name in ("num_warps", "num_stages")]
     registers, stack, spills = _memory_of_a_thread(kernel)
-    over = []
+    over = list[str]()
     if metadata.shared > chip.shared:
         over.append(f"{metadata.shared} bytes of shared memory, of {chip.shared}")
     if metadata.num_warps * chip.warp > THREADS:

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Generator
-from typing import Any
+from typing import Any, cast
 
 from liger_conformance.interpreters import tileir
 from liger_conformance.interpreters.triton import Launch
@@ -35,7 +35,7 @@ def launches(recorded: list[Launch]) -> Generator[None, None, None]:
         return
     import cuda.tile
 
-    launch = cuda.tile.launch
+    launch = cast("Any", cuda.tile).launch
 
     @untraced
     @functools.wraps(launch)

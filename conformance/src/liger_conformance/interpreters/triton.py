@@ -20,8 +20,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Generator
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from liger_conformance.interpreters import (
     triton_ascend,
@@ -35,7 +34,8 @@ from liger_conformance.reach import untraced
 
 __all__ = ["Launch", "launches", "repair"]
 
-_Repair = Callable[[ModuleType], None]
+_Repair = Callable[[Any], None]
+"""Sets names of the module triton.runtime.interpreter, for which no types are declared."""
 
 # Each with the last release that needs it, None while every release does. A later one may wrap what an earlier one set.
 _REPAIRS: tuple[tuple[_Repair, tuple[int, int] | None], ...] = (
@@ -85,17 +85,19 @@ def repair(*, check_bounds: bool = True) -> None:
     release = int(major), int(minor)
     if release < (3, 4) and not (release == _TRITON_ASCEND and hasattr(triton.language, "parallel")):
         raise RuntimeError(f"triton {triton.__version__} is older than 3.4, the oldest whose interpreter this repairs")
-    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpretedFunction
 
     # Triton's own device functions, such as tl.max, were decorated when triton was imported.
-    if not isinstance(triton.language.max, interpreter.InterpretedFunction):
+    if not isinstance(triton.language.max, InterpretedFunction):
         raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set: set it first")
-    _mend(interpreter, release)
+    _mend(release)
     triton_bounds.enabled = check_bounds
 
 
 @functools.cache
-def _mend(interpreter: ModuleType, release: tuple[int, int]) -> None:
+def _mend(release: tuple[int, int]) -> None:
+    from triton.runtime import interpreter
+
     ascend = release == _TRITON_ASCEND
     if ascend:
         triton_ascend.provide_interface(interpreter)
@@ -174,7 +176,7 @@ def _watch_launches() -> None:
 def _watch_compiled_launches() -> None:
     from triton.runtime.jit import JITFunction
 
-    launch = JITFunction.run
+    launch = cast("Any", JITFunction).run
 
     @functools.wraps(launch)
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -195,10 +197,11 @@ def _watch_compiled_launches() -> None:
 
 
 def _watch_interpreted_launches() -> None:
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+    from triton.runtime import interpreter
 
-    launch = GridExecutor.__call__
-    set_grid_dim = InterpreterBuilder.set_grid_dim
+    executor, builder = cast("Any", interpreter.GridExecutor), cast("Any", interpreter.InterpreterBuilder)
+    launch = executor.__call__
+    set_grid_dim = builder.set_grid_dim
     running: list[Any] = []
 
     @untraced
@@ -216,5 +219,5 @@ def _watch_interpreted_launches() -> None:
         set_grid_dim(self, *grid)
         _record(running[-1], grid)
 
-    GridExecutor.__call__ = run
-    InterpreterBuilder.set_grid_dim = set_and_record
+    executor.__call__ = run
+    builder.set_grid_dim = set_and_record

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,6 +19,11 @@ UNIFIED_BUFFER_BITS = 192 * 1024 * 8
 """What kernels size their tiles for where there is no NPU: the Unified Buffer of an Ascend 910B."""
 
 
+def _of_ascend(module: str) -> Any:
+    """A module that only triton-ascend's Triton has."""
+    return importlib.import_module(f"triton.{module}")
+
+
 class _Semantic:
     """What later releases' interpreter_semantic is to Triton's repairs."""
 
@@ -26,22 +31,16 @@ class _Semantic:
         self.builder = builder
 
     def to_tensor(self, value: Any, check_type: bool = True) -> Any:
-        import triton.language as tl
-
-        return tl.semantic.to_tensor(value, self.builder, check_type)
+        return _of_ascend("language.semantic").to_tensor(value, self.builder, check_type)
 
     def cast(self, value: Any, dtype: Any) -> Any:
-        import triton.language as tl
-
-        return tl.semantic.cast(value, dtype, self.builder)
+        return _of_ascend("language.semantic").cast(value, dtype, self.builder)
 
     def integer_promote_impl(self, left: Any, right: Any) -> Any:
-        import triton.language as tl
-
-        return tl.semantic.integer_promote_impl(left, right)
+        return _of_ascend("language.semantic").integer_promote_impl(left, right)
 
 
-def provide_interface(interpreter: ModuleType) -> None:
+def provide_interface(interpreter: Any) -> None:
     """Later releases have an interpreter_semantic, and reductions of a tuple return one."""
     interpreter.interpreter_semantic = _Semantic(interpreter.interpreter_builder)
 
@@ -54,18 +53,17 @@ def provide_interface(interpreter: ModuleType) -> None:
     interpreter.ReduceScanOpIneterface.apply = apply
 
 
-def repair_options(interpreter: ModuleType) -> None:
+def repair_options(interpreter: Any) -> None:
     """The options that Ascend's compiler takes, such as `multibuffer=True`, are taken for arguments of the kernel."""
-    from triton.backends.ascend.compiler import NPUOptions
+    options = dataclasses.fields(_of_ascend("backends.ascend.compiler").NPUOptions)
+    interpreter.RESERVED_KWS = [*interpreter.RESERVED_KWS, *(field.name for field in options)]
 
-    interpreter.RESERVED_KWS = [*interpreter.RESERVED_KWS, *(field.name for field in dataclasses.fields(NPUOptions))]
 
-
-def repair_autotune(interpreter: ModuleType) -> None:
+def repair_autotune(interpreter: Any) -> None:
     """An autotuned kernel asks the driver how to time it where it is defined, not where it is launched, and raises."""
     from triton.runtime.autotuner import Autotuner
 
-    create = Autotuner.__init__
+    create = cast("Any", Autotuner).__init__
 
     @functools.wraps(create)
     def create_untimed(self: Any, *arguments: Any, **named: Any) -> None:
@@ -75,7 +73,7 @@ def repair_autotune(interpreter: ModuleType) -> None:
     Autotuner.__init__ = create_untimed
 
 
-def repair_logical_not(interpreter: ModuleType) -> None:
+def repair_logical_not(interpreter: Any) -> None:
     """`not mask` and `~mask` raise: there is no int1 to make a mask of all ones from."""
     builder = interpreter.InterpreterBuilder
     get_all_ones_value = builder.get_all_ones_value
@@ -93,28 +91,33 @@ def repair_logical_not(interpreter: ModuleType) -> None:
     builder.get_all_ones_value = all_ones
 
 
-def repair_dot(interpreter: ModuleType) -> None:
+def repair_dot(interpreter: Any) -> None:
     """tl.dot has a GPU's precisions and least sizes. Ascend's default is "ieee", and any size will do."""
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(
         builder.options, default_dot_input_precision="ieee", allowed_dot_input_precisions=("ieee", "hf32")
     )
-    builder.codegen_fns["min_dot_size"] = lambda left, right: (1, 1, 1)
+
+    def min_dot_size(left: Any, right: Any) -> tuple[int, int, int]:
+        return 1, 1, 1
+
+    builder.codegen_fns["min_dot_size"] = min_dot_size
 
 
-def repair_libdevice(interpreter: ModuleType) -> None:
+def repair_libdevice(interpreter: Any) -> None:
     """The functions of `triton.language.extra.ascend.libdevice` aren't patched, and raise."""
     import triton.language as tl
-    from triton.language.extra.ascend import libdevice
 
-    for name, function in inspect.getmembers(libdevice, tl.core.is_builtin):
+    libdevice = _of_ascend("language.extra.ascend.libdevice")
+    for name, function in inspect.getmembers(libdevice, cast("Any", tl.core).is_builtin):
         setattr(libdevice, name, bind_builtin(interpreter, function))
 
 
-def provide_language(interpreter: ModuleType) -> None:
+def provide_language(interpreter: Any) -> None:
     """What Ascend adds to Triton's language is missing: slices, gather, flip, sort. Hints and barriers do nothing here."""
     import triton.language as tl
 
+    semantic = _of_ascend("language.semantic")
     handle = interpreter.TensorHandle
     builder = interpreter.InterpreterBuilder
 
@@ -136,6 +139,9 @@ def provide_language(interpreter: ModuleType) -> None:
     def extract_scalar(self: Any, whole: Any, indices: Any) -> Any:
         return like(whole, whole.data[tuple(int(index.data.item()) for index in indices)].reshape(1))
 
+    def flip(self: Any, values: Any, axis: int) -> Any:
+        return like(values, np.flip(values.data, axis))
+
     def sort(self: Any, values: Any, axis: int, descending: bool) -> Any:
         data = np.sort(values.data, axis)
         return like(values, np.flip(data, axis) if descending else data)
@@ -149,7 +155,7 @@ def provide_language(interpreter: ModuleType) -> None:
     builder.create_extract_slice = extract_slice
     builder.create_insert_slice = insert_slice
     builder.create_extract_scalar = extract_scalar
-    builder.create_flip = lambda self, values, axis: like(values, np.flip(values.data, axis))
+    builder.create_flip = flip
     builder.create_sort = sort
     builder.create_gather = gather
     builder.create_annotation = nothing
@@ -163,7 +169,7 @@ def provide_language(interpreter: ModuleType) -> None:
 
         @functools.wraps(function)
         def wrapped(*arguments: Any, _builder: Any = None) -> Any:
-            offsets = [tl.semantic.to_tensor(offset, _builder) for offset in arguments[position]]
+            offsets = [semantic.to_tensor(offset, _builder) for offset in arguments[position]]
             rest = [[int(getattr(n, "value", n)) for n in numbers] for numbers in arguments[position + 1 :]]
             return function(*arguments[:position], offsets, *rest, _builder=_builder)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ class _Check:
 
     def _in_one_range(self, addresses: np.ndarray, size: int) -> bool:
         lowest, highest = addresses.min(), addresses.max()
-        position = np.searchsorted(self.starts, lowest, side="right") - 1
+        position = cast("int", np.searchsorted(self.starts, lowest, side="right")) - 1
         return position >= 0 and highest <= self.ends[position] - size
 
     def _outside(self, addresses: np.ndarray, size: int) -> np.ndarray:

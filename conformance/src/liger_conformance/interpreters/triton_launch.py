@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ class _Names:
         self.namespace.update(self.originals)
 
 
-def repair_patching(interpreter: ModuleType) -> None:
+def repair_patching(interpreter: Any) -> None:
     """A builtin imported by name (`from triton.language.math import exp`) isn't patched, and raises. All releases. Each
     call of a device function patches triton.language again, which takes longer than most device functions, and for
     good. From 3.6 on.
@@ -73,7 +72,7 @@ def repair_patching(interpreter: ModuleType) -> None:
     interpreter.GridExecutor.__call__ = execute_and_restore
 
 
-def repair_overflow_check(interpreter: ModuleType) -> None:
+def repair_overflow_check(interpreter: Any) -> None:
     """Each + - * of int32 is also computed in int64 and compared, for an assertion that is then dropped: half of the
     time of a kernel that mostly computes offsets. All releases.
     """
@@ -81,7 +80,7 @@ def repair_overflow_check(interpreter: ModuleType) -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def repair_autotune(interpreter: ModuleType) -> None:
+def repair_autotune(interpreter: Any) -> None:
     """An autotuned kernel asks the driver of a GPU to time its configurations, and raises. All releases. Here the first
     one is taken.
     """
@@ -93,7 +92,7 @@ def repair_autotune(interpreter: ModuleType) -> None:
     Autotuner._bench = time_of_each
 
 
-def repair_warnings(interpreter: ModuleType) -> None:
+def repair_warnings(interpreter: Any) -> None:
     """numpy warns of an overflow or a division by zero, which on a device is inf or NaN, and usually in a lane that is
     masked off. All releases.
     """
@@ -107,20 +106,20 @@ def repair_warnings(interpreter: ModuleType) -> None:
     interpreter.GridExecutor.__call__ = execute_quietly
 
 
-def repair_bounds(interpreter: ModuleType) -> None:
+def repair_bounds(interpreter: Any) -> None:
     """Pointers are dereferenced unchecked: see triton_bounds. All releases."""
     executor = interpreter.GridExecutor
     execute = executor.__call__
     init_args_hst = executor._init_args_hst
-    unwrap = getattr(interpreter, "_unwrap_tensor", lambda argument: argument)
+    unwrap = getattr(interpreter, "_unwrap_tensor", None)  # triton-ascend wraps none
     descriptor_type = getattr(interpreter, "TensorDescriptor", ())  # triton-ascend takes none
 
     def spans(name: str, argument: Any) -> Iterator[triton_bounds.Span]:
-        argument = unwrap(argument)
+        argument = unwrap(argument) if unwrap else argument
         if isinstance(argument, torch.Tensor):
             yield triton_bounds.Span.of(name, argument)
         elif isinstance(argument, tuple):
-            for position, item in enumerate(argument):
+            for position, item in enumerate(cast("tuple[Any, ...]", argument)):
                 yield from spans(f"{name}[{position}]", item)
         elif isinstance(argument, descriptor_type):
             yield from spans(name, argument.base)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from liger_conformance.interpreters import triton_libdevice
 from liger_conformance.interpreters.triton_values import narrow, widen
 
 
-def repair_nan_in_min_max(interpreter: ModuleType) -> None:
+def repair_nan_in_min_max(interpreter: Any) -> None:
     """tl.maximum, tl.minimum and tl.clamp return NaN when one operand is. A device returns the other operand, unless it
     is told to propagate NaN. Until 3.7.
     """
@@ -39,7 +38,7 @@ def repair_nan_in_min_max(interpreter: ModuleType) -> None:
     builder.create_clampf = clamp
 
 
-def repair_fma(interpreter: ModuleType) -> None:
+def repair_fma(interpreter: Any) -> None:
     """tl.fma rounds twice: its product, then its sum. Until 3.8."""
 
     def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
@@ -48,7 +47,7 @@ def repair_fma(interpreter: ModuleType) -> None:
     interpreter.InterpreterBuilder.create_fma = fma
 
 
-def repair_erf(interpreter: ModuleType) -> None:
+def repair_erf(interpreter: Any) -> None:
     """tl.erf calls Python's math.erf for each element: a hundred times slower than this. All releases."""
 
     def erf(self: Any, x: Any) -> Any:
@@ -57,7 +56,7 @@ def repair_erf(interpreter: ModuleType) -> None:
     interpreter.InterpreterBuilder.create_erf = erf
 
 
-def repair_extern_elementwise(interpreter: ModuleType) -> None:
+def repair_extern_elementwise(interpreter: Any) -> None:
     """Functions of a device's library raise. All releases."""
 
     def extern_elementwise(
@@ -71,7 +70,7 @@ def repair_extern_elementwise(interpreter: ModuleType) -> None:
     interpreter.InterpreterBuilder.create_extern_elementwise = extern_elementwise
 
 
-def repair_libdevice(interpreter: ModuleType) -> None:
+def repair_libdevice(interpreter: Any) -> None:
     """The functions of `triton.language.extra.libdevice` are stubs, for which the compiler puts a device's, and return
     None here. Those of `...extra.cuda.libdevice` raise. All releases.
     """
@@ -92,7 +91,7 @@ def repair_libdevice(interpreter: ModuleType) -> None:
             setattr(cuda_libdevice, name, function)
 
 
-def bind_builtin(interpreter: ModuleType, builtin: Callable[..., Any]) -> Callable[..., Any]:
+def bind_builtin(interpreter: Any, builtin: Callable[..., Any]) -> Callable[..., Any]:
     """A builtin that gets the interpreter's semantic, or until 3.3 its builder, as the compiler would give its own."""
     if "_builder" in inspect.signature(builtin).parameters:
         given = {"_builder": interpreter.interpreter_builder}
@@ -106,7 +105,7 @@ def bind_builtin(interpreter: ModuleType, builtin: Callable[..., Any]) -> Callab
     return bound
 
 
-def repair_reductions(interpreter: ModuleType) -> None:
+def repair_reductions(interpreter: Any) -> None:
     """tl.reduce calls its combine function once per element, unless it knows it: a second for 10,000 elements. All
     releases; for tl.argmax(tie_break_left=False) until 3.7. tl.argmax of a row of NaN raises, from 3.8 on. bf16 is
     reduced as its bits, and fp16 in fp32. All releases.
@@ -155,12 +154,12 @@ def _combine_functions(**meanings: Any) -> dict[Any, Any]:
     """What Triton's own combine functions compute. triton-ascend has some of them twice, or divided in two."""
     import triton.language as tl
 
-    modules = (tl.standard, inspect.getmodule(tl.max.fn))
+    modules = (tl.standard, inspect.getmodule(cast("Any", tl.max).fn))
     found = ((getattr(module, name, None), meaning) for module in modules for name, meaning in meanings.items())
     return {function: meaning for function, meaning in found if function is not None}
 
 
-def repair_scans(interpreter: ModuleType) -> None:
+def repair_scans(interpreter: Any) -> None:
     """tl.associative_scan calls its combine function once per element, unless it knows it: then bf16 is scanned as its
     bits. All releases. A reversed scan returns a view with negative strides, which others misread, until 3.8.
     """
@@ -169,7 +168,7 @@ def repair_scans(interpreter: ModuleType) -> None:
         dtypes = [tensor.dtype for tensor in inputs]
         direction = -1 if self.reverse else 1
         rows = [np.moveaxis(tensor.handle.data, self.axis, -1)[..., ::direction] for tensor in inputs]
-        length, distance = rows[0].shape[-1], 1
+        length, distance = int(rows[0].shape[-1]), 1
         while distance < length:
             # An element with nothing so far to its left got one from the right end, and is left as it was.
             shifted = [np.roll(row, distance, -1) for row in rows]
@@ -184,7 +183,7 @@ def repair_scans(interpreter: ModuleType) -> None:
 
 
 def _combine(
-    interpreter: ModuleType, combine: Any, left: list[np.ndarray], right: list[np.ndarray], dtypes: list[Any]
+    interpreter: Any, combine: Any, left: list[np.ndarray], right: list[np.ndarray], dtypes: list[Any]
 ) -> list[np.ndarray]:
     """A combine function, which is written for scalars, on arrays."""
     semantic = interpreter.interpreter_semantic
@@ -193,13 +192,13 @@ def _combine(
         _tensor(interpreter, operand.reshape(size), dtype)
         for operand, dtype in zip(left + right, dtypes * 2, strict=True)
     ]
-    results = combine(*operands)
-    results = results if isinstance(results, tuple) else (results,)
+    found = combine(*operands)
+    results: list[Any] = [*found] if isinstance(found, tuple) else [found]
     handles = [semantic.cast(semantic.to_tensor(r), dtype).handle for r, dtype in zip(results, dtypes, strict=True)]
     return [np.broadcast_to(handle.data, size).reshape(shape) for handle in handles]
 
 
-def _tensor(interpreter: ModuleType, data: np.ndarray, dtype: Any) -> Any:
+def _tensor(interpreter: Any, data: np.ndarray, dtype: Any) -> Any:
     import triton.language as tl
 
     tensor_type = tl.block_type(dtype, list(data.shape)) if data.ndim else dtype

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 
-def repair_syntax(interpreter: ModuleType) -> None:
+def repair_syntax(interpreter: Any) -> None:
     """What means something else on a device than in Python keeps Python's meaning. All releases.
 
     - The variable of `for i in range(...)` is a Python int: `i.to(tl.int64)` fails, and `i * x` promotes as if i were a
@@ -24,6 +23,7 @@ def repair_syntax(interpreter: ModuleType) -> None:
     import triton.language as tl
 
     semantic = interpreter.interpreter_semantic
+    tensor = cast("Any", tl.tensor)
 
     def interpreter_range(start: Any, stop: Any = None, step: Any = None, **_hints: Any) -> Iterator[Any]:
         first, end = (0, start) if stop is None else (start, stop)
@@ -31,7 +31,7 @@ def repair_syntax(interpreter: ModuleType) -> None:
         dtype = functools.reduce(semantic.integer_promote_impl, [bound.dtype for bound in bounds])
         np_dtype = interpreter._get_np_dtype(dtype)
         for value in range(*(int(bound.handle.data.item()) for bound in bounds)):
-            yield tl.tensor(interpreter.TensorHandle(np.array([value], np_dtype), dtype), dtype)
+            yield tensor(interpreter.TensorHandle(np.array([value], np_dtype), dtype), dtype)
 
     def interpreter_and(*operands: Callable[[], Any]) -> Any:
         return combine(operands, absorbing=False, method="logical_and")
@@ -41,10 +41,10 @@ def repair_syntax(interpreter: ModuleType) -> None:
 
     # As the compiler does: a constant decides or drops out, and tensors are combined.
     def combine(operands: tuple[Callable[[], Any], ...], absorbing: bool, method: str) -> Any:
-        tensors, constant = [], not absorbing
+        tensors, constant = list[Any](), not absorbing
         for operand in operands:
             value = operand()
-            if isinstance(value, tl.tensor):
+            if isinstance(value, tensor):
                 tensors.append(value)
             elif bool(value) is absorbing:
                 return value
@@ -53,10 +53,10 @@ def repair_syntax(interpreter: ModuleType) -> None:
         return functools.reduce(lambda left, right: getattr(left, method)(right), tensors) if tensors else constant
 
     def interpreter_not(value: Any) -> Any:
-        return value.__not__() if isinstance(value, tl.tensor) else not value
+        return value.__not__() if isinstance(value, tensor) else not value
 
     def interpreter_truth(value: Any) -> bool:
-        if isinstance(value, tl.tensor) and value.handle.data.size != 1:
+        if isinstance(value, tensor) and value.handle.data.size != 1:
             shape = list(value.handle.data.shape)
             raise TypeError(f"a block of shape {shape} is neither true nor false: reduce it, or choose with tl.where")
         return bool(value)
@@ -70,6 +70,8 @@ def repair_syntax(interpreter: ModuleType) -> None:
             match node.iter:
                 case ast.Call(func=ast.Name(id="range") | ast.Attribute(attr="range" | "parallel")):
                     node.iter.func = ast.Name(id=interpreter_range.__name__, ctx=ast.Load())
+                case _:
+                    pass
             return node
 
         def visit_BoolOp(self, node: ast.BoolOp) -> ast.Call:
@@ -99,7 +101,7 @@ def repair_syntax(interpreter: ModuleType) -> None:
 
         def visit_Assign(self, node: ast.Assign) -> ast.AST:
             node.value = self.visit(node.value)  # which upstream's leaves out
-            return super().visit_Assign(node)
+            return cast("ast.AST", super().visit_Assign(node))
 
     # A rewritten kernel sees the names of the interpreter's module.
     for function in (interpreter_range, interpreter_and, interpreter_or, interpreter_not, interpreter_truth):

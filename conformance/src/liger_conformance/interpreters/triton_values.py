@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 _BF16_NAN = 0x7FC0
+_Convert = Callable[[np.ndarray], np.ndarray]
 
 
 def to_fp32(bits: np.ndarray) -> np.ndarray:
@@ -47,7 +47,7 @@ def narrow(handle: Any) -> Any:
     return type(handle)(to_bf16(handle.data), tl.bfloat16) if handle.data.dtype == np.float32 else handle
 
 
-def repair_bf16_arithmetic(interpreter: ModuleType) -> None:
+def repair_bf16_arithmetic(interpreter: Any) -> None:
     """Arithmetic, comparisons, clamp and fma of bf16, and in triton-ascend rsqrt and erf, treat its bits as integers: 1.0 +
     1.0 is inf. All releases.
 
@@ -68,7 +68,7 @@ def repair_bf16_arithmetic(interpreter: ModuleType) -> None:
         setattr(builder, name, in_fp32(getattr(builder, name)))
 
 
-def repair_bf16_dot(interpreter: ModuleType) -> None:
+def repair_bf16_dot(interpreter: Any) -> None:
     """tl.dot multiplies the bits of bf16 operands as integers. All releases."""
     builder = interpreter.InterpreterBuilder
     create_dot = builder.create_dot
@@ -80,7 +80,7 @@ def repair_bf16_dot(interpreter: ModuleType) -> None:
     builder.create_dot = dot
 
 
-def repair_tf32_dot(interpreter: ModuleType) -> None:
+def repair_tf32_dot(interpreter: Any) -> None:
     """tl.dot of fp32 operands is exact whatever its `input_precision`, whose default on NVIDIA's devices is "tf32": 10
     bits of mantissa. A kernel that forgets to ask for "ieee" would pass here and fail there. All releases.
     """
@@ -104,7 +104,7 @@ def repair_tf32_dot(interpreter: ModuleType) -> None:
     builder.create_dot = dot
 
 
-def repair_comparisons(interpreter: ModuleType) -> None:
+def repair_comparisons(interpreter: Any) -> None:
     """A comparison says that it is of its operands' dtype. One of scalars becomes a block of that dtype, and a mask that it
     is part of a block of integers, which the bounds check and atomics take for indices. All releases.
     """
@@ -121,7 +121,7 @@ def repair_comparisons(interpreter: ModuleType) -> None:
     builder.binary_op = compute
 
 
-def repair_casts(interpreter: ModuleType) -> None:
+def repair_casts(interpreter: Any) -> None:
     """fp32 to bf16 truncates, which doubles the error, biases sums and makes some NaN inf. Casts between bf16 and int take
     the bits for the value, as does one of a comparison of fp32, whose result says that it is fp32. All releases.
     """
@@ -152,7 +152,7 @@ def repair_casts(interpreter: ModuleType) -> None:
     builder.create_fp_to_fp = cast_with_rounding
 
 
-def repair_bf16_constants(interpreter: ModuleType) -> None:
+def repair_bf16_constants(interpreter: Any) -> None:
     """A constant in bf16 raises, in tl.full(...) or x * 0.5: there is no get_bf16. Until 3.8."""
     import triton.language as tl
 
@@ -162,7 +162,7 @@ def repair_bf16_constants(interpreter: ModuleType) -> None:
     interpreter.InterpreterBuilder.get_bf16 = get_bf16
 
 
-def repair_narrow_atomics(interpreter: ModuleType) -> None:
+def repair_narrow_atomics(interpreter: Any) -> None:
     """tl.atomic_add of bf16 raises "Unsupported data type". All releases; of fp16 triton-ascend's. (The other atomics of
     bf16 don't compile either.)
     """
@@ -171,7 +171,7 @@ def repair_narrow_atomics(interpreter: ModuleType) -> None:
     builder = interpreter.InterpreterBuilder
     create_atomic_rmw = builder.create_atomic_rmw
     add = interpreter._ir.ATOMIC_OP.FADD
-    conversions = {
+    conversions: dict[Any, tuple[_Convert, _Convert]] = {
         tl.bfloat16: (to_fp32, to_bf16),
         tl.float16: (lambda values: values.astype(np.float32), lambda values: values.astype(np.float16)),
     }
@@ -210,7 +210,7 @@ def _earlier_equals(keys: np.ndarray) -> np.ndarray:
     return count
 
 
-def repair_scalar_arguments(interpreter: ModuleType) -> None:
+def repair_scalar_arguments(interpreter: Any) -> None:
     """A float argument stays a Python float: it has no `.to`, and bf16 times it is bf16, where on a device the argument
     is fp32 and so is the product. All releases. A bool argument raises, until 3.7.
     """

@@ -14,7 +14,7 @@ import torch
 
 from liger_conformance import reach
 from liger_conformance.case import QUICK, Case, cases_of
-from liger_conformance.plugin import watch_key
+from liger_conformance.plugin import parameters, watch_key
 from liger_conformance.report import NOT_CLAIMED
 from liger_conformance.running import Target, refusal
 from liger_core import Unsupported
@@ -40,18 +40,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     if item.get_closest_marker("slow") and not _is_interpreted(item):
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # pytest's, of a failure, for debuggers
-            vars(sys).pop(name, None)
+            sys.__dict__.pop(name, None)
         gc.collect()
 
 
 def _is_interpreted(item: pytest.Item) -> bool:
     """Whether a test takes a kernel to an interpreter: its slow calls have no gigabytes."""
-    target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
+    target = parameters(item).get("target")
     return isinstance(target, Target) and target.lane == "interpreted"
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_call(item: pytest.Function) -> Generator[None, object, object]:
     mark = item.get_closest_marker("cases")
     if mark is not None and "first" in mark.kwargs and not mark.kwargs.get("refused", False):
         _take_one_that_is_claimed(item, mark.kwargs.get("groups", QUICK))
@@ -59,8 +59,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         with reach.watching(item.config.stash.get(watch_key, None)):
             return (yield)
     except Unsupported as why:
-        target: Target | None = item.funcargs.get("target")  # type: ignore[attr-defined]
-        if target is not None and target.backend is not None and _passed(why, target.backend.package):
+        target = item.funcargs.get("target")
+        if isinstance(target, Target) and target.backend is not None and _passed(why, target.backend.package):
             message = f"{target} raised Unsupported while it ran; refuses says it before, or nobody does: {why}"
             raise AssertionError(message) from why
         pytest.skip(f"{NOT_CLAIMED}{why}")
@@ -72,12 +72,12 @@ def _passed(error: Unsupported, package: str) -> bool:
     return any(module.startswith(f"{package}.") for module in modules)
 
 
-def _take_one_that_is_claimed(item: pytest.Item, groups: tuple[str, ...]) -> None:
+def _take_one_that_is_claimed(item: pytest.Function, groups: tuple[str, ...]) -> None:
     """Of the first cases, a test takes those that the kernel doesn't refuse: the nth test the nth of them.
 
     Where there is none, the case stays, and the test finds out that it is refused.
     """
-    values: dict[str, Any] = item.funcargs  # type: ignore[attr-defined]
+    values: dict[str, Any] = item.funcargs
     target: Target = values["target"]
     case: Case = values["case"]
     known = cases_of(target.op.name)

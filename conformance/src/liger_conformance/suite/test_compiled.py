@@ -85,7 +85,7 @@ def check_launches(
 @pytest.mark.cases(compiled=True, spills=True)
 def test_known_spills(target: Target, known_spills: KnownSpills) -> None:
     """What is declared to spill, or to lose the fast instructions, does."""
-    spilling, losing = set(), set()
+    spilling, losing = set[str](), set[tuple[str, str]]()
 
     def stale() -> list[str]:
         spills = [p for p, _ in known_spills.of(str(target)) if not any(matches(p, kernel) for kernel in spilling)]

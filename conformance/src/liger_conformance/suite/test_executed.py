@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor
 
 from liger_conformance.case import Case, cases_of
 from liger_conformance.compare import compare
@@ -37,6 +38,7 @@ def execute(target: Target, case: Case, dtype: torch.dtype) -> Outcome:
             pytest.skip(f"{NOT_CLAIMED}{why}")
         there = present(op, arguments) if case.how.wanted is None else case.how.wanted
         needs = tuple(name in there for name in op.differentiable)
+        returned: Tensor | tuple[Tensor | None, ...]
         returned, saved = kernel.forward(needs, **arguments)
         results = name_results(op, op.result(*returned) if op.result and isinstance(returned, tuple) else returned)
         gradients = ()

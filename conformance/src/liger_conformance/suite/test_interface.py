@@ -17,6 +17,7 @@ from liger_conformance.case import QUICK, Bad, Case, Make, cases_of
 from liger_conformance.compare import compare, same_bits
 from liger_conformance.known import KnownFailures, Unclaimed
 from liger_conformance.running import (
+    Arguments,
     Target,
     baseline_and_truth,
     complete,
@@ -48,7 +49,9 @@ def test_signature(target: Target) -> None:
 @pytest.mark.cases(kernels=True)
 def test_backward_signature(target: Target) -> None:
     """`backward` takes each option of the contract by keyword."""
-    parameters = inspect.signature(target.kernel.backward).parameters.values()
+    kernel = target.kernel
+    assert kernel is not None
+    parameters = inspect.signature(kernel.backward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(target.op.options)
 
@@ -90,7 +93,7 @@ def test_bad_input(target: Target, bad: Bad) -> None:
     op = target.op
     if bad.error is IndexError and target.device != "cpu":
         pytest.skip("values are not read on an accelerator: test_values_out_of_range")
-    texts = []
+    texts: list[str] = []
     for language in ("torch", target.language):
         arguments = bad.build(Make(torch.float32, target.device))
         with liger_core.use(language), pytest.raises(bad.error) as caught:
@@ -111,7 +114,9 @@ def test_values_out_of_range(target: Target, monkeypatch: pytest.MonkeyPatch) ->
     for bad in wrong:
         with only(target):
             results = name_results(op, op(**bad.build(Make(torch.float32, target.device))))
-        require(bool(next(iter(results.values())).isnan().any()), f"{bad} gives a number")
+        first = next(iter(results.values()))
+        assert first is not None
+        require(bool(first.isnan().any()), f"{bad} gives a number")
     monkeypatch.undo()
     monkeypatch.setattr(dispatch, "settings", lambda: dispatch.Settings(None, False, True))
     for bad in wrong:
@@ -147,7 +152,7 @@ def test_autocast(target: Target, case: Case, dtype: torch.dtype) -> None:
         require(same_bits(value, expected.results[name]), f"{name} differs under autocast")
     for name, value in actual.gradients.items():
         wanted = expected.gradients[name]
-        same = value is wanted or same_bits(value, wanted.to(arguments[name].dtype))
+        same = value is wanted or (wanted is not None and same_bits(value, wanted.to(arguments[name].dtype)))
         require(same, f"the gradient of {name} differs under autocast")
 
 
@@ -169,6 +174,10 @@ def check_compiled(target: Target, case: Case, dtype: torch.dtype, start: str) -
     if target.lane == "interpreted":
         pytest.skip("an interpreter can't be traced by torch.compile")
     op = target.op
+    repeats: tuple[Callable[[Arguments], Arguments], ...] = (
+        lambda arguments: arguments,
+        lambda arguments: more_rows(arguments, op.names[0]),
+    )
     torch.compiler.reset()
     op.forget_plans()
     with liger_core.use(target.language):
@@ -180,14 +189,14 @@ def check_compiled(target: Target, case: Case, dtype: torch.dtype, start: str) -
             dynamic=True if start == "dynamic" else None,
             backend="aot_eager" if target.device == "cpu" else "inductor",
         )
-        for repeat in (lambda arguments: arguments, lambda arguments: more_rows(arguments, op.names[0])):
+        for repeat in repeats:
             if why := refusal(target, repeat(arguments_of(target, case, dtype))):
                 # Not what Dynamo makes of it while it traces the call.
                 raise liger_core.Unsupported(f"{op.name} on {target.device}: {target.language}: {why}")
             check(target, lambda draw, repeat=repeat: repeat(arguments_of(target, case, dtype, draw)), call=compiled)
 
 
-def more_rows(arguments: dict[str, Any], first: str) -> dict[str, Any]:
+def more_rows(arguments: Arguments, first: str) -> Arguments:
     """The arguments twice over, along the rows that every tensor shares with the first."""
     rows = arguments[first].shape[0]
     return {name: torch.cat([value, value]) if has_rows(value, rows) else value for name, value in arguments.items()}

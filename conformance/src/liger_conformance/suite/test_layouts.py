@@ -28,27 +28,29 @@ def lazy(tensor: Tensor) -> Tensor:
     """The same values, their signs changed in memory: what PyTorch calls a negative, or of complex numbers a conjugate, view."""
     if tensor.is_complex():
         return tensor.conj().resolve_conj().conj()
-    return torch._neg_view(-tensor) if tensor.is_floating_point() else tensor
+    return torch._neg_view(-tensor) if tensor.is_floating_point() else tensor  # pyright: ignore[reportPrivateImportUsage]
 
 
 LAYOUTS = (transposed, sliced, padded, expanded, outermost_last, lazy)
 
 
-def relaid(arguments: Arguments, layout: object) -> Arguments:
+def relaid(arguments: Arguments, layout: Callable[[Tensor], Tensor]) -> Arguments:
     """The arguments with every tensor in another layout. Scalars stay."""
-    return {n: layout(v) if isinstance(v, Tensor) and v.dim() else v for n, v in arguments.items()}  # type: ignore[operator]
+    return {n: layout(v) if isinstance(v, Tensor) and v.dim() else v for n, v in arguments.items()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
-def test_input_layouts(target: Target, case: Case, dtype: torch.dtype, layout: object) -> None:
+def test_input_layouts(target: Target, case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
     """Non-contiguous inputs give the answer of contiguous ones."""
     check(target, lambda draw: relaid(arguments_of(target, case, dtype, draw), layout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
-def test_incoming_gradient_layouts(target: Target, case: Case, dtype: torch.dtype, layout: object) -> None:
+def test_incoming_gradient_layouts(
+    target: Target, case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]
+) -> None:
     """So do non-contiguous incoming gradients."""
     arguments = complete(target.op, arguments_of(target, case, dtype))
     with torch.no_grad():

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 import liger_core
 from liger_conformance import interpreters
@@ -101,7 +101,7 @@ def runs_the_reference(target: Target, says: str, run: Callable[[], Any], expect
     close(actual, expected())
 
 
-def records_the_reference(call: Call, says: str, record: Callable[[Call], Callable[..., Any]]) -> None:
+def records_the_reference(call: Call, says: str, record: Callable[[Call], Any]) -> None:
     """What is recorded is right on other data, and lacks nothing."""
 
     def run() -> tuple[Tensor, ...]:
@@ -142,7 +142,11 @@ def is_recorded_by_make_fx(call: Call) -> None:
 def is_traced_by_jit(call: Call) -> None:
     says = r"torch\.jit\.trace is active"
     records_the_reference(
-        call, says, lambda call: torch.jit.trace(call.__call__, tuple(call.tensors), check_trace=False)
+        call,
+        says,
+        lambda call: torch.jit.trace(  # pyright: ignore[reportUnknownLambdaType]
+            call.__call__, tuple(call.tensors), check_trace=False
+        ),
     )
 
 
@@ -241,7 +245,7 @@ def has_no_second_derivative(call: Call) -> None:
 
 def is_checkpointed(call: Call) -> None:
     def again(**given: Any) -> Any:
-        return checkpoint(call.op, use_reentrant=False, **given)
+        return checkpoint(call.op, use_reentrant=False, **given)  # pyright: ignore[reportUnknownVariableType]
 
     arguments = call.arguments(*call.tensors)
     with only(call.target):

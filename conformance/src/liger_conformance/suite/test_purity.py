@@ -117,7 +117,8 @@ def test_gradients_are_not_inputs(target: Target, case: Case, dtype: torch.dtype
         for t in (*arguments.values(), *incoming.values(), *saved)
         if isinstance(t, Tensor)
     }
-    for name, gradient in zip(names, found, strict=True):
+    gradients: dict[str, Tensor | None] = dict(zip(names, found, strict=True))
+    for name, gradient in gradients.items():
         if gradient is not None and gradient.numel():
             mine = gradient.untyped_storage().data_ptr() not in given
             require(mine, f"the gradient of {name} is memory of somebody else")
@@ -216,14 +217,18 @@ def test_results_made_again(target: Target, case: Case, dtype: torch.dtype) -> N
         places = {own[name].untyped_storage()._cdata for name in lent}
         return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in places)
 
+    def copied(x: Tensor) -> Tensor:
+        return x.clone()
+
     def run(user: bool) -> tuple[list[Tensor], list[Tensor]]:
         given = dict(arguments)
-        for name in lent if (keeper := active()) is not None else ():
-            given[name] = own[name].clone()
-            keeper.remember(Remade("x"), {"x": own[name]}, {}, given[name], lambda x: x.clone())
+        if (keeper := active()) is not None:
+            for name in lent:
+                given[name] = own[name].clone()
+                keeper.remember(Remade("x"), {"x": own[name]}, {}, given[name], copied)
         results = differentiable_results(op, name_results(op, op(**given)))
         several = 1 if remade.instead else len(results)
-        outputs = [User.apply(y, found) if user else y for y in list(results.values())[:several]]
+        outputs: list[Tensor] = [User.apply(y, found) if user else y for y in list(results.values())[:several]]
         return outputs, list(incoming_for(op, results).values())[:several]
 
     def gradients() -> tuple[Tensor | None, ...]:
@@ -263,7 +268,7 @@ def test_second_derivative(target: Target, case: Case, dtype: torch.dtype) -> No
         found = torch.autograd.grad(
             [o.float().square().sum() for o in outputs.values()], [arguments[n] for n in names], create_graph=True
         )
-    total = sum(g.float().square().sum() for g in found)
+    total = torch.stack([g.float().square().sum() for g in found]).sum()
     if target.backend is None:
         total.backward()
         return

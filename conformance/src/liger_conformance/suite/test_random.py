@@ -29,7 +29,7 @@ def test_random(target: Target, case: RandomCall, dtype: torch.dtype, known_spil
     found = cases_of(target.op.name)
     first = case.draw(found, lane_of(target))
 
-    def failure(call: Call) -> Exception | None:
+    def failure(call: Call) -> BaseException | None:
         """What a call raises. The frames that it passed hold no tensors any more."""
         try:
             if target.lane == "compiled":

@@ -60,7 +60,7 @@ class Declaration(Generic[P, R]):
         self.name = reference.__name__
         self.reference: Callable[..., R] = reference
         self.differentiable = differentiable
-        self.result = result
+        self.result: Callable[..., tuple[Any, ...]] | None = result
         fields: tuple[str, ...] = getattr(result, "_fields", ())
         # Bools, not positions: torch.compile(dynamic=True) takes ints for symbols.
         self.keeps_gradient = None if grad_results is None else tuple(name in grad_results for name in fields)

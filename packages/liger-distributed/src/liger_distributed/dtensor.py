@@ -192,7 +192,7 @@ def call(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any
         return _wrap(op, plan, done, 0, result, arguments)
     results = cast("tuple[Any, ...]", result)
     wrapped = tuple(None if v is None else _wrap(op, plan, done, n, v, arguments) for n, v in enumerate(results))
-    return wrapped if op.result is None else cast("Any", op.result)(*wrapped)
+    return wrapped if op.result is None else op.result(*wrapped)
 
 
 def explained(op: Op[..., Any], arguments: dict[str, Any]) -> Iterator[str]:

@@ -66,7 +66,9 @@ class _Tile:
 
 
 def _tile(op: Op, view: TileView, index: list[Tensor]) -> _Tile:
-    tile, offset, sizes, strides = view.type, view.offset, [], []
+    tile, offset = view.type, view.offset
+    sizes: list[int] = []
+    strides: list[int] = []
     inbounds = op.attributes.get("inbounds") or (False,) * len(index)
     for size, step, axis, i, inside in zip(
         tile.shape, tile.strides or tile.shape, tile.axes, map(int, index), inbounds, strict=True
@@ -133,7 +135,7 @@ def _reduce_view(run: Run, op: Op, operands: Operands) -> tuple[Value, ...]:
     tile = _tile(op, operands["view"], operands["index"])
     tile.note("atomic", run, op)
     tile.array.written = True
-    tile.elements.copy_(_UPDATES[op.attributes["mode"]](tile.elements.clone(), operands["val"][tile.part]))
+    tile.elements.copy_(_update_of(op)(tile.elements.clone(), operands["val"][tile.part]))
     return (None,)
 
 
@@ -192,6 +194,11 @@ _UPDATES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 """By mode: and, or, xor, add of integers, add of floats, signed and unsigned maxima and minima, exchange."""
 
 
+def _update_of(op: Op) -> Callable[[Tensor, Tensor], Tensor]:
+    mode: int = op.attributes["mode"]
+    return _UPDATES[mode]
+
+
 def _update(run: Run, op: Op, operands: Operands, update: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, None]:
     """What was there before. Lanes that share an element follow one another.
 
@@ -208,14 +215,14 @@ def _update(run: Run, op: Op, operands: Operands, update: Callable[[Tensor, Tens
     array.written = True
     before = torch.zeros(pointer.numbers.numel(), dtype=array.dtype)
     together = len(lanes) if numbers.unique().numel() == numbers.numel() else 1
-    for some, places in zip(lanes.split(together), numbers.split(together), strict=True):
+    for some, places in zip(torch.split(lanes, together), torch.split(numbers, together), strict=True):
         before[some] = array.elements[places]
         array.elements[places] = update(some, before[some])
     return before.reshape(pointer.numbers.shape), None
 
 
 def _atomic_update(run: Run, op: Op, operands: Operands) -> tuple[Value, ...]:
-    function = _UPDATES[op.attributes["mode"]]
+    function = _update_of(op)
     argument = operands["arg"].expand(operands["ptr"].numbers.shape).flatten()
     return _update(run, op, operands, lambda lanes, old: function(old, argument[lanes]))
 

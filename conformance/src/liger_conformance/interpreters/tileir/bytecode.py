@@ -50,15 +50,15 @@ class Op:
     """An operation. Values are numbered; a number is a slot of the function."""
 
     name: str
-    results: list[int] = field(default_factory=list)
-    types: list[Type] = field(default_factory=list)
+    results: list[int] = field(default_factory=list[int])
+    types: list[Type] = field(default_factory=list[Type])
     """Of the results."""
-    operands: list[int] = field(default_factory=list)
+    operands: list[int] = field(default_factory=list[int])
     """All of them, as encoded."""
-    named: dict[str, Any] = field(default_factory=dict)
+    named: dict[str, Any] = field(default_factory=dict[str, Any])
     """The same by name: a slot, a list of slots, or None."""
-    attributes: dict[str, Any] = field(default_factory=dict)
-    regions: list[Block] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict[str, Any])
+    regions: list[Block] = field(default_factory=list["Block"])
     location: str = "?"
     """file:line, and `<- file:line` of each caller."""
 
@@ -148,7 +148,7 @@ class Module:
         self._strings = [text.decode("utf-8", "replace") for text in _Reader(sections[_STRINGS]).table(4)]
         self._encoded_types = _Reader(sections[_TYPES]).table(4)
         self._types: dict[int, Type] = {}
-        self._constants = []
+        self._constants = list[bytes]()
         for constant in _Reader(sections[_CONSTANTS]).table(8):
             reader = _Reader(constant)
             reader.varint()  # its length
@@ -231,7 +231,8 @@ class Module:
             case 12:  # a least and a most
                 flags = reader.byte()
                 return "bounded", *(reader.signed_varint() if flags & bit else None for bit in (1, 2))
-        raise NotImplementedError(f"Tile IR attribute {tag}")
+            case _:
+                raise NotImplementedError(f"Tile IR attribute {tag}")
 
     def _dictionary(self, reader: _Reader) -> dict[str, Any]:
         return {self._strings[reader.varint()]: self._tagged(reader) for _ in range(reader.varint())}
@@ -243,8 +244,8 @@ class Module:
             self._tagged(reader)  # hints
         end = reader.varint() + reader.position
         self._op_locations = iter(self._locations[index][1:])
-        self._slots, self._visible = 0, []  # visible: from the bytecode's number of a value to its slot
-        parameters, ops = self._new_slots(len(signature.shape)), []
+        self._slots, self._visible = 0, list[int]()  # visible: from the bytecode's number of a value to its slot
+        parameters, ops = self._new_slots(len(signature.shape)), list[Op]()
         while reader.position < end:
             ops.append(self._op(reader))
         return Function(name, Block(parameters, list(signature.shape), ops), self._slots)
@@ -260,7 +261,8 @@ class Module:
         if opcode not in SPECS:
             raise NotImplementedError(f"Tile IR operation {opcode} at {location}")
         spec = SPECS[opcode]
-        op, absent = Op(spec.name, location=location), set()
+        op = Op(spec.name, location=location)
+        absent: set[str] = set()
         for part in spec.fields:
             if part.since_13_4 and not self._13_4:
                 continue
@@ -287,6 +289,8 @@ class Module:
                 op.operands += op.named[part.names[0]]
             case "regions":
                 op.regions = [self._region(reader, op) for _ in range(reader.varint())]
+            case _:
+                raise ValueError(f"the table has a field of kind {part.kind!r}")
 
     def _attribute(self, reader: _Reader, code: str) -> Any:
         match code:
@@ -310,7 +314,8 @@ class Module:
                 return tuple(bool(value) for value in reader.integers(1))
             case "T":
                 return [self._tagged(reader) for _ in range(reader.varint())]
-        raise ValueError(f"the table has an attribute of type {code!r}")
+            case _:
+                raise ValueError(f"the table has an attribute of type {code!r}")
 
     def _region(self, reader: _Reader, op: Op) -> Block:
         if (blocks := reader.varint()) != 1:

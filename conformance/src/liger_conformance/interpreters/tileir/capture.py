@@ -17,12 +17,13 @@ import io
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
 from liger_conformance.interpreters.tileir.bytecode import Module
 from liger_conformance.interpreters.tileir.opcodes import VERSIONS
@@ -96,7 +97,7 @@ def stand_in_for_libcuda() -> tuple[Any, ...]:
 
     pointer = ctypes.cast(get_address, ctypes.c_void_p)
     module = types.ModuleType(name)
-    module.cuGetProcAddress_v2_ptrptr = ctypes.addressof(pointer)  # type: ignore[attr-defined]
+    module.__dict__["cuGetProcAddress_v2_ptrptr"] = ctypes.addressof(pointer)
     sys.modules[name] = module
     return kept, get_address, pointer
 
@@ -104,7 +105,7 @@ def stand_in_for_libcuda() -> tuple[Any, ...]:
 def _address(tensor: Tensor) -> int:
     """Where a tensor's elements lie; without any, where they would in memory as it is allocated, which is aligned."""
     if isinstance(tensor, FakeTensor):
-        return _SOMEWHERE + tensor.storage_offset() * tensor.element_size()
+        return _SOMEWHERE + int(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr()
 
 
@@ -124,19 +125,12 @@ class _OnDevice:
         }
 
 
-def _map(function: Callable[[Any], Any], arguments: Any) -> Any:
-    """Arguments of the same structure."""
-    if isinstance(arguments, (tuple, list)):
-        return type(arguments)(_map(function, argument) for argument in arguments)
-    return function(arguments)
-
-
 def signature(kernel: Any, arguments: Sequence[Any]) -> Any:
     """The KernelSignature that `cuda.tile.launch` compiles for, of tensors of the CPU or without data."""
     from cuda.tile.compilation import CallingConvention, KernelSignature
 
     stand_in_for_libcuda()
-    disguised = _map(lambda a: _OnDevice(a) if isinstance(a, Tensor) else a, tuple(arguments))
+    disguised = tree_map_only(Tensor, _OnDevice, tuple(arguments))
     found = KernelSignature.from_kernel_args(kernel, disguised, CallingConvention.cutile_python_v2())
     constraints = [_with_dtype(c, a) for c, a in zip(found.parameters, arguments, strict=True)]
     return KernelSignature(constraints, found.calling_convention).with_mangled_symbol(kernel._pyfunc.__name__)
@@ -176,10 +170,10 @@ def bytecode_version() -> str:
 
 def bytecode(kernel: Any, signature: Any, architecture: str = ARCHITECTURE) -> bytes:
     """What cuda.tile's front end makes of a kernel, whose hints may differ between architectures."""
-    from cuda.tile.compilation import export_kernel
+    from cuda.tile import compilation
 
     buffer = io.BytesIO()
-    export_kernel(
+    compilation.export_kernel(
         kernel,
         [signature],
         buffer,

@@ -60,7 +60,7 @@ def execute(code: list[tuple[Op, Step]], run: Run, slots: Slots) -> Signal | Non
 
 def _assumptions_without_effect(block: Block) -> set[int]:
     """The strides of axes of one element: cuda.tile assumes of them what need not be true, and nothing reads them."""
-    assumed = set()
+    assumed = set[int]()
     for op in block.ops:
         if op.name == "make_tensor_view":
             dynamic = iter(op.named["strides"])
@@ -123,7 +123,7 @@ def _pure(op: Op) -> Step:
 def _access(op: Op) -> Step:
     function, results, named = accesses.OPERATIONS[op.name], op.results, op.named
 
-    def value(slots: Slots, place: Any) -> Any:
+    def value(slots: Slots, place: int | list[int] | None) -> Any:
         if place is None:
             return None
         return [slots[slot] for slot in place] if isinstance(place, list) else slots[place]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_conformance.interpreters.tileir.bytecode import Op
-from liger_conformance.interpreters.tileir.integers import COMPARISONS, Function, unsigned
+from liger_conformance.interpreters.tileir.integers import COMPARISONS, Binary, Function, Ternary, Unary, unsigned
 from liger_conformance.interpreters.tileir.memory import dtype_of
 
 NEAREST_EVEN, TOWARDS_ZERO, DOWN, UP, APPROXIMATE, FULL = range(6)
@@ -50,8 +50,8 @@ def _flush(x: Tensor) -> Tensor:
     return torch.where(x.abs() < torch.finfo(x.dtype).tiny, torch.zeros_like(x).copysign(x), x)
 
 
-def _unary(function: Function) -> Callable[[Op], Function]:
-    def build(op: Op) -> Function:
+def _unary(function: Unary) -> Callable[[Op], Unary]:
+    def build(op: Op) -> Unary:
         dtype, flush = dtype_of(op), op.attributes.get("ftz")
 
         def apply(x: Tensor) -> Tensor:
@@ -65,36 +65,35 @@ def _unary(function: Function) -> Callable[[Op], Function]:
     return build
 
 
-def _binary(function: Function) -> Callable[[Op], Function]:
-    def build(op: Op) -> Function:
+def _binary(function: Binary) -> Callable[[Op], Binary]:
+    def build(op: Op) -> Binary:
         dtype, rounding, flush = dtype_of(op), _rounding_of(op), op.attributes["ftz"]
-        apply = function
-        if rounding in _DIRECTED:
 
-            def apply(a: Tensor, b: Tensor) -> Tensor:
-                return _round(function(a.double(), b.double()), dtype, rounding)
+        def rounded(a: Tensor, b: Tensor) -> Tensor:
+            return _round(function(a.double(), b.double()), dtype, rounding)
 
+        apply = rounded if rounding in _DIRECTED else function
         return (lambda a, b: _flush(apply(_flush(a), _flush(b)))) if flush else apply
 
     return build
 
 
-def _multiply_add(op: Op) -> Function:
+def _multiply_add(op: Op) -> Ternary:
     dtype = dtype_of(op)
     return lambda a, b, c: (a.double() * b.double() + c.double()).to(dtype)
 
 
-def _max(op: Op) -> Function:
+def _max(op: Op) -> Binary:
     return torch.maximum if op.attributes["nan"] else torch.fmax
 
 
-def _min(op: Op) -> Function:
+def _min(op: Op) -> Binary:
     return torch.minimum if op.attributes["nan"] else torch.fmin
 
 
-def _compare(op: Op) -> Function:
-    predicate, ordered = op.attributes["pred"], bool(op.attributes["ordered"])
-    function = COMPARISONS[predicate]
+def _compare(op: Op) -> Binary:
+    predicate: int = op.attributes["pred"]
+    ordered, function = bool(op.attributes["ordered"]), COMPARISONS[predicate]
     if ordered != (predicate == _NOT_EQUAL):  # as PyTorch compares
         return function
     if ordered:
@@ -107,7 +106,7 @@ def _to_tf32(x: Tensor) -> Tensor:
     return ((bits + (_TF32_DROPPED >> 1) + (bits >> 13 & 1)) & ~_TF32_DROPPED).view(torch.float32)
 
 
-def _convert(op: Op) -> Function:
+def _convert(op: Op) -> Unary:
     dtype, rounding = dtype_of(op), _rounding_of(op)
     if op.types[0].element == "tf32":
         return lambda x: torch.where(x.isfinite(), _to_tf32(x.to(dtype)), x.to(dtype))
@@ -120,11 +119,11 @@ def _convert(op: Op) -> Function:
     return convert
 
 
-def _integer_power(op: Op) -> Function:
+def _integer_power(op: Op) -> Binary:
     return lambda x, exponent: torch.pow(x, exponent.to(x.dtype))
 
 
-def _matmul(op: Op) -> Function:
+def _matmul(op: Op) -> Ternary:
     dtype = dtype_of(op)
     wide = torch.promote_types(dtype, torch.float32)
     return lambda a, b, c: (a.to(wide) @ b.to(wide) + c.to(wide)).to(dtype)
@@ -142,7 +141,7 @@ def _scaled_matmul(op: Op) -> Function:
     return apply
 
 
-def _integer_matmul(op: Op) -> Function:
+def _integer_matmul(op: Op) -> Ternary:
     signed_a, signed_b = op.attributes["signed_a"], op.attributes["signed_b"]
 
     def apply(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

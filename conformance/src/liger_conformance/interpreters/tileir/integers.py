@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,10 +14,13 @@ from liger_conformance.interpreters.tileir.checks import KernelBug
 from liger_conformance.interpreters.tileir.memory import dtype_of
 
 Function = Callable[..., Tensor]
+Unary = Callable[[Tensor], Tensor]
+Binary = Callable[[Tensor, Tensor], Tensor]
+Ternary = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 TOWARDS_ZERO, DOWN, UP = 1, 2, 3
 """Rounding of a division."""
-COMPARISONS: tuple[Function, ...] = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
+COMPARISONS: tuple[Binary, ...] = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
 """By predicate."""
 
 
@@ -35,15 +39,16 @@ def _ordered(x: Tensor) -> Tensor:
     return x.to(torch.int8) if x.dtype is torch.bool else x ^ torch.iinfo(x.dtype).min
 
 
-def _exactly(function: Callable[[int, int], int]) -> Function:
+def _exactly(function: Callable[[int, int], int]) -> Binary:
     """An operation on unsigned 64-bit integers, by Python's."""
     mask = (1 << 64) - 1
 
     def apply(a: Tensor, b: Tensor) -> Tensor:
-        a, b = torch.broadcast_tensors(a, b)
-        pairs = zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)
-        values = [function(x & mask, y & mask) & mask for x, y in pairs]
-        return torch.tensor([v - (1 << 64) if v >> 63 else v for v in values], dtype=torch.int64).reshape(a.shape)
+        broadcast = cast("Sequence[Tensor]", torch.broadcast_tensors(a, b))
+        numbers: list[list[int]] = [x.flatten().tolist() for x in broadcast]
+        values = [function(x & mask, y & mask) & mask for x, y in zip(*numbers, strict=True)]
+        values = [v - (1 << 64) if v >> 63 else v for v in values]
+        return torch.tensor(values, dtype=torch.int64).reshape(broadcast[0].shape)
 
     return apply
 
@@ -58,16 +63,17 @@ def minimum(a: Tensor, b: Tensor) -> Tensor:
     return _ordered(torch.minimum(_ordered(a), _ordered(b)))
 
 
-def _max(op: Op) -> Function:
+def _max(op: Op) -> Binary:
     return torch.maximum if op.attributes["signed"] else maximum
 
 
-def _min(op: Op) -> Function:
+def _min(op: Op) -> Binary:
     return torch.minimum if op.attributes["signed"] else minimum
 
 
-def _compare(op: Op) -> Function:
-    function = COMPARISONS[op.attributes["pred"]]
+def _compare(op: Op) -> Binary:
+    predicate: int = op.attributes["pred"]
+    function = COMPARISONS[predicate]
     if op.attributes["signed"]:
         return function
     return lambda a, b: function(_ordered(a), _ordered(b))
@@ -78,7 +84,7 @@ def _refuse_zero(op: Op, divisor: Tensor) -> None:
         raise KernelBug("arithmetic", "an integer is divided by zero", op)
 
 
-def _divide(op: Op) -> Function:
+def _divide(op: Op) -> Binary:
     dtype, signed, rounding = dtype_of(op), op.attributes["signed"], op.attributes["rounding"]
 
     def divide(a: Tensor, b: Tensor) -> Tensor:
@@ -95,7 +101,7 @@ def _divide(op: Op) -> Function:
     return divide
 
 
-def _remainder(op: Op) -> Function:
+def _remainder(op: Op) -> Binary:
     dtype, signed = dtype_of(op), op.attributes["signed"]
 
     def remainder(a: Tensor, b: Tensor) -> Tensor:
@@ -114,7 +120,7 @@ def _refuse_wide_shift(op: Op, distance: Tensor, bits: int) -> None:
         raise KernelBug("arithmetic", f"a shift by {bits} or more", op)
 
 
-def _shift_left(op: Op) -> Function:
+def _shift_left(op: Op) -> Binary:
     def shift(a: Tensor, distance: Tensor) -> Tensor:
         _refuse_wide_shift(op, distance, bits_of(a.dtype))
         return a << distance
@@ -122,7 +128,7 @@ def _shift_left(op: Op) -> Function:
     return shift
 
 
-def _shift_right(op: Op) -> Function:
+def _shift_right(op: Op) -> Binary:
     dtype, signed = dtype_of(op), op.attributes["signed"]
 
     def shift(a: Tensor, distance: Tensor) -> Tensor:
@@ -136,7 +142,7 @@ def _shift_right(op: Op) -> Function:
     return shift
 
 
-def _multiply_high(op: Op) -> Function:
+def _multiply_high(op: Op) -> Binary:
     dtype = dtype_of(op)
     bits = bits_of(dtype)
     if bits == 64:
@@ -147,19 +153,19 @@ def _multiply_high(op: Op) -> Function:
     return lambda a, b: (unsigned(a) * unsigned(b) >> bits).to(dtype)
 
 
-def _extend(op: Op) -> Function:
+def _extend(op: Op) -> Unary:
     dtype = dtype_of(op)
     if not op.attributes["signed"]:
         return lambda x: unsigned(x).to(dtype)
     return lambda x: -x.to(dtype) if x.dtype is torch.bool else x.to(dtype)
 
 
-def _truncate(op: Op) -> Function:
+def _truncate(op: Op) -> Unary:
     dtype = dtype_of(op)
     return (lambda x: (x & 1).bool()) if dtype is torch.bool else (lambda x: x.to(dtype))
 
 
-def _from_integer(op: Op) -> Function:
+def _from_integer(op: Op) -> Unary:
     dtype, signed = dtype_of(op), op.attributes["signed"]
 
     def convert(x: Tensor) -> Tensor:
@@ -175,7 +181,7 @@ def _from_integer(op: Op) -> Function:
     return convert
 
 
-def _to_integer(op: Op) -> Function:
+def _to_integer(op: Op) -> Unary:
     """Rounds towards zero; what doesn't fit becomes the nearest integer that does, and NaN zero."""
     dtype, signed = dtype_of(op), op.attributes["signed"]
     bits = bits_of(dtype)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -167,9 +167,10 @@ class Array:
             return
         axes = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1 and stride]
         if _overlap_themselves(axes):
-            self.note_elements(_numbers(axes).unique() + offset, access, block, op)
+            numbers = cast("Tensor", _numbers(axes).unique())
+            self.note_elements(numbers + offset, access, block, op)
         else:
-            sizes, strides = ([axis[i] for axis in axes] for i in (0, 1))
+            sizes, strides = [size for size, _ in axes], [stride for _, stride in axes]
             self._note(_Window(sizes, strides, self.offset + offset), access, block, op)
 
     def note_elements(self, numbers: Tensor, access: Access, block: int, op: Op) -> None:

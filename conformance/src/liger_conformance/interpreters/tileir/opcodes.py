@@ -161,7 +161,7 @@ def _field(text: str) -> Field:
 
 
 def _parse(table: str) -> dict[int, Spec]:
-    specs = {}
+    specs: dict[int, Spec] = {}
     for line in table.strip().splitlines():
         opcode, name, *fields = line.split()
         specs[int(opcode)] = Spec(name, tuple(_field(field) for field in fields))

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from liger_conformance.interpreters.tileir.accesses import Run
-from liger_conformance.interpreters.tileir.bytecode import Function, Type
+from liger_conformance.interpreters.tileir.bytecode import Function, Op, Type
 from liger_conformance.interpreters.tileir.checks import KernelBug, checks
-from liger_conformance.interpreters.tileir.control import PURE, compile_block, execute
+from liger_conformance.interpreters.tileir.control import PURE, Step, compile_block, execute
 from liger_conformance.interpreters.tileir.memory import DTYPES, Array, Pointer, Shadow, Value, find_overlap
 
 _INT32 = range(-(1 << 31), 1 << 31)
@@ -31,7 +31,7 @@ class Program:
 
     def __init__(self, function: Function, constraints: Sequence[Any]) -> None:
         self._function, self._constraints = function, constraints
-        self._once, self._code = [], []
+        self._once, self._code = list[tuple[Op, Step]](), list[tuple[Op, Step]]()
         fixed = set(function.body.parameters)
         for op, step in compile_block(function.body):
             # What depends on arguments alone is the same for every block.
@@ -71,7 +71,7 @@ class Program:
 
     def _bind(self, arguments: Sequence[Any], arrays: list[Array]) -> Iterator[Value]:
         """The values of the function's parameters: of an array, a pointer, its sizes and its strides."""
-        types, shadows = iter(self._function.body.types), {}
+        types, shadows = iter(self._function.body.types), dict[tuple[int, int], Shadow]()
         for position, (constraint, argument) in enumerate(zip(self._constraints, arguments, strict=True)):
             yield from self._bind_one(constraint, argument, f"argument {position}", types, arrays, shadows)
 

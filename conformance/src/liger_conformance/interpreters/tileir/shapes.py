@@ -59,7 +59,10 @@ def _permute(op: Op) -> Function:
 
 
 def _concatenate(op: Op) -> Function:
-    return lambda a, b: torch.cat([a, b], op.attributes["dim"])
+    def concatenate(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat([a, b], op.attributes["dim"])
+
+    return concatenate
 
 
 def _part(index: tuple[Tensor, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -67,7 +70,10 @@ def _part(index: tuple[Tensor, ...], shape: tuple[int, ...]) -> tuple[slice, ...
 
 
 def _extract(op: Op) -> Function:
-    return lambda x, *index: x[_part(index, op.types[0].shape)]
+    def extract(x: Tensor, *index: Tensor) -> Tensor:
+        return x[_part(index, op.types[0].shape)]
+
+    return extract
 
 
 def _insert(op: Op) -> Function:
@@ -81,7 +87,11 @@ def _insert(op: Op) -> Function:
 
 def _bitcast(op: Op) -> Function:
     dtype = dtype_of(op)
-    return lambda x: x.to(dtype) if torch.bool in (dtype, x.dtype) else x.contiguous().view(dtype)
+
+    def bitcast(x: Tensor) -> Tensor:
+        return x.to(dtype) if torch.bool in (dtype, x.dtype) else x.contiguous().view(dtype)
+
+    return bitcast
 
 
 def _select(op: Op) -> Function:
@@ -96,18 +106,25 @@ def _select(op: Op) -> Function:
 
 
 def _offset(op: Op) -> Function:
-    return lambda pointer, distance: Pointer(pointer.array, pointer.numbers + distance.to(torch.int64))
+    def offset(pointer: Pointer, distance: Tensor) -> Pointer:
+        return Pointer(pointer.array, pointer.numbers + distance.to(torch.int64))
+
+    return offset
+
+
+def _address(pointer: Pointer) -> Tensor:
+    return pointer.array.address + pointer.numbers * pointer.array.itemsize
 
 
 def _pointer_to_integer(op: Op) -> Function:
-    return lambda pointer: pointer.array.address + pointer.numbers * pointer.array.itemsize
+    return _address
 
 
 def _assume(op: Op) -> Function:
     kind, *limits = op.attributes["pred"]
 
     def assume(x: Value) -> Value:
-        value = x.array.address + x.numbers * x.array.itemsize if isinstance(x, Pointer) else x
+        value = _address(x) if isinstance(x, Pointer) else x
         if kind == "bounded":
             least, most = limits
             broken = (least is not None and bool((value < least).any())) or (
@@ -117,8 +134,7 @@ def _assume(op: Op) -> Function:
             divisor, every, _ = limits
             broken = every is None and bool((value % divisor != 0).any())
         if broken:
-            shown = value.flatten()[:4].tolist()
-            raise KernelBug("assumption", f"{kind} {limits} is not true of {shown}", op)
+            raise KernelBug("assumption", f"{kind} {limits} is not true of {value.flatten()[:4].tolist()}", op)
         return x
 
     return assume
@@ -149,11 +165,18 @@ def _tile_view(op: Op) -> Function:
             f"{op.name} at {op.location}: an array without dimensions is loaded or stored, and tileiras 13.4 refuses "
             "its tiles: pass the tensor as .view(1)"
         )
-    return lambda view: TileView(view.array, view.offset, view.shape, view.strides, op.types[0])
+
+    def make(view: View) -> TileView:
+        return TileView(view.array, view.offset, view.shape, view.strides, op.types[0])
+
+    return make
 
 
 def _tensor_shape(op: Op) -> Function:
-    return lambda view: tuple(torch.tensor(size, dtype=dtype_of(op)) for size in view.shape)
+    def shape(view: View) -> tuple[Tensor, ...]:
+        return tuple(torch.tensor(size, dtype=dtype_of(op)) for size in view.shape)
+
+    return shape
 
 
 def _tile_counts(op: Op) -> Function:

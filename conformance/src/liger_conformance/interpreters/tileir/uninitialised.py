@@ -7,8 +7,8 @@ is kept of what is allocated so, and of what is written since, by PyTorch or by 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -71,6 +71,6 @@ def _address(tensor: Tensor) -> int:
 
 
 def _forget(value: Any) -> None:
-    for tensor in value if isinstance(value, (tuple, list)) else (value,):
+    for tensor in cast("Sequence[Any]", value) if isinstance(value, (tuple, list)) else (value,):
         if isinstance(tensor, Tensor):
             _written.pop(_address(tensor), None)

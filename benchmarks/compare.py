@@ -6,9 +6,9 @@
     python benchmarks/compare.py --smoke
 
 Providers are ``ours-LANGUAGE`` for each installed language, ``eager`` (PyTorch as its users write the op), ``compile``
-(torch.compile of the same), ``liger``, ``liger-cutile`` and ``liger-cutedsl`` (liger-kernel in its three languages), and
-``quack``. Cases are the timed ones of the conformance package. Each provider gets fresh inputs of the same values, because
-some write over theirs.
+(torch.compile of the same), ``grouped`` (of fused_moe alone: PyTorch's grouped product), ``liger``, ``liger-cutile`` and
+``liger-cutedsl`` (liger-kernel in its three languages), and ``quack``. Cases are the timed ones of the conformance package.
+Each provider gets fresh inputs of the same values, because some write over theirs.
 
 How a cell is measured is said in `jobs`. A provider that fails is a row that says why.
 """
@@ -40,6 +40,7 @@ from liger_core.contract import ops
 PEERS: dict[str, Callable[[], peers.Functions]] = {
     "eager": peers.eager,
     "compile": peers.compiled,
+    "grouped": peers.grouped,
     "liger": peers.liger,
     "liger-cutile": lambda: peers.liger("liger_kernel.ops.cutile.ops"),
     "liger-cutedsl": peers.liger_cutedsl,
@@ -155,7 +156,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         "providers",
         ["ours-torch", *(f"ours-{b.language}" for b in backends()), *PEERS],
         note="; default: every language that runs here, eager, compile, liger, and "
-        f"{' and '.join(WHERE_INSTALLED)} where installed",
+        f"{' and '.join(WHERE_INSTALLED)} where installed; grouped has fused_moe alone",
     )
     command.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     command.add_argument("--name", help="the record's name; default: compare, with the groups unless all are measured")

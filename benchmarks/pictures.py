@@ -33,6 +33,7 @@ OURS = {"ours-triton": "#0b5fa5", "ours-cutile": "#2a9d5c"}
 PEERS = {
     "eager": "#9a9a9a",
     "compile": "#e08214",
+    "grouped": "#b35806",
     "liger": "#c0392b",
     "liger-cutile": "#e98074",
     "liger-cutedsl": "#8e44ad",

@@ -88,6 +88,13 @@ def test_eager_computes_what_the_contract_says(op: str, mode: str) -> None:
     assert error_of(found, truth_of(job)) < 1e-5
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_grouped_products_compute_what_the_contract_says(mode: str) -> None:
+    job = small_job("fused_moe", mode)
+    found = make_call(peers.grouped()["fused_moe"], job.arguments(), mode, job.dtype)()
+    assert error_of(found, truth_of(job)) < 1e-5
+
+
 @pytest.mark.parametrize("op", sorted({*ops} - {*NOT_IN_LIGER}))
 def test_liger_takes_the_arguments_of_the_timed_cases(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "import_module", lambda name: None)

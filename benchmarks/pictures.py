@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 PICTURES = Path(__file__).parent.parent / "docs/pictures"
 HEAT_MAP = "best-peer"
 END_TO_END = "end-to-end"
+MODEL = "llama-1b"
+"""The model of `end_to_end.py` whose step is drawn."""
 LENGTHS = "memory-over-length"
 
 GROUPS = ("small", "medium", "large")
@@ -111,10 +113,9 @@ def _cell(row: Mapping[str, str], chip: str) -> Cell:
 
 
 def whole_steps(paths: Sequence[Path]) -> dict[str, Mapping[str, str]]:
-    """The rows of a whole step of the first model that `end_to_end.py` lists, by way; of two of one way, the later."""
+    """The rows of a whole step of `MODEL`, by way; of two of one way, the later."""
     rows = [row for path in paths for row in records.read_csv(path)[1] if row["ms"] and not row["checkpointing"]]
-    model = rows[0]["model"] if rows else None
-    found = {row["way"]: row for row in rows if row["model"] == model}
+    found = {row["way"]: row for row in rows if row["model"] == MODEL}
     return {way: found[way] for way in WAYS if way in found}
 
 

@@ -79,7 +79,7 @@ def test_memory_over_length_is_of_the_newest_record_that_has_it(tmp_path: Path) 
 def test_whole_steps_are_of_one_model_and_without_checkpointing(tmp_path: Path) -> None:
     columns = ("model", "way", "tokens", "checkpointing", "parameters", "ms", "peak_gb")
     step = {
-        "model": "a",
+        "model": pictures.MODEL,
         "way": "liger",
         "tokens": "8 x 8",
         "checkpointing": "",

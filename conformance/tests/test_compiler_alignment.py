@@ -18,6 +18,7 @@ def disassembly(*lines: str) -> str:
         ("IMAD.SHL.U32 R2, R0, 0x4, RZ", "LDG.E.64 R4, desc[UR4][R2.64]", False),
         ("IMAD.SHL.U32 R2, R0, 0x4, RZ", "LDG.E R4, desc[UR4][R2.64]", True),
         ("IMAD.SHL.U32 R2, R0, 0x2, RZ", "LDG.E R4, desc[UR4][R2.64]", False),
+        ("SHF.R.U32.HI R2, RZ, 0x3, R0", "@!P0 STS [R2], R4", True),  # by every 32nd thread
         ("IMAD.SHL.U32 R2, R0, 0x2, RZ", "LDG.E.U16 R4, desc[UR4][R2.64]", True),
         ("IMAD.IADD R2, R0, 0x1, RZ", "LDG.E.U8 R4, desc[UR4][R2.64]", True),
         ("IMAD.SHL.U32 R2, R0, 0x10, RZ", "LDG.E.128 R4, desc[UR4][R2.64+0x10]", True),

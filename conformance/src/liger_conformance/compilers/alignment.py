@@ -83,12 +83,15 @@ def _parsed(sass: str) -> list[_Instruction]:
 
 
 def _size(instruction: _Instruction) -> int:
-    """Bytes that an access takes at once, to which it must be aligned: a word unless it says otherwise. 0 for what is none."""
+    """Bytes that an access takes at once, to which it must be aligned: a word unless it says otherwise.
+
+    0 for what is none, and for a word under a condition: one thread of a warp has it, whose address alone is right.
+    """
     if instruction.name in ("LDSM", "STSM"):
         return 16
     if instruction.name not in ("LD", "LDG", "LDS", "ST", "STG", "STS", "LDGSTS"):
         return 0
-    return next((_BYTES[kind] for kind in instruction.kinds if kind in _BYTES), 4)
+    return next((_BYTES[kind] for kind in instruction.kinds if kind in _BYTES), 0 if instruction.conditional else 4)
 
 
 def _reached(program: list[_Instruction]) -> Iterator[tuple[_Instruction, _State]]:

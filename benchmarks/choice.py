@@ -1,6 +1,7 @@
 """What each language and the reference take per op and size, eager and compiled: the kernel packages' tables are made of it.
 
     python benchmarks/choice.py --seconds 300
+    python benchmarks/choice.py --render compiled.csv eager.csv        # one record of several runs on one machine
     python tools/measured.py                                           # packages/*/src/*/measured.json of the records
     python benchmarks/choice.py --smoke
 
@@ -12,13 +13,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import records
 from command import Command
 
 from liger_core import dispatch, measured, tune
+from liger_core.backend import backends
 from liger_core.contract import ops
 
+TITLE = "Who is the fastest, per op and size"
 HOWS = ("eager", "compiled")
 COLUMNS = ("op", "case", "how", "size", "language", "us", "note")
 
@@ -63,16 +67,48 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     command.add_names("ops", sorted(ops), default=sorted(ops))
     command.add_names("hows", HOWS, default=HOWS)
     command.add_argument("--seconds", type=float, default=300.0, help="that it takes at most")
+    command.add_argument(
+        "--render",
+        type=Path,
+        nargs="+",
+        metavar="CSV",
+        help="measure nothing: make one record of these; the last counts",
+    )
     options = command.parse_args(words)
     if options.smoke:
         options.device = "cpu"
-    command.check(options)
+    command.check(options, measures=not options.render)
     return options
+
+
+def render(files: Sequence[Path], out: Path) -> list[dict[str, str]]:
+    """Make one record of several CSVs of one kind of machine. Returns the rows.
+
+    Raises:
+        ValueError: device or versions are not the same in all of them.
+    """
+    heads, tables = zip(*map(records.read_csv, files), strict=True)
+    for what, same in {
+        "device": {head["machine"].partition(",")[0] for head in heads},
+        "versions": {head["versions"] for head in heads},
+    }.items():
+        if len(same) > 1:
+            raise ValueError(f"--render: the files differ in {what}: {'; '.join(sorted(same))}")
+    cells = {one.cell: one for table in tables for one in found_in(table) if one.times}
+    found = sorted(cells.values())
+    languages = sorted({name for one in found for name in one.times} - {"torch"})
+    defaults = [b.language for b in backends() if b.default_devices and b.language in languages]
+    head = heads[-1] | {"commit": ", ".join(dict.fromkeys(head["commit"] for head in heads))}
+    rows = [row for one in found for row in rows_of(one)]
+    records.write("choice", head, rows, COLUMNS, TITLE, page(found, [*languages, "torch"], defaults), out)
+    return rows
 
 
 def main(words: Sequence[str] | None = None) -> list[dict[str, str]]:
     """Measure, print as it goes, and write the record. Returns the rows."""
     options = parse(words)
+    if options.render:
+        return render(options.render, options.out)
     if options.smoke:
         cell = tune.Cell(options.ops[0], "small", compiled=False)
         return rows_of(tune.measure(tune.prepare(cell, ["torch"], "cpu"), "cpu"))
@@ -97,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, str]]:
     print(f"# no time was left for {len(missing)}: {missing}", file=sys.stderr)
     defaults = [b.language for b in dispatch.default_backends(options.device) if b.language in languages]
     body = page(found, languages, defaults)
-    records.write("choice", head, rows, COLUMNS, "Who is the fastest, per op and size", body, options.out)
+    records.write("choice", head, rows, COLUMNS, TITLE, body, options.out)
     return rows
 
 

@@ -370,6 +370,28 @@ def test_several_processes_are_started_by_torchrun(
     assert "torchrun --nproc-per-node 2 benchmarks/parallel.py" in capsys.readouterr().err
 
 
+def test_choice_makes_one_record_of_several(tmp_path: Path) -> None:
+    """The last of them counts; a call that nobody measured is left out."""
+    head = {"machine": "a chip, a host", "versions": "torch 1", "date": "2026-01-01", "commit": "aaa"}
+    row = dict.fromkeys(choice.COLUMNS, "") | {"op": "softmax", "case": "small", "how": "eager", "size": "8"}
+    files = []
+    for commit, rows in {
+        "aaa": [row | {"language": "triton", "us": "1.0"}, row | {"op": "dyt", "language": "torch", "note": "why"}],
+        "bbb": [row | {"language": "triton", "us": "2.0"}, row | {"language": "torch", "us": "9.0"}],
+    }.items():
+        files.append(str(records.write_csv(tmp_path / commit, head | {"commit": commit}, rows, choice.COLUMNS)))
+    rows = choice.main(["--render", *files, "--out", str(tmp_path)])
+    assert [(row["op"], row["language"], row["us"]) for row in rows] == [
+        ("softmax", "triton", "2.0"),
+        ("softmax", "torch", "9.0"),
+    ]
+    (made,) = tmp_path.glob("*choice*.csv")
+    assert records.read_csv(made)[0]["commit"] == "aaa, bbb"
+    records.write_csv(tmp_path / "other", head | {"machine": "another, a host"}, [row], choice.COLUMNS)
+    with pytest.raises(ValueError, match="the files differ in device: a chip; another"):
+        choice.main(["--render", files[0], str(tmp_path / "other.csv"), "--out", str(tmp_path)])
+
+
 def test_choice_reads_what_it_writes() -> None:
     rows = choice.main(["--smoke", "--ops=softmax"])
     assert [row["language"] for row in rows] == ["torch"]

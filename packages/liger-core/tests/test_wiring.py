@@ -115,6 +115,48 @@ def test_several_results(
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_result_that_is_absent_has_no_gradient(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """In compiled code a tensor stands for it, and zeros for its gradient: a kernel would read what isn't there."""
+
+    class Both(NamedTuple):
+        half: Tensor
+        double: Tensor | None
+
+    @op(differentiable=("x",), result=Both)
+    def both(x: Tensor, *, twice: bool = False) -> Any:
+        return Both(x / 2, x * 2 if twice else None)
+
+    def forward(needs: Needs, x: Tensor, *, twice: bool) -> tuple[Any, Saved]:
+        return (x / 2, x * 2 if twice else None), (x,)
+
+    def backward(
+        needs: Needs, saved: Saved, dhalf: Tensor | None, ddouble: Tensor | None, *, twice: bool
+    ) -> tuple[Tensor]:
+        assert dhalf is not None
+        return (dhalf / 2 if ddouble is None else dhalf / 2 + 2 * ddouble,)
+
+    kernel = types.ModuleType("toy.ops.both")
+    kernel.forward, kernel.backward = forward, backward  # type: ignore[attr-defined]
+    monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, name: name == "both")
+    monkeypatch.setattr(BackendInfo, "kernel", lambda self, name: kernel)
+    install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))
+    try:
+        torch.compiler.reset()
+        call = torch.compile(both, fullgraph=True, backend="aot_eager") if compiled else both
+        for twice, expected in ((False, 0.5), (True, 2.5)):
+            x = torch.ones(3, requires_grad=True)
+            with liger_core.use("toy"):
+                results = [r for r in call(x, twice=twice) if r is not None]
+            assert len(results) == 1 + twice
+            sum(r.sum() for r in results).backward()
+            torch.testing.assert_close(x.grad, torch.full((3,), expected))
+    finally:
+        del contract.ops["both"]
+
+
 def test_named_result_and_what_has_a_gradient(fit: contract.Op[..., Any]) -> None:
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4)
     with liger_core.use("toy"):

@@ -136,6 +136,8 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             if keeps_gradient is not None:
                 grads = tuple(g for g, keeps in zip(grads, keeps_gradient) if keeps)  # noqa: B905  a bare tensor is the first result
             traced = modes.compiling()
+            if traced:  # zeros come for what stands for a result that is None
+                grads = tuple([None if g is None or _is_absent(g) else g for g in grads])
             device = None
             for grad in grads:
                 if grad is not None:

@@ -69,7 +69,7 @@ class Made(NamedTuple):
         spec: a DTensor's metadata. It doesn't change, so DTensors may share it, as torch's own operators let them.
         shape, stride: those that one process would see.
         placements: where it is.
-        incoming: the placements of its gradient; whole if it is a sum of addends.
+        incoming: the placements of its gradient, which is whole for addends.
     """
 
     spec: Any

@@ -222,8 +222,7 @@ def _rows(
                 loss = 1.0 - cosine
                 by_student = ct.where(zero, 0.0, cosine / of_student)
             elif GIVEN:
-                # The logarithm corrects the student's sum, which is 1 but for rounding: for close distributions the loss is as
-                # small as that.
+                # The logarithm removes the rounding of the student's sum: for close distributions the loss is as small as it.
                 loss = of_teacher + of_student * ct.log(ct.sum(products))
             elif TVD:
                 loss = 0.5 * of_teacher
@@ -288,8 +287,7 @@ def _gradient(
                     if FORWARD:
                         gradient = by * (q - _exp2(finite((y - of_teacher) * scale - of_student)))
                     else:
-                        # The gradient of a log-softmax: a class's part of the sum, minus its probability's share of the whole
-                        # sum.
+                        # The gradient of a log-softmax: a class's part of the sum, minus its share of the whole sum.
                         difference = _difference(x, y, of_teacher, scale, of_student)
                         part = _part(difference, beta, rest, TVD, REVERSE, HALF)
                         gradient = by * (q * (part - ct.load(statistics, (4, row), ())))

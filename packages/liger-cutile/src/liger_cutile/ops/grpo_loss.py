@@ -567,7 +567,7 @@ def forward(
         return torch.empty(() if mean else (rows, length), dtype=torch.float32, device=device)
 
     loss, kl, clip = empty(), None if beta == 0 else empty(), empty()
-    # The weight in the mean of each token of a row.
+    # For each row, the weight of its tokens in the mean.
     weights = torch.empty(rows, dtype=torch.float32, device=device) if mean and differentiable else None
     items = item_count = None
     if loss_type in ("dapo", "cispo"):

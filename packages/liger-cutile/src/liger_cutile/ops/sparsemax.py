@@ -52,7 +52,7 @@ def _any(rows):
 
 @ct.function
 def _newton(z, tau, count):
-    """Newton's steps from tau, while fewer and fewer elements are above it, at first than `count`; and their number.
+    """Take Newton's steps from tau while the number of elements above it falls, at first below `count`. Return both.
 
     NaN counts as above, so it spreads. Quotients are rounded to nearest: an element that equals tau in exact arithmetic equals
     it here.

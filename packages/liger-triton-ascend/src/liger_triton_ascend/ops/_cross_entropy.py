@@ -33,7 +33,7 @@ def _cap(x, softcap):
         u = x / softcap
         q = tl.exp(-2.0 * tl.abs(u))
         r = 1.0 / (1.0 + q)
-        # Near 0 no digit of the exponential is correct. The polynomial is a minimax fit of (tanh(u) - u) / u³.
+        # Near 0 no digit of `tail` is correct. The polynomial is a minimax fit of (tanh(u) - u) / u³.
         square = u * u
         series = 0.020639074966311455 - 0.005704974289983511 * square
         series = series * square - 0.05373971164226532

@@ -171,8 +171,7 @@ def _rows(
             loss = tl.where(end > 0, 1.0 - cosine, 0.0)
             of_tops, of_sums = by_teacher, tl.where(zero, 0.0, cosine / of_student)
         elif KIND >= GIVEN:
-            # The logarithm corrects the student's sum, which is 1 but for rounding: for close distributions the loss is as small
-            # as that.
+            # The logarithm removes the rounding of the student's sum: for close distributions the loss is as small as it.
             loss = tl.where(end > 0, of_teacher + of_student * tl.log(of_others), 0.0)
         elif KIND == TVD:
             loss = 0.5 * of_teacher
@@ -247,8 +246,7 @@ def _gradient(
                         gradient = by * (q - tl.exp(finite((y - of_teacher) * scale - of_student)))
                     else:
                         difference = _difference(x, y, of_teacher, scale, of_student)
-                        # The gradient of a log-softmax: a class's part of the sum, minus its probability's share of the whole
-                        # sum.
+                        # The gradient of a log-softmax: a class's part of the sum, minus its share of the whole sum.
                         if KIND == TVD:
                             by *= 0.5
                             part = _order(difference)

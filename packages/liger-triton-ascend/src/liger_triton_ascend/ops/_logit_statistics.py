@@ -1,9 +1,9 @@
 """Statistics of rows of logits, for `logit_statistics` and `fused_linear_logit_statistics`.
 
 Each program takes one row after another, in blocks: a row of logits seldom fits the Unified Buffer. Each lane keeps a maximum
-and, relative to it, sums: of exponentials e^d, of their squares, and of e^d d. They are reduced once. The entropy is log Σ e^d −
-Σ e^d d / Σ e^d, whose two terms have one sign. Maxima are of the logits before the temperature. Differences of logits are
-multiplied by its inverse.
+and, relative to it, sums: of exponentials e^d, of their squares, and of e^d d. They are reduced once. The entropy is
+log Σ e^d − Σ e^d d / Σ e^d, whose two terms have one sign. Maxima are of the logits before the temperature. Differences of logits
+are multiplied by its inverse.
 """
 
 import triton

@@ -34,7 +34,7 @@ FEWEST_GROUPS = 128
 
 @triton.jit
 def _newton(z, tau, count):
-    """Newton's steps from tau, while fewer and fewer elements are above it, at first than `count`; and their number.
+    """Take Newton's steps from tau while the number of elements above it falls, at first below `count`. Return both.
 
     NaN counts as above, so it spreads.
     """

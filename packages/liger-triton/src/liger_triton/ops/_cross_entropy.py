@@ -51,7 +51,7 @@ def _cap(x, softcap, logits):
         u = x / softcap
         q = _exp_like(-2.0 * tl.abs(u), logits)
         r = _inverse_like(1.0 + q, logits)
-        # Near 0 no digit of the exponential is correct. The polynomial is a minimax fit of (tanh(u) - u) / u³.
+        # Near 0 no digit of `tail` is correct. The polynomial is a minimax fit of (tanh(u) - u) / u³.
         square = u * u
         series = 0.020639074966311455 - 0.005704974289983511 * square
         series = series * square - 0.05373971164226532

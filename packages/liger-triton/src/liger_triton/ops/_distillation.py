@@ -208,8 +208,7 @@ def _rows(
         loss = 1.0 - cosine
         by_student = tl.where(zero, 0.0, tl.math.div_rn(cosine, of_student))
     elif KIND >= GIVEN:
-        # The logarithm corrects the student's sum, which is 1 but for rounding: for close distributions the loss is as small as
-        # that.
+        # The logarithm removes the rounding of the student's sum: for close distributions the loss is as small as it.
         loss = of_teacher + of_student * tl.log(tl.sum(products))
     elif KIND == TVD:
         loss = 0.5 * of_teacher

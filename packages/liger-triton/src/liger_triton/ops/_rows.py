@@ -11,8 +11,8 @@ from liger_core.host.rows import as_rows as as_rows
 def multiply(a, b, BLOCK: tl.constexpr):
     """a · b, to be added up along rows of BLOCK columns, with the same result in each thread that has the row's sum.
 
-    If a thread has one column of a row, it would fuse its own unrounded product with a neighbour's rounded one. The neighbour
-    would do the opposite.
+    A thread that has one column of a row would otherwise fuse its own unrounded product with a neighbour's rounded one, and the
+    neighbour would do the opposite.
     """
     return tl.fma(a, b, 0.0) if BLOCK <= 32 else a * b
 
@@ -53,7 +53,7 @@ def in_pairs(x: Tensor, columns: int, stride: int) -> bool:
 
 
 def in_vectors(*lengths: int) -> bool:
-    """Whether threads load 16 bytes of a row at once. For that, length and strides have to be multiples of 16, as Triton knows.
+    """Whether threads load 16 bytes of a row at once. Triton does so if it knows that length and strides are multiples of 16.
 
     If not, threads load one element after another, and each load has its own address and mask in registers.
     """

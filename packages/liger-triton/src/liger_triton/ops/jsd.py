@@ -32,9 +32,9 @@ from liger_triton.ops._rows import as_rows
 def _symmetric(q, p, EXACT: tl.constexpr):
     """The divergence for a beta of one half, and its gradient to q.
 
-    The divergence is the larger probability times s = (1 + e) log(2 / (1 + e)) / 2 − e d / 2, with d = abs(q − p) and e =
-    exp(−d). As d goes to 0, s goes to d² / 8, and the difference has no correct digit left. So s is approximated by t² A(t) + t
-    e d B(t), t = 1 − e. The error is at most 5e-9, and 1e-5 of s for small d.
+    The divergence is the larger probability times s = (1 + e) log(2 / (1 + e)) / 2 − e d / 2, with d = abs(q − p) and
+    e = exp(−d). As d goes to 0, s goes to d² / 8, and the difference has no correct digit left. So s is approximated by
+    t² A(t) + t e d B(t), t = 1 − e. The error is at most 5e-9, and 1e-5 of s for small d.
     """
     difference = q - p
     distance = tl.minimum(tl.abs(difference), 1e30)  # 1e30 for −inf and −inf as well, whose difference is NaN

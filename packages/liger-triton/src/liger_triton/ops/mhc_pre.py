@@ -1,8 +1,8 @@
-"""Hyper-connections before a layer: the rest of each row is made from one product of all streams with a narrow matrix.
+"""Hyper-connections before a layer: one product of all streams with a narrow matrix, then each row's results from it.
 
 The product is divided among programs by rows and columns, and the sum of squares is made beside it. Then one launch has programs
 that make h and programs that make the coefficients. Backward first sums dh · x of each stream. Then it goes through Sinkhorn's
-steps in reverse for each row. At last it goes over the streams once, for dx and dweight.
+steps in reverse for each row. Finally it goes over the streams once, for dx and dweight.
 """
 
 import torch

@@ -1,5 +1,6 @@
-"""Liger ops in cuTile, for NVIDIA GPUs from sm_80 (Ampere) on; on the CPU in an interpreter of Tile IR, under
-CUTILE_INTERPRET=1. Chosen when asked for.
+"""Liger ops in cuTile, for NVIDIA GPUs from sm_80 (Ampere) on. cuTile is opt-in.
+
+Under CUTILE_INTERPRET=1 they run on the CPU, in an interpreter of Tile IR.
 """
 
 import os

@@ -26,15 +26,15 @@ EMPTY_PROGRAM = bytes.fromhex(
 
 @functools.cache
 def refuses(device: str) -> str | None:
-    """Why cuTile kernels can't run on `device` here, and what mends it. The first answer is kept.
+    """Why cuTile kernels can't run on `device` here, and how to fix it. The first answer is kept.
 
-    What has no GPU, an interpreter of Tile IR, needs neither a driver nor the compilers.
+    An interpreter of Tile IR runs on the CPU, and needs neither a driver nor the compilers.
     """
     return _cuda_tile() or ((_gpu() or _compiler()) if device == "cuda" else None)
 
 
 def _cuda_tile() -> str | None:
-    # Other packages of NVIDIA's are in `cuda` too, torch's among them.
+    # `cuda` has other packages of NVIDIA's as well, torch's among them.
     found = find_spec("cuda") and find_spec("cuda.tile")
     return None if found else f"cuda-tile is not installed: {INSTALL}"
 
@@ -59,10 +59,10 @@ def _gpu() -> str | None:
 
 
 def _driver() -> int | None:
-    """The CUDA version that the driver supports, 13000 for r580. Starts no context.
+    """The CUDA version that the driver supports, 13000 for r580. It starts no context.
 
-    The library is the one that will load the kernels. NVML would give the version of the kernel module, which CUDA's
-    compatibility package overrides; torch has the number under a private name, and not in every release.
+    It asks the library that will load the kernels. NVML would give the version of the kernel module, which CUDA's compatibility
+    package overrides. torch has the number under a private name, and not in every release.
     """
     try:
         query = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion
@@ -73,9 +73,10 @@ def _driver() -> int | None:
 
 
 def _compiler() -> str | None:
-    """What keeps cuda.tile from compiling.
+    """Why cuda.tile can't compile, or None.
 
-    It takes tileiras from the wheels when the three share a minor version, and else from PATH or from a CUDA toolkit.
+    If the three packages share a minor version, cuda.tile takes tileiras from them. Otherwise it takes one from PATH or a CUDA
+    toolkit.
     """
     installed = {name: _version(name) for name in COMPILERS}
     absent = [name for name, number in installed.items() if number is None]
@@ -106,7 +107,7 @@ def _wheels_tileiras() -> str | None:
 
 
 def _system_tileiras() -> tuple[str, dict[str, str]] | None:
-    """The tileiras that cuda.tile falls back on, and the environment that it runs it in."""
+    """The tileiras that cuda.tile falls back on, and the environment in which cuda.tile runs it."""
     home = os.environ.get("CUDA_HOME")
     if found := shutil.which("tileiras") or (home and shutil.which("tileiras", path=f"{home}/bin")):
         return found, dict(os.environ)
@@ -116,10 +117,10 @@ def _system_tileiras() -> tuple[str, dict[str, str]] | None:
 
 
 def _trial(tileiras: str, environment: dict[str, str]) -> str | None:
-    """What stops a tileiras that is not the wheels', found by experiment.
+    """Why a tileiras that isn't from the wheels fails, found by a trial run; or None.
 
-    It loads the libnvvm of CUDA_HOME or CUDA_PATH rather than its own, and fails with "Return code 5" when that one is
-    older or missing. From the wheels' tileiras cuda.tile hides the two.
+    It loads the libnvvm of CUDA_HOME or CUDA_PATH instead of its own. If that one is older or missing, it fails with "Return
+    code 5". cuda.tile hides the two variables from the wheels' tileiras.
     """
     error = _compile_nothing(tileiras, environment)
     if error is None:
@@ -139,7 +140,7 @@ def _without(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _compile_nothing(tileiras: str, environment: dict[str, str]) -> str | None:
-    """The complaint of tileiras about an empty program, or None. Takes 20 to 40 ms."""
+    """tileiras's complaint about an empty program, or None. It takes 20 to 40 ms."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "empty.tileirbc")
         program.write_bytes(EMPTY_PROGRAM)

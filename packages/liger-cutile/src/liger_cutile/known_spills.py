@@ -1,4 +1,4 @@
-"""What tileiras 13.4 can't keep in registers or load in bulk, which liger-conformance's ``--compile`` otherwise fails."""
+"""Kernels that tileiras 13.4 spills or doesn't load in bulk. Any other such kernel fails liger-conformance's ``--compile``."""
 
 _ONCE_A_TILE = "numbers that a thread needs once per tile of channels; without them a second block wouldn't fit"
 _ODD_ROWS = "addresses of rows that are no multiple of 16 bytes, whose elements are loaded one by one; models have none"

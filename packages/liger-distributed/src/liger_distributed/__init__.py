@@ -1,6 +1,6 @@
 """liger_core on many devices: a head whose forward is the loss, and losses of plain tensors and a process group.
 
-That the ops take DTensors needs no import.
+The ops take DTensors without any import of this package.
 """
 
 from liger_distributed.divergence import fused_linear_jsd

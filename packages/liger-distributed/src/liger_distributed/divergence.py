@@ -1,7 +1,7 @@
 """`fused_linear_jsd` of a vocabulary that is divided among the processes of a group.
 
-The mixture of student and teacher needs both normalisers, so forward goes over the columns twice: once for the statistics
-that make them, once for the divergence, a few rows at a time. Backward makes each chunk's logits again.
+The mixture of student and teacher needs both normalisers. So forward goes over the columns twice, a few rows at a time: once for
+the normalisers, once for the divergence. Backward makes each chunk's logits again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from liger_distributed.vocabulary import Part, gather, part_of, shared
 
 NAME = "fused_linear_jsd"
 COPIES = 10
-"""Tensors in float32, of the size of a chunk's logits, that may be there at a time."""
+"""Float32 tensors of the size of a chunk's logits that may exist at a time."""
 
 
 def fused_linear_jsd(
@@ -47,15 +47,15 @@ def fused_linear_jsd(
     Args:
         student_x, teacher_x: ``[N, Hs]``, ``[N, Ht]``, the same on every process; the gradient of student_x is that of the
             whole vocabulary.
-        student_weight, teacher_weight: ``[columns, Hs]``, ``[columns, Ht]``, this process's rows: the same ones of both.
+        student_weight, teacher_weight: ``[columns, Hs]``, ``[columns, Ht]``, this process's rows, the same ones of both weights.
         labels: int64 ``[N]``, or None.
         group, vocabulary: as in `cross_entropy`.
         beta, ignore_index, temperature: as in `liger_core.fused_linear_jsd`.
         accum_dtype: as there.
-        memory_budget: bytes that this process may allocate beyond its inputs and gradients. The least is that of one row.
+        memory_budget: bytes that this process may allocate beyond its inputs and gradients; at least as many as one row takes.
 
     Returns:
-        As `liger_core.fused_linear_jsd`, on every process.
+        The result of `liger_core.fused_linear_jsd`, on every process.
 
     Raises:
         TypeError, ValueError: as there; ValueError for a number of rows that doesn't fit.
@@ -79,7 +79,7 @@ def check(
     labels: Tensor | None,
     **options: Any,
 ) -> None:
-    """The checks of `liger_core.fused_linear_jsd`; a process without columns is checked as one with a column."""
+    """The checks of `liger_core.fused_linear_jsd`. A process without columns is checked as if it had one."""
     weights = {"student_weight": student_weight, "teacher_weight": teacher_weight}
     if part.columns == 0:
         checks.ndim(NAME, 2, 2, **weights)
@@ -91,7 +91,7 @@ def check(
 
 
 class _Given(NamedTuple):
-    """What a chunk's divergence depends on beside its logits."""
+    """The inputs of a chunk's divergence, except its logits."""
 
     beta: float
     temperature: float
@@ -113,7 +113,7 @@ def divergence_of_linear(
     accum_dtype: torch.dtype,
     memory_budget: int | None,
 ) -> Tensor:
-    """The sum of the rows' divergences over the whole vocabulary. The gradient of student_x is that of this process's columns."""
+    """The sum of rows' divergences over the whole vocabulary. The gradient of student_x is that of this process's columns."""
     tensors = _cast(student_x), _cast(student_weight), _cast(teacher_x), _cast(teacher_weight)
     rows = _rows(tensors[0], tensors[1], accum_dtype, memory_budget)
     given = _Given(beta, temperature, accum_dtype, rows)
@@ -138,7 +138,7 @@ def divergence_of_linear(
 
 
 class _Divergence(torch.autograd.Function):
-    """The divergence that is there already, as a function of the student."""
+    """The divergence, already computed, as a function of the student."""
 
     @staticmethod
     def forward(
@@ -186,7 +186,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """As autocast has it."""
+    """The tensor in the dtype that autocast would give it."""
     device = tensor.device.type
     if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(device):
         return tensor
@@ -215,7 +215,7 @@ def _chunks(size: int, most: int) -> list[slice]:
 
 
 def _lse(x: Tensor, weight: Tensor, target: Tensor, part: Part, options: dict[str, Any]) -> Tensor:
-    """log Σ e^z of each row's logits in this process's columns; of none −inf."""
+    """log Σ e^z of each row's logits in this process's columns; −inf if it has none."""
     if part.columns == 0:
         return torch.full(x.shape[:1], -torch.inf, dtype=upcast(x).dtype, device=x.device)
     return fused_linear_logit_statistics(x, weight, target, **options).lse
@@ -253,7 +253,7 @@ def _sums(q: Tensor, p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def _gradient(q: Tensor, p: Tensor, inner: Tensor, beta: float) -> Tensor:
-    """The derivative of a row's divergence by the student's logits: ``inner`` is `_sums`', over all columns."""
+    """The derivative of a row's divergence by the student's logits. ``inner`` is that of `_sums`, over all columns."""
     probability = q.exp()
     if beta == 0:
         by_logprob = -p.exp()

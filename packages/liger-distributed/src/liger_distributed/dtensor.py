@@ -1,8 +1,8 @@
-"""liger_core's ops on DTensors: from an op's `dimensions`, without a word of the op.
+"""liger_core's ops on DTensors: an op's `dimensions` are enough, and no op is named here.
 
-For each dimension of the mesh one independent name is chosen, that along which most bytes lie already. Tensors that have
-the name are taken divided, the others whole, their gradient as a sum; the op runs on the local tensors, in any language;
-results that have the name are divided, the others are sums. What an op can do beyond that is in `rules`.
+Each dimension of the mesh divides one independent name, the one along which most bytes are divided already. Tensors that have
+the name are taken divided. The others are taken whole, and their gradient is a sum. The op runs on the local tensors, in any
+language. Results that have the name are divided, the others are sums. What an op can do beyond that is in `rules`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Plan(NamedTuple):
     """What metadata decides about a call: how each tensor is taken, and how results are wrapped.
 
     Attributes:
-        mesh: of all its DTensors.
-        taken: for each tensor its placements and those of its gradient, None for a tensor without one.
-        spread: what is divided, and among whom.
-        sizes: of the dimensions, by name, as one process would see them.
+        mesh: the mesh of all its DTensors.
+        taken: for each tensor its placements and those of its gradient; None for a tensor without a gradient.
+        spread: what is divided, and among which processes.
+        sizes: the sizes of the dimensions, by name, as one process would see them.
         divided: the name that each dimension of the mesh divides.
         results: the names that results are divided over, for each dimension of the mesh.
-        rule: what makes the results of a part, where that isn't the op alone.
-        divides_alone: nor is any result a mean, which sends a count.
+        rule: what makes the results of a part, if that isn't the op alone.
+        divides_alone: there is no rule, and no result is a mean, which would send a count.
         needs: which differentiable tensors require a gradient.
-        moved: the tensors that are taken otherwise than they are placed.
+        moved: the tensors that aren't taken as they are placed.
         wrapped: placements, shape and stride of results, by what makes them.
-        made: how DTensors are made of a kernel's results and gradients, by their metadata.
+        made: how DTensors are made from a kernel's results and gradients, by their metadata.
     """
 
     mesh: DeviceMesh
@@ -61,15 +61,15 @@ class Plan(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What makes a DTensor of a local tensor, by the metadata of one that was made before.
+    """Makes a DTensor from a local tensor, with the metadata of one that was made before.
 
-    `DTensor.from_local` does the same in several times the time: it is an autograd function, and makes the metadata anew.
+    `DTensor.from_local` does the same in several times the time: it is an autograd function, and makes the metadata again.
 
     Attributes:
-        spec: a DTensor's metadata. It doesn't change, so that DTensors may share it, as torch's own operators let them.
-        shape, stride: as one process would see them.
+        spec: a DTensor's metadata. It doesn't change, so DTensors may share it, as torch's own operators let them.
+        shape, stride: those that one process would see.
         placements: where it is.
-        incoming: the placements of its gradient: of addends, whole.
+        incoming: the placements of its gradient, which is whole for addends.
     """
 
     spec: Any
@@ -80,7 +80,7 @@ class Made(NamedTuple):
 
     def of(self, local: Tensor) -> Tensor:
         """The DTensor. Autograd doesn't record it."""
-        # Without `__init__`, which does nothing, for as long as all the rest takes.
+        # `__init__` does nothing, and would take as long as all the rest.
         return cast("Any", DTensor).__new__(DTensor, local, self.spec, requires_grad=False)
 
     def recorded(self, local: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -89,13 +89,13 @@ class Made(NamedTuple):
 
 
 class Parts:
-    """A call whose kernel runs on local tensors, and which autograd records for the DTensors: `liger_core.autograd.Parts`."""
+    """A call whose kernel runs on local tensors while autograd records it for the DTensors: see `liger_core.autograd.Parts`."""
 
     __slots__ = ("arguments", "given", "known", "locals", "made", "needs", "op", "plan")
 
     def __init__(self, op: Op[..., Any], plan: Plan, arguments: dict[str, Any], given: tuple[Any, ...]) -> None:
         self.op, self.plan, self.arguments, self.given = op, plan, arguments, given
-        self.needs, self.known = plan.needs, plan.spread  # which no other plan has
+        self.needs, self.known = plan.needs, plan.spread  # `spread`, because no other plan has it
         self.made: list[Made | None] = []
         self.locals: list[Tensor] = []
 
@@ -118,7 +118,7 @@ class Parts:
         return made.of(value)
 
     def flowing(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Divided as the results are; of results that are addends, whole."""
+        """Incoming gradients, divided as the results are; whole for results that are addends."""
         found: list[Tensor | None] = []
         for gradient, made in zip(gradients, self.made, strict=True):
             if gradient is None or made is None:
@@ -130,7 +130,7 @@ class Parts:
         return tuple(found)
 
     def gradients(self, found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """As DTensors: of a tensor that all parts need whole, addends."""
+        """Gradients as DTensors; addends for a tensor that all parts need whole."""
         wrapped: list[Tensor | None] = []
         held = set(map(id, self.locals))
         for name, value in zip(self.op.differentiable, found, strict=True):
@@ -138,7 +138,7 @@ class Parts:
                 wrapped.append(None)
                 continue
             if id(value) in held:
-                value = value.clone()  # autograd may add into a gradient in place, and sees no second owner of this one
+                value = value.clone()  # autograd may add into a gradient in place, and knows of one owner only
             held.add(id(value))
             key = name, value.shape, value.stride(), value.dtype
             made = self.plan.made.get(key)
@@ -147,7 +147,7 @@ class Parts:
                 assert placements is not None
                 shape = self.arguments[name].shape
                 made = self.plan.made[key] = _made(value, self.plan.mesh, placements, shape, _stride(value, shape))
-            if torch.is_grad_enabled():  # it hangs on what says that there is no second derivative
+            if torch.is_grad_enabled():  # keeps the node that says that there is no second derivative
                 wrapped.append(made.recorded(value, self.plan.mesh))
             else:
                 wrapped.append(made.of(value))
@@ -226,7 +226,7 @@ cast("Any", call).explain = explained
 
 
 def _collective(at: Placement, to: Placement) -> str | None:
-    """What takes a tensor from one placement to another, or None: nothing is sent."""
+    """The collective that takes a tensor from one placement to another, or None if nothing is sent."""
     if at == to or at.is_replicate():
         return None
     if at.is_partial():
@@ -235,7 +235,7 @@ def _collective(at: Placement, to: Placement) -> str | None:
 
 
 def _key(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any:
-    """The metadata of a call; None where an option is a tensor."""
+    """The metadata of a call; None if an option is a tensor."""
     options = op._pick_options(arguments)
     for option in options:
         if isinstance(option, Tensor):
@@ -243,7 +243,8 @@ def _key(op: Op[..., Any], demand: str | None, arguments: dict[str, Any]) -> Any
     found: list[Any] = []
     for tensor in op._pick_tensors(arguments):
         if isinstance(tensor, DTensor):
-            # Its shape and dtype, too; and a mesh by what it is: one of other process groups may equal it.
+            # The spec includes its shape and dtype. The mesh is compared by identity: one of other process groups may be equal
+            # to it.
             found.append((tensor._spec, id(tensor._spec.mesh), tensor.requires_grad))
         elif tensor is not None:
             found.append((tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
@@ -262,7 +263,7 @@ def _plan(op: Op[..., Any], arguments: dict[str, Any]) -> Plan:
     mesh = _mesh_of(op, given)
     op._checks(
         **arguments | ({"memory_budget": None} if "memory_budget" in arguments else {})
-    )  # that is of one process
+    )  # a budget is that of one process
 
     names = {name: layout.of(name, tensor.dim(), arguments) for name, tensor in given.items()}
     sizes: dict[str, int] = {}
@@ -312,7 +313,7 @@ def _wrap(op: Op[..., Any], plan: Plan, done: Call, number: int, value: Tensor, 
 def _as_one(
     op: Op[..., Any], plan: Plan, number: int, value: Tensor, arguments: dict[str, Any]
 ) -> tuple[tuple[Placement, ...], torch.Size, tuple[int, ...]]:
-    """The placements, shape and stride of a result of which this process has `value`."""
+    """The placements, shape and stride of a result, of which this process has `value`."""
     layout = op.dimensions
     assert layout is not None
     dims = layout.of_result(number, value.dim(), arguments) if value.dim() else ()
@@ -341,7 +342,7 @@ def _mesh_of(op: Op[..., Any], given: dict[str, Tensor]) -> DeviceMesh:
 
 
 def _may_be_divided(op: Op[..., Any], arguments: dict[str, Any], ruled: bool) -> bool:
-    """Whether the parts of the results are what is declared: of a mean of all rows they are no parts, nor addends."""
+    """Whether the results' parts are as declared. If the result is a mean of all rows, they are neither parts nor addends."""
     return ruled or arguments.get("reduction", "none") in ("none", "sum")
 
 
@@ -350,7 +351,7 @@ def _choose(
 ) -> list[str | None]:
     """For each dimension of the mesh the name that it divides, or None.
 
-    What a rule divides comes first, and once: a weight divided along the vocabulary isn't gathered for x's sake.
+    Names that a rule divides come first, and only once: a weight divided along the vocabulary isn't gathered for x's sake.
     """
     chosen: list[str | None] = []
     for number in range(mesh.ndim):
@@ -363,7 +364,7 @@ def _choose(
                     dim = names[name][along].rstrip("'")
                     if (independent(dim) or dim in more) and not (dim in more and dim in chosen):
                         votes[dim] = votes.get(dim, 0) + tensor.numel() * tensor.element_size()
-        most: str | None = None  # of what a rule divides, else of all; Dynamo up to torch 2.9 has no max with a key
+        most: str | None = None  # names of a rule come first; Dynamo up to torch 2.9 has no max with a key
         for dim, size in votes.items():
             if most is None or (dim in more, size) > (most in more, votes[most]):
                 most = dim
@@ -401,7 +402,7 @@ def _local(there: DTensor, gradient: tuple[Placement, ...] | None) -> Tensor:
 
 
 def _redistributed(tensor: Tensor, mesh: DeviceMesh, wanted: tuple[Placement, ...]) -> DTensor:
-    """A tensor as it is wanted. A plain one is the same everywhere."""
+    """The tensor in the wanted placements. A plain tensor is the same everywhere."""
     there = tensor if isinstance(tensor, DTensor) else _same_everywhere(tensor, mesh)
     return there if there.placements == wanted else there.redistribute(mesh, wanted)
 
@@ -418,7 +419,7 @@ def _arrived(local: Tensor) -> Tensor:
 
 
 def _stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Without gaps, and in the local tensor's order of dimensions."""
+    """Strides without gaps, in the local tensor's order of dimensions."""
     stride, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):
         stride[dim], step = step, step * max(shape[dim], 1)
@@ -426,7 +427,7 @@ def _stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _say(op: str, name: str, tensor: Tensor, wanted: tuple[Placement, ...]) -> None:
-    """Once: what is gathered because the op needs it whole."""
+    """Log once which tensor is gathered because the op needs it whole."""
     if not isinstance(tensor, DTensor) or compiling():
         return
     gathered = any(type(a) is Shard and b.is_replicate() for a, b in zip(tensor.placements, wanted, strict=True))

@@ -1,8 +1,8 @@
 """A model's head whose forward is the loss, and the mean over the labels of all processes.
 
-FSDP2 gathers a module's weights for its forward, so a loss that reads the head's weight belongs there. Each process
-divides its sum of losses by the mean number of labels per process: averaged over the processes, as DDP and FSDP2 average
-gradients, that is the sum over all labels divided by their number.
+FSDP2 gathers a module's weights for its forward, so a loss that reads the head's weight belongs in it. Each process divides its
+sum of losses by the mean number of labels per process. DDP and FSDP2 average gradients over the processes. The average is then
+the sum over all labels divided by their number.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class LossHead(nn.Linear):
     `parallelize_module` may divide it along the vocabulary. `fully_shard` takes it as a unit of its own.
 
     Args:
-        hidden: H, the width of what it is called with.
+        hidden: H, the width of its input.
         vocabulary: V, the number of tokens.
         bias: whether there is one.
-        group: the processes that a mean counts labels of: all that data parallelism averages gradients over. Those that
-            have the same labels may be among them. None: all processes; where torch.distributed isn't initialised, this
-            one. Under pipeline parallelism, the processes of the last stage.
-        averaged: data parallelism averages gradients over the group, as DDP and FSDP2 do by themselves. False: it adds
-            them up.
+        group: the processes whose labels a mean counts: all those over which data parallelism averages gradients. Some of
+            them may have the same labels. None: all processes, or this one if torch.distributed isn't initialised. Under
+            pipeline parallelism, pass the processes of the last stage.
+        averaged: whether data parallelism averages gradients over the group, as DDP and FSDP2 do by themselves. False: it
+            adds them up.
         ignore_index, label_smoothing, lse_square_scale, softcap: as in `liger_core.cross_entropy`.
         accum_dtype, memory_budget: as in `liger_core.fused_linear_cross_entropy`.
-        device, dtype: of the weight, as in `nn.Linear`.
+        device, dtype: those of the weight, as in `nn.Linear`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LossHead(nn.Linear):
     ) -> None:
         linear: Any = super()
         linear.__init__(hidden, vocabulary, bias, device, dtype)
-        # A name and a number: a module that holds a group can't be copied.
+        # The group's name and size, because a module that holds a group can't be copied.
         self._group = None if group is None else (group.group_name, group.size())
         self.averaged, self.ignore_index, self.softcap = averaged, ignore_index, softcap
         self.options: dict[str, Any] = {
@@ -75,12 +75,12 @@ class LossHead(nn.Linear):
         Args:
             x: ``[..., H]``.
             target: int64 ``[...]``, the labels of x's rows; None for logits.
-            labels: int64 ``[]``, from `count`: how many labels the mean is over, for a step of several calls. None: those of
-                this call, counted while the loss is computed.
+            labels: int64 ``[]``, from `count`, for a step of several calls: how many labels the mean is over. None: the labels of
+                this call, which are counted while the loss is computed.
 
         Returns:
-            A number, in the dtype of `fused_linear_cross_entropy`: the processes' average (their sum, if not `averaged`) is
-            the mean over all labels, and so are its gradients. 0 where no process has a label. Without a target, ``[..., V]``.
+            A number, in the dtype of `fused_linear_cross_entropy`. The processes' average (their sum, if not `averaged`) is the
+            mean over all labels, and so are its gradients. It is 0 if no process has a label. Without a target, ``[..., V]``.
         """
         if target is None:
             logits = super().forward(x)
@@ -98,19 +98,19 @@ class LossHead(nn.Linear):
         )
         everywhere = labels if summed is None else landed(summed)
         assert everywhere is not None
-        # Not the sum of losses divided once: in float16 the weight's gradient of a sum overflows.
+        # The sum of losses isn't divided at the end: in float16 the weight's gradient of a sum would overflow.
         share = (own * (self._size() if self.averaged else 1)).to(loss.dtype) / everywhere.clamp(min=1)
         if tensors.full_name(type(loss)) == tensors.DTENSOR:
             share = _replicated(share, cast("Any", loss).device_mesh)
         return loss * share
 
     def count(self, *targets: Tensor) -> Tensor:
-        """How many labels all processes have in the targets of one optimizer step: `labels` of each of its calls.
+        """How many labels all processes have in the targets of one optimizer step. Pass it as `labels` to each of its calls.
 
-        One all-reduce of 8 bytes. The number stays on the device.
+        It takes one all-reduce of 8 bytes. The number stays on the device.
 
         Args:
-            *targets: int64, of any shape, each that of a call.
+            *targets: int64, of any shape, one for each call.
 
         Returns:
             int64 ``[]``, the same on all processes.
@@ -118,16 +118,16 @@ class LossHead(nn.Linear):
         return landed(self._summed(torch.stack([self._count(target) for target in targets]).sum()))
 
     def extra_repr(self) -> str:
-        """The sizes, and what isn't the default."""
+        """The sizes, and some of the options."""
         return f"{super().extra_repr()}, ignore_index={self.ignore_index}, averaged={self.averaged}"
 
     def _count(self, target: Tensor) -> Tensor:
-        """The labels of a target, of all its parts if it is a DTensor."""
+        """The number of labels of a target; of all its parts, if it is a DTensor."""
         count = (target != self.ignore_index).sum()
         return cast("Any", count).full_tensor() if tensors.full_name(type(count)) == tensors.DTENSOR else count
 
     def _summed(self, count: Tensor) -> Tensor:
-        """Over the group, in flight."""
+        """The sum over the group, in flight."""
         world = dist.group.WORLD if dist.is_initialized() else None
         if self._group is None and world is None:
             return count
@@ -141,6 +141,6 @@ class LossHead(nn.Linear):
 
 
 def _replicated(number: Tensor, mesh: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor, Replicate  # 2 s to import, which has been paid where there is a mesh
+    from torch.distributed.tensor import DTensor, Replicate  # 2 s to import, already paid if there is a mesh
 
     return DTensor.from_local(number, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,8 +1,8 @@
 """Losses of logits whose columns, the vocabulary, are divided among the processes of a group.
 
-The rows are the same on all of them, and so is what is returned, to the bit. Forward sends one all-gather of 8 bytes a row
-and process, and 4 more for each of label smoothing and entropy, 8 for predicted tokens or accuracy. Backward sends
-nothing, but for the sum of x's gradient.
+The rows are the same on all processes, and so is the result, to the bit. Forward sends one all-gather of 8 bytes per row and
+process. Label smoothing and entropy add 4 bytes each; predicted tokens or accuracy add 8. Backward sends nothing but the sum of
+x's gradient.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def cross_entropy(
     """`liger_core.cross_entropy` of logits of which this process has some columns.
 
     Args:
-        logits: ``[N, columns]``, this process's, without a copy in another dtype.
+        logits: ``[N, columns]``, this process's. They aren't copied in another dtype.
         target: int64 ``[N]``, global ids.
         weight: ``[V]``, a weight per class of the whole vocabulary, or None.
         group: the processes that have the vocabulary, in the order of their columns.
-        vocabulary: V, divided as torch.chunk does: a last process may have fewer columns, or none. None: every process
+        vocabulary: V, divided as torch.chunk does: the last processes may have fewer columns, or none. None: every process
             has as many as this one.
         ignore_index, label_smoothing, lse_square_scale, softcap, reduction: as in `liger_core.cross_entropy`.
         return_z_loss, return_token_accuracy, return_predicted_tokens: as there.
 
     Returns:
-        As `liger_core.cross_entropy`, on every process.
+        The result of `liger_core.cross_entropy`, on every process.
 
     Raises:
         TypeError, ValueError, IndexError: as there; ValueError for a number of columns that doesn't fit.
@@ -122,10 +122,10 @@ def fused_linear_cross_entropy(
         ignore_index, label_smoothing, lse_square_scale, softcap, reduction: as in `liger_core.cross_entropy`.
         return_z_loss, return_token_accuracy, return_predicted_tokens: as there.
         token_scaling: as in `liger_core.fused_linear_cross_entropy`.
-        accum_dtype, memory_budget: as in `liger_core.fused_linear_logit_statistics`, of this process.
+        accum_dtype, memory_budget: as in `liger_core.fused_linear_logit_statistics`, for this process.
 
     Returns:
-        As `liger_core.fused_linear_cross_entropy`, on every process.
+        The result of `liger_core.fused_linear_cross_entropy`, on every process.
 
     Raises:
         TypeError, ValueError, IndexError: as there; ValueError for a number of rows that doesn't fit.
@@ -190,7 +190,7 @@ def token_logprobs(
         return_entropy, return_lse, return_predicted_tokens: as there.
 
     Returns:
-        As `liger_core.losses.token_logprobs`, on every process.
+        The result of `liger_core.losses.token_logprobs`, on every process.
 
     Raises:
         TypeError, ValueError, IndexError: as there; ValueError for a number of columns that doesn't fit.
@@ -235,10 +235,10 @@ def fused_linear_token_logprobs(
         group, vocabulary: as in `cross_entropy`.
         temperature, softcap, ignore_index: as in `liger_core.losses.token_logprobs`.
         return_entropy, return_lse, return_predicted_tokens: as there.
-        accum_dtype, memory_budget: as in `liger_core.fused_linear_logit_statistics`, of this process.
+        accum_dtype, memory_budget: as in `liger_core.fused_linear_logit_statistics`, for this process.
 
     Returns:
-        As `liger_core.losses.token_logprobs`, on every process.
+        The result of `liger_core.losses.token_logprobs`, on every process.
 
     Raises:
         TypeError, ValueError, IndexError: as there; ValueError for a number of rows that doesn't fit.
@@ -306,7 +306,7 @@ def loss_of(
     token_scaling: bool,
     **options: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """The loss of a row's statistics, with the checks of what it takes."""
+    """The loss from rows' statistics, after checks of the arguments."""
     check_options(op, softcap=softcap, **options)
     checks.ndim(op, 1, 1, target=target)
     check_tokens(op, target, part, options["ignore_index"])
@@ -328,6 +328,9 @@ def _logprobs(
 
 
 def check_tokens(op: str, target: Tensor, part: Part, ignore_index: int, name: str = "target") -> None:
-    """An accelerator would have to wait for the values: there such a token's loss is NaN."""
+    """Raise IndexError for a token out of range, on the CPU.
+
+    An accelerator would have to wait for the values: there such a token's loss is NaN.
+    """
     if target.device.type == "cpu" and not modes.compiling() and not modes.without_values([target]):
         checks.indices_below(op, name, target, part.vocabulary, ignore_index)

@@ -45,7 +45,7 @@ def grpo_loss(
 ) -> GRPOOutput:
     """`liger_core.grpo_loss` of logits of which this process has some columns.
 
-    Without logits, `fused_linear_token_logprobs` makes the log-probabilities that `liger_core.losses.policy_loss` takes.
+    Without logits, use `fused_linear_token_logprobs`: it makes the log-probabilities that `liger_core.losses.policy_loss` takes.
 
     Args:
         logits: ``[B, L + 1, columns]``, this process's.
@@ -57,7 +57,7 @@ def grpo_loss(
         sapo_temperature_pos, sapo_temperature_neg, reduction: as there.
 
     Returns:
-        As `liger_core.grpo_loss`, on every process.
+        The result of `liger_core.grpo_loss`, on every process.
 
     Raises:
         TypeError, ValueError, IndexError: as there; ValueError for a number of columns that doesn't fit.
@@ -96,14 +96,14 @@ def loss_of_columns(
     temperature: float,
     **options: Any,
 ) -> GRPOOutput:
-    """The loss of this process's columns, with the checks of what it takes."""
+    """The loss of this process's columns, after checks of the arguments."""
     given = old_logps, ref_logps, completion_ids, advantages, completion_mask
     checked = logits if part.columns else logits.new_empty((*logits.shape[:-1], 1))
     op_of_the_whole._checks(checked, *given, temperature=temperature, **options)
     kind, reduction = options["loss_type"], options["reduction"]
     ids = ids_that_count(completion_ids, completion_mask, part.vocabulary, kind, reduction)
     check_tokens(NAME, ids, part, IGNORED, "completion_ids")
-    wide = pad(ids, (0, 1), value=IGNORED)  # the last position predicts nothing; so no row of logits is copied
+    wide = pad(ids, (0, 1), value=IGNORED)  # includes the last position, which predicts nothing, to copy no logits
     statistics = statistics_of_logits(logits.flatten(0, 1), wide.flatten(), part, IGNORED, {"temperature": temperature})
     logprobs = logprobs_of_statistics(statistics, wide.flatten(), part.vocabulary, IGNORED).view(wide.shape)
     return policy_loss(logprobs[:, :-1], *given[:2], *given[3:], **options)

@@ -1,4 +1,4 @@
-"""The ops that can do more on a part than run on it: rows of an embedding, columns of losses, means of cross-entropies."""
+"""Ops that do more on a part than run on it: rows of an embedding, columns of losses, means of cross-entropies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from liger_distributed.vocabulary import Part, landed, part_of
 
 
 class Spread:
-    """What is divided: for each dimension of the mesh that divides one, the name and the processes it is divided among."""
+    """What is divided: for each dimension of the mesh that divides a name, that name and the processes that share it."""
 
     def __init__(self, divided: list[tuple[str, ProcessGroup]]) -> None:
         self.divided = divided
@@ -30,7 +30,7 @@ class Spread:
         return [group for dim, group in self.divided if dim == name]
 
     def sum(self, tensor: Tensor, name: str) -> Tensor:
-        """Over all parts of a name. Without a gradient."""
+        """The sum over all parts of a name, without a gradient."""
         tensor = tensor.detach()
         for group in self.groups(name):
             tensor = landed(torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name))
@@ -51,7 +51,7 @@ class Call(NamedTuple):
         return self.op.call(self.demand, (), self.arguments | changed)
 
     def share(self, labels: str, dim: str, dtype: torch.dtype) -> Tensor | float:
-        """What this part's mean over the labels counts for in the mean over all."""
+        """The weight of this part's mean over the labels in the mean over all labels."""
         if not self.spread.groups(dim):
             return 1.0
         target = self.arguments[labels]
@@ -68,12 +68,12 @@ class Rule(NamedTuple):
 
     Attributes:
         run: makes the results of this part.
-        divides: the names that it divides beside the independent ones.
-        combines: those of them whose parts it has combined: results are the same on all of them, and not addends.
+        divides: the names that it divides besides the independent ones.
+        combines: those of them whose parts it combines: results are then the same on all processes, and not addends.
         keeps: the tensors that it takes whole.
-        means: it makes the mean of rows that are divided. Without, it runs only where one of `divides` is, or `fills` has to.
+        means: whether it makes the mean of divided rows. If not, it runs only if one of `divides` is divided, or `fills` has to.
         fills: an independent name of which the op takes no empty part.
-        gathers: what it sends forward of a name that it combines.
+        gathers: what forward sends for a name that it combines.
     """
 
     run: Callable[[Call], Any]
@@ -86,14 +86,14 @@ class Rule(NamedTuple):
 
 
 def _embedding(call: Call) -> Tensor:
-    """Rows that are elsewhere give 0; the sum over the parts is the result."""
+    """Rows of other processes give 0. The sum over the parts is the result."""
     (group,) = call.spread.groups("V")
     indices, weight, padding = (call.arguments[name] for name in ("indices", "weight", "padding_idx"))
     part = part_of("embedding", group, weight.shape[0], call.sizes["V"])
     if indices.device.type == "cpu" and not modes.compiling() and not modes.without_values([indices]):
         checks.indices_below("embedding", "indices", indices, part.vocabulary)
     here = (indices >= part.first) & (indices < part.first + part.columns)
-    if part.columns == 0:  # it hangs on the weight, so that backward's collectives meet
+    if part.columns == 0:  # depends on the weight, so that backward's collectives meet
         found = weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
     else:
         if padding is not None:
@@ -105,17 +105,17 @@ def _embedding(call: Call) -> Tensor:
 
 
 def _moe(call: Call) -> Tensor:
-    """A process that has none of a token's experts has one that is none, which adds 0."""
+    """A process that has none of a token's experts gets one that is no expert, and adds 0."""
     indices, weights = call.arguments["expert_indices"], call.arguments["expert_weights"]
     if indices.shape[1]:
         return call.run()
     rows = indices.shape[0]
-    hanging = weights.new_zeros((rows, 1)) + weights.sum()  # on the weights, so that they get a gradient
+    hanging = weights.new_zeros((rows, 1)) + weights.sum()  # depends on the weights, so that they get a gradient
     return call.run(expert_indices=indices.new_full((rows, 1), -1), expert_weights=hanging)
 
 
 def _cross_entropy(call: Call) -> Any:
-    """A vocabulary that is divided takes one all-gather; a mean over rows that are, the count of all labels."""
+    """A divided vocabulary takes one all-gather. A mean over divided rows takes the count of all labels."""
     given, name = call.arguments, call.op.name
     fused = "linear_weight" in given
     weight = given["class_weight" if fused else "weight"]
@@ -175,7 +175,7 @@ def _of_columns(call: Call, part: Part, weight: Tensor | None, reduction: str) -
 
 
 def _jsd(call: Call) -> Tensor:
-    """Of columns it takes an all-gather of the rows' normalisers, and one of their divergences."""
+    """Divided columns take an all-gather of the rows' normalisers, and one of their divergences."""
     (group,) = call.spread.groups("V")
     given = dict(call.arguments)
     weights = given["student_weight"], given["teacher_weight"]
@@ -188,7 +188,7 @@ def _jsd(call: Call) -> Tensor:
 
 
 def _grpo(call: Call) -> GRPOOutput:
-    """Of columns it takes one all-gather of the rows' statistics."""
+    """Divided columns take one all-gather of the rows' statistics."""
     (group,) = call.spread.groups("V")
     part = part_of(call.op.name, group, call.arguments["logits"].shape[-1], call.sizes["V"])
     return loss_of_columns(**call.arguments, part=part)

@@ -1,7 +1,7 @@
 """A vocabulary that is divided among processes: who has which columns, and how statistics of columns become a row's.
 
-Each process has the statistics of its own columns. One all-gather makes those of the row: lse is the log-sum-exp of all
-lse, picked and total are sums, and with share = e^(lse_r − lse) the entropy is Σ share_r · (entropy_r + lse − lse_r).
+Each process has the statistics of its own columns. One all-gather makes those of the row. lse is the log-sum-exp of all lse.
+picked and total are sums. With share_r = e^(lse_r − lse), the entropy is Σ share_r · (entropy_r + lse − lse_r).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from liger_core.contract import upcast
 from liger_core.ops.logit_statistics import LogitStatistics
 
 LARGEST = 1 << 24
-"""Tokens of a vocabulary whose ids are sent in float32, where predicted ones are asked for."""
+"""The largest vocabulary for which predicted tokens can be requested: their ids are sent in float32."""
 
 
 class Part(NamedTuple):
@@ -29,10 +29,10 @@ class Part(NamedTuple):
 
 
 def part_of(op: str, group: ProcessGroup, columns: int, vocabulary: int | None) -> Part:
-    """The columns that this process has, as torch.chunk divides a vocabulary; None: all processes have as many.
+    """The columns that this process has, as torch.chunk divides a vocabulary. None: all processes have equally many.
 
     Raises:
-        ValueError: it has another number of columns than that.
+        ValueError: the process has another number of columns.
     """
     size, rank = group.size(), group.rank()
     whole = columns * size if vocabulary is None else vocabulary
@@ -77,7 +77,7 @@ def joined(mine: LogitStatistics, target: Tensor, part: Part, ignore_index: int)
 
 
 def of_nothing(hanging: Tensor, target: Tensor, part: Part, options: dict[str, Any]) -> LogitStatistics:
-    """The statistics of no columns. They hang on `hanging`, float ``[N, 0]``, so that backward's collectives meet."""
+    """The statistics of no columns. They depend on `hanging`, float ``[N, 0]``, so that backward's collectives meet."""
     zero = upcast(hanging).sum(-1)
     picked = zero if target.dim() == 1 else zero[:, None].expand(target.shape)
     best = options.get("return_best")
@@ -95,7 +95,7 @@ def of_nothing(hanging: Tensor, target: Tensor, part: Part, options: dict[str, A
 def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """``[processes, *shape]``. Only this process's own part has a gradient.
 
-    Every process makes the same loss of what it gathers, so its own part's gradient is whole: nothing is added up in
+    Every process makes the same loss from what it gathers. So its own part's gradient is complete, and nothing is added up in
     backward. PyTorch's differentiable all-gather would count it once per process.
     """
     rank, size = group.rank(), group.size()
@@ -105,7 +105,7 @@ def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _SumGradient(torch.autograd.Function):
-    """What all processes have, and each uses for its own columns: the gradient is the sum of theirs."""
+    """A tensor that all processes have, and that each uses for its own columns: its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -119,7 +119,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 def shared(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """A tensor that all processes have alike, as one that each uses alone: its gradient is the sum of theirs."""
+    """A tensor that is the same on all processes, for each to use on its own columns: its gradient is the sum of theirs."""
     alone: Tensor = tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
         alone = cast("Any", _SumGradient).apply(tensor, group)
@@ -127,5 +127,5 @@ def shared(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def landed(tensor: Tensor) -> Tensor:
-    """What a collective in flight arrives as, with its gradient."""
+    """The result of a collective in flight, with its gradient."""
     return torch.ops._c10d_functional.wait_tensor(tensor)

@@ -30,8 +30,8 @@ class Report:
 
     Attributes:
         model: the model's class.
-        swapped: modules by (what, op with its options), those that an earlier `apply` swapped included.
-        left: modules by (what, the reason why they run as they did).
+        swapped: modules by (what, op with its options), including those that an earlier `apply` swapped.
+        left: modules by (what, the reason why they are unchanged).
     """
 
     model: str
@@ -62,7 +62,7 @@ def names(swap: str) -> list[str]:
     return re.sub(r"\(.*?\)", "", swap).split(", ")
 
 
-# Swaps are proved on the CPU, where a language that the caller demands may not run.
+# Swaps are proved on the CPU, on which a language that the caller requested may not run.
 @liger.use("torch")
 def apply(
     model: nn.Module,
@@ -80,12 +80,13 @@ def apply(
 ) -> Report:
     """Let a transformers model train on liger_core's ops. Only this instance changes, and `restore` undoes it.
 
-    Norms, gated activations, rotary functions and the head are swapped, each after it was run beside the op on random
-    numbers and was equal. The model's own forward stays. In training with labels the output's logits are None, since they
-    are never made: pass ``skip_logits=False`` to the model to have them, ``skip_logits=True`` to do without in evaluation.
+    Norms, gated activations, rotary functions and the head are swapped. Before that, each is run beside the op on random
+    numbers, and has to be equal. The model's own forward stays. In training with labels the output's logits are None, because
+    they are never made. Pass ``skip_logits=False`` to the model to have them, or ``skip_logits=True`` to do without them in
+    evaluation.
 
-    It may be called before or after PEFT, FSDP2 and checkpointing, and again: what PEFT has wrapped since, such as the head,
-    is swapped then.
+    You may call it before or after PEFT, FSDP2 and checkpointing, and again: a later call swaps what PEFT has wrapped since,
+    such as the head.
 
     Args:
         model: a transformers model, or a module around one, such as a PeftModel.
@@ -98,19 +99,19 @@ def apply(
         loss: swap the head and the loss for `fused_linear_cross_entropy`.
         trl: serve the fused head of TRL 1.16's trainers with `fused_linear_logit_statistics`, from the model's own forward.
             Call `apply` before or after the trainer is made.
-        lazy: let logits leave the model before they are computed, in training without labels; ``"always"`` in evaluation
-            too, for reference models. Log-probabilities, entropies and cross-entropies of such logits are an op each, and
-            whatever else is done to them makes them first.
-        lean: run the model's layers in `liger_core.lean`: less memory, for the price of another forward of its norms and gates.
-        strict: raise when nothing is swapped; False logs a warning.
+        lazy: let logits leave the model before they are computed, in training without labels. ``"always"``: in evaluation
+            as well, for reference models. Log-probabilities, entropies and cross-entropies of such logits take one op each.
+            Anything else that is done to the logits computes them first.
+        lean: run the model's layers in `liger_core.lean`: it takes less memory, and another forward of its norms and gates.
+        strict: raise an error if nothing is swapped. False logs a warning.
 
     Returns:
-        What was swapped and what was left, with its reason. It prints as a table.
+        What was swapped, and what was left and why. It prints as a table.
 
     Raises:
-        ValueError: nothing of the model could be swapped; the message says why. Or `lazy` is something else, or `trl` or
-            `lazy` is asked for with ``loss=False``.
-        RuntimeError: `trl`, and the model has the fused head of another TRL than 1.16.
+        ValueError: nothing in the model could be swapped, and the message says why. Or `lazy` is something else, or `trl` or
+            `lazy` is set with ``loss=False``.
+        RuntimeError: `trl` is set, and the model has the fused head of another TRL than 1.16.
     """
     if lazy not in (False, True, "always"):
         raise ValueError(f"liger_transformers.apply: lazy is {lazy!r}; it takes False, True or 'always'")
@@ -140,7 +141,7 @@ def apply(
             _become(module, own_gate(module), wanted, report, f"{type(module).__name__}._apply_gate")
         for name, child, found in leaves.activations(module) if gates else ():
             if isinstance(found, type) and found is not type(child):
-                child = copy.copy(child)  # some models share one activation among modules
+                child = copy.copy(child)  # some models share one activation between modules
                 module._modules[name] = child
             _become(child, found, wanted, report, f"{type(module).__name__}.{name}")
     if loss and (pretrained := _pretrained(model)) is not None:
@@ -164,7 +165,7 @@ def apply(
 
 
 def _pretrained(model: nn.Module) -> PreTrainedModel | None:
-    """The outermost transformers model: itself, or inside of PEFT's, DDP's or torch.compile's module."""
+    """The outermost transformers model: the module itself, or one inside PEFT's, DDP's or torch.compile's module."""
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
 
 
@@ -182,7 +183,7 @@ def _become(module: nn.Module, found: leaves.Found, wanted: dict[str, bool], rep
 
 
 def restore(model: nn.Module) -> None:
-    """Give every module of the model the class back that `apply` found."""
+    """Give every module of the model its class from before `apply`."""
     for module in model.modules():
         if swapped_for(module) is not None:
             module.__class__ = original_class(type(module))

@@ -20,10 +20,10 @@ class LigerCallback(TrainerCallback):
     A Trainer with `model_init` makes another model in `train`: call `apply` in `model_init` instead.
 
     Args:
-        **kinds: what `apply` takes beside the model.
+        **kinds: the arguments of `apply`, except the model.
 
     Attributes:
-        report: what `apply` returned.
+        report: the result of `apply`.
     """
 
     def __init__(self, **kinds: bool) -> None:
@@ -51,7 +51,7 @@ class LigerCallback(TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """RuntimeError for a model that is not the one that was swapped."""
+        """Raise RuntimeError if the model is not the one that was swapped."""
         strict = self.kinds.get("strict", True)
         if strict and model is not None and not any(swapped_for(module) is not None for module in model.modules()):
             raise RuntimeError(

@@ -23,7 +23,7 @@ from transformers import (
 from liger_transformers.apply import apply
 
 AUTO = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModel)
-"""Tried in this order."""
+"""The classes are tried in this order."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def on_meta(name: str) -> PreTrainedModel:
-    """A model of this type, or of this directory's configuration, that takes no memory. ValueError: there is none."""
+    """A model of this type, or of this directory's configuration, that takes no memory. ValueError if there is none."""
     configs: Any = AutoConfig
     if os.path.isdir(name):
         config = configs.from_pretrained(name)

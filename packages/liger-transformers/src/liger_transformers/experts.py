@@ -1,4 +1,4 @@
-"""The experts of a mixture: whether a module is `fused_moe`, found by running it on random numbers, and the swap."""
+"""The experts of a mixture: running a module on random numbers shows whether it is `fused_moe`, and then it is swapped."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _experts_class(
     forward = inspect.unwrap(cls.forward)
     if len(inspect.signature(forward).parameters) != 4:
         return "its forward takes other tensors than tokens, their experts and weights"
-    # A stand-in has the module's own numbers, but for those that are its sizes.
+    # A stand-in has the module's own numbers, except those that are its sizes.
     small: dict[int, int] = {}
     for size, other in zip(sizes, (4, 8, 6), strict=True):
         small.setdefault(size, other)
@@ -98,10 +98,10 @@ def _experts_class(
 @functools.cache
 def _swap(cls: type[nn.Module], activation: str, transposed: bool, limit: float | None) -> type[nn.Module]:
     def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor | None:
-        """The op's result, or None for a call that it doesn't take."""
+        """The op's result, or None if it doesn't take the call."""
         gate_up: Any = self.gate_up_proj
         down: Any = self.down_proj
-        # What is divided among processes is not the weight; an expert of another process has an index of its own.
+        # A weight that is divided among processes is not whole. An expert of another process has its own index.
         whole = type(gate_up) in (nn.Parameter, Tensor) and not getattr(self, "_is_expert_parallel", False)
         if len(args) != 3 or kwargs or not whole or args[0].dim() != 2:
             return None
@@ -124,7 +124,8 @@ def _swap(cls: type[nn.Module], activation: str, transposed: bool, limit: float 
 def gate(module: nn.Module) -> Found:
     """The swap of experts whose gate is no module: `_apply_gate`, which transformers' experts interface calls.
 
-    It gets both factors in one tensor: of gpt_oss by turns, the gate clamped from above and the other factor from both sides.
+    It gets both factors in one tensor. In gpt_oss they alternate, with the gate clamped from above and the other factor from
+    both sides.
     """
     cls = original_class(type(module))
     own = getattr(cls, "_apply_gate", None)
@@ -167,7 +168,7 @@ def _close(want: Any, got: Tensor) -> bool:
 
 
 def _gated(gate_up: Tensor, turns: bool, limit: float | None, alpha: float, shift: float) -> Tensor:
-    """g · sigmoid(alpha · g) · (u + shift): g · sigmoid(alpha · g) is silu(alpha · g) / alpha."""
+    """g · sigmoid(alpha · g) · (u + shift). The first two factors are silu(alpha · g) / alpha."""
     gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if turns else gate_up.chunk(2, -1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -179,19 +180,20 @@ def register_experts() -> None:
     """Make ``"liger"`` a name of transformers' experts interface, in this process.
 
     Then ``from_pretrained(..., experts_implementation="liger")`` and ``model.set_experts_implementation("liger")`` run
-    `fused_moe`, in models whose experts were proved to be that op; the others raise ValueError with the reason.
-    ``apply(model, experts=True)`` does the same for one model, leaves other experts as they are, and can be undone; it is the
-    way for transformers 5.2, whose interface takes no names but its own.
+    `fused_moe`, in models whose experts were proved to be that op. Other models raise ValueError with the reason.
+
+    ``apply(model, experts=True)`` does the same for one model, leaves other experts unchanged, and can be undone. Use it with
+    transformers 5.2, whose interface takes only its own names.
     """
     interface: Any = ALL_EXPERTS_FUNCTIONS
     interface.register("liger", experts_forward)
 
 
 def experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """A function of the experts interface: `fused_moe`, for a module that is one.
+    """A function of the experts interface: `fused_moe`, for a module that was proved to be that op.
 
     Raises:
-        ValueError: it is none; the message says why.
+        ValueError: the module is another op; the message says why.
     """
     found: Any = experts(self)
     if not isinstance(found, type):

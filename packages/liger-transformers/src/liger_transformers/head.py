@@ -1,4 +1,4 @@
-"""The head: `lm_head` owes its logits while the model's forward runs, and the model's output does without them."""
+"""The head: while the model's forward runs, `lm_head` owes its logits, and the model's output does without them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from liger_transformers.promise import Promise
 from liger_transformers.swap import has_own_forward, original_class, subclass, swapped_for
 
 Lazy = bool | Literal["always"]
-"""When logits may leave the model as a promise, if there are no labels: never, in training, or in evaluation too."""
+"""When logits may leave the model as a promise, if there are no labels: never, in training, or in evaluation as well."""
 
 
 class _Promising(threading.local):
-    """Whether heads owe their logits: while a model's forward has labels, in the thread that runs it."""
+    """Whether heads owe their logits: they do while a model's forward has labels, in the thread that runs it."""
 
     def __init__(self) -> None:
         self.on = False
@@ -35,7 +35,7 @@ _promising = _Promising()
 
 @contextmanager
 def owing() -> Generator[None, None, None]:
-    """Heads owe their logits in here."""
+    """A context in which heads owe their logits."""
     before, _promising.on = _promising.on, True
     try:
         yield
@@ -48,7 +48,7 @@ def _head_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, x: Tensor, then: Callable[..., Any] | None = None) -> Any:
         if then is not None:
             return then(x, self.weight, self.bias)
-        # A forward bound to the instance doesn't know `then`; the shard of a tensor-parallel weight is not the weight.
+        # A forward bound to the instance doesn't know `then`. The shard of a tensor-parallel weight is not the weight.
         if _promising.on and "forward" not in vars(self) and type(self.weight) in (nn.Parameter, Tensor):
             return Logits.of(x, self)
         return cls.forward(self, x)
@@ -57,7 +57,7 @@ def _head_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _widened(head: nn.Module, dense: Callable[..., Any]) -> Callable[..., Any]:
-    """For the forward `dense` that makes a head's logits in float32: one that owes them, and does the same otherwise."""
+    """For a forward `dense` that makes a head's logits in float32: a forward that owes them, and otherwise does the same."""
 
     def forward(x: Tensor, then: Callable[..., Any] | None = None) -> Any:
         bias: Any = head.bias
@@ -73,10 +73,10 @@ def _widened(head: nn.Module, dense: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _divided(head: nn.Module, dense: Callable[..., Any]) -> Callable[..., Any]:
-    """For transformers' tensor-parallel forward `dense`: one that owes the logits of the whole vocabulary.
+    """For transformers' tensor-parallel forward `dense`: a forward that owes the logits of the whole vocabulary.
 
-    What enters is a DTensor beside the weight, of which each process has rows, so that an op divides the vocabulary and
-    no process makes the logits of another one. What leaves is the same on all of them.
+    Its input is a DTensor, as the weight is, of which each process has rows. So an op divides the vocabulary, and no process
+    makes the logits of another one. Its result is the same on all processes.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -125,7 +125,7 @@ def _model_class(cls: type[nn.Module], lazy: Lazy, for_trl: bool) -> type[nn.Mod
 
 
 def _may_leave(model: nn.Module) -> None:
-    """RuntimeError where a wrapper that looks for tensors in the output would take a promise for no output."""
+    """Raise RuntimeError if a wrapper looks for tensors in the output, and would take a promise for no output."""
     outer = DistributedDataParallel._active_ddp_module
     if outer is not None and outer.find_unused_parameters:
         raise RuntimeError(
@@ -141,7 +141,7 @@ def _may_leave(model: nn.Module) -> None:
 
 
 def serve_trl(model: nn.Module, original: Callable[..., Any], method: Any) -> Any:
-    """`method`, or if it is TRL's fused head its replacement, whose answers come from what the model's own forward owes."""
+    """`method`; or, if it is TRL's fused head, a replacement that answers from what the model's own forward owes."""
     head = trl.fused_head(method)
     if head is None:
         return method
@@ -154,7 +154,7 @@ def serve_trl(model: nn.Module, original: Callable[..., Any], method: Any) -> An
 
 
 def _kept(output: Any) -> Any:
-    """A model's output without the promises in it where there is a loss, and with their tensors where there is none."""
+    """A model's output. If there is a loss, promises in it are removed; otherwise their tensors replace them."""
     if isinstance(output, Promise):
         return output.tensor()
     if isinstance(output, tuple):
@@ -173,7 +173,7 @@ def _kept(output: Any) -> Any:
 
 
 def head_of(model: nn.Module, for_trl: bool = False, lazy: Lazy = False) -> tuple[dict[str, nn.Module], str | None]:
-    """The linears by name that are the model's head, and why the loss stays as it is, or None.
+    """The linears that are the model's head, by name; and why the loss stays unchanged, or None.
 
     In a LoRA head they are the layer below and lora_B, whose promises add up.
     """
@@ -217,7 +217,7 @@ def _is_divided(head: nn.Module) -> bool:
 
 
 def _why_not_divided(model: nn.Module, linears: dict[str, nn.Module], for_trl: bool, lazy: Lazy) -> str | None:
-    """Why the loss of a tensor-parallel model stays as it is, or None: liger-distributed divides the head's vocabulary."""
+    """Why the loss of a tensor-parallel model stays unchanged, or None: liger-distributed divides the head's vocabulary."""
     place, *more = linears
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     if more or not _is_divided(linears[place]) or plan.get(place) != "colwise_gather_output":
@@ -239,9 +239,9 @@ def _bound(module: nn.Module) -> str | None:
 
 
 def swap_head(model: nn.Module, linears: dict[str, nn.Module], lazy: Lazy, for_trl: bool) -> str:
-    """Let the linears owe their logits while the model's forward has labels, or `lazy` or TRL's trainers ask for it.
+    """Let the linears owe their logits while the model's forward has labels, or if `lazy` or TRL's trainers need it.
 
-    What an earlier call chose stays. Returns the model's swap, as `swapped_for` does.
+    An earlier call's choice stays. Returns the model's swap, as `swapped_for` does.
     """
     for module in linears.values():
         if swapped_for(module) is None:
@@ -254,5 +254,5 @@ def swap_head(model: nn.Module, linears: dict[str, nn.Module], lazy: Lazy, for_t
         cls = type(model) if swapped_for(model) is None else original_class(type(model))
         model.__class__ = _model_class(cls, *options)
         if for_trl and (own := vars(model).get("forward")) is not None:
-            model.forward = own  # bound before: once more, by way of __setattr__
+            model.forward = own  # it was bound before: bind it again, through __setattr__
     return swapped_for(model) or ""

@@ -14,7 +14,7 @@ from liger_transformers.swap import has_own_forward, subclass, swapped_for
 
 
 def layer(module: nn.Module) -> Found:
-    """The swap of a layer: what transformers checkpoints. Its forward runs in `liger_core.lean`, inside of a checkpoint too."""
+    """The swap of a layer, which transformers checkpoints. Its forward runs in `liger_core.lean`, also in a checkpoint."""
     if not isinstance(module, GradientCheckpointingLayer):
         return None
     if swapped_for(module) is not None:

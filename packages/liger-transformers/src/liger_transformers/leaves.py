@@ -1,8 +1,8 @@
-"""Norms and activations: which op one is, found by running it on random numbers, and the swap.
+"""Norms and activations: running one on random numbers shows which op it is, and then it is swapped.
 
-Each function takes a module of the model and returns the class that it may become, the reason why it is left as it is, or
-None for a module that is none of that kind. No name of a model or a class decides; no weight of the model is read, so a
-model on the meta device, sharded or quantised is proved like any other.
+Each function takes a module of the model. It returns the class that the module may become, or the reason why it stays unchanged,
+or None for a module of another kind. No name of a model or class decides. No weight of the model is read, so a model that is on
+the meta device, sharded or quantised is proved like any other.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ PROBE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a forward may raise on a stand-in that it is not made for. The reason for leaving the module quotes it."""
+"""Errors that a forward may raise on a stand-in of the wrong kind. The reason for leaving the module quotes the error."""
 
 WIDTH = 48
 """Columns of a stand-in for a norm without a weight."""
 
 
 def norm(module: nn.Module) -> Found:
-    """The swap of a norm: a module without children, of a float with `eps` in its name and at most weight and bias.
+    """The swap of a norm: a module without children, with one float with `eps` in its name, and at most weight and bias.
 
-    One whose forward takes a second tensor is a gated norm, or is left: silu(gate) · rms_norm(x) is `swiglu` of the two.
+    If its forward takes a second tensor, it is a gated norm or is left: silu(gate) · rms_norm(x) is `swiglu` of the two.
     """
     if (op := swapped_for(module)) is not None:
         return type(module) if "norm" in op else None
@@ -66,7 +66,7 @@ def _width(module: nn.Module) -> int:
 
 
 def simple(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The module's own numbers and words, on which its forward may depend."""
+    """The module's own numbers and strings, on which its forward may depend."""
     kinds = (bool, int, float, str, tuple, type(None))
     own: dict[str, Any] = vars(module)
     return tuple(
@@ -118,7 +118,7 @@ def _norm_class(
                         op = functools.partial(_rms_norm, offset=offset, casting_mode=mode)
                         if proved(op, 0.0):
                             return _rms_norm_class(cls, eps, offset, mode, gated)
-            # One way to round and no options that could be taken for one another, so a last bit may differ.
+            # layer_norm rounds in one way, and has no options that could be confused with each other. So a last bit may differ.
             for offset in (0.0, 1.0) if "weight" in parameters and not gated else ():
                 if proved(functools.partial(_layer_norm, offset=offset), 1.0):
                     return _layer_norm_class(cls, eps, offset)
@@ -141,7 +141,7 @@ def _rms_norm(
 
 @functools.cache
 def _rms_norm_class(cls: type[nn.Module], eps: str, offset: float, casting_mode: str, gated: bool) -> type[nn.Module]:
-    widens = casting_mode != "gemma"  # the others multiply by the weight in the wider dtype of the two, and return it
+    widens = casting_mode != "gemma"  # the others multiply in the wider dtype of x and weight, and return it
 
     def normed(self: nn.Module, x: Tensor) -> Tensor:
         weight = self._parameters.get("weight")
@@ -177,7 +177,7 @@ def _layer_norm_class(cls: type[nn.Module], eps: str, offset: float) -> type[nn.
         assert weight is not None
         if torch.is_autocast_enabled(x.device.type):
             if offset:
-                return cls.forward(self, x)  # casts by itself, in its own way
+                return cls.forward(self, x)  # it casts by itself, in its own way
             if x.dtype != weight.dtype:
                 x = x.to(weight.dtype)  # as autocast does with F.layer_norm
         return _layer_norm(x, weight, bias, getattr(self, eps), offset)
@@ -191,7 +191,7 @@ class Gate(Promise):
     __slots__ = ("act", "gate", "op", "version")
 
     def __init__(self, gate: Tensor, act: Callable[[Tensor], Tensor], op: Callable[[Tensor, Tensor], Tensor]) -> None:
-        # A layer makes one of these each time it runs: Promise.__init__ would be another call.
+        # A layer makes a Gate each time it runs. Calling Promise.__init__ would cost time.
         self.grad, self._tensor, self._base, self._view = torch.is_grad_enabled(), None, None, None
         self.gate, self.act, self.op, self.version = gate, act, op, version(gate)
 
@@ -223,7 +223,7 @@ class Gate(Promise):
         return y
 
     def product(self, up: Any) -> Any:
-        """The op's result, or NotImplemented where up is not the other branch of the unit."""
+        """The op's result, or NotImplemented if `up` is not the other branch of the unit."""
         gate = self.gate
         if not isinstance(up, Tensor) or up.dtype != gate.dtype or up.shape != gate.shape:
             return NotImplemented
@@ -234,7 +234,7 @@ class Gate(Promise):
         return self.op(gate, up)
 
     def __mul__(self, up: Any) -> Any:
-        # The way of nearly every layer, without what `__torch_function__` has to find out about other functions.
+        # Nearly every layer goes this way. It skips what `__torch_function__` has to find out about other functions.
         if self._tensor is None:
             y = self.product(up)
             if y is not NotImplemented:
@@ -249,13 +249,13 @@ PRODUCTS = MUL | MUL_IN_PLACE
 
 
 def version(tensor: Tensor) -> int | None:
-    """How often the tensor was written to, or None where nobody counts."""
-    # Dynamo traces no is_inference, and knows every write in what it compiles.
+    """How often the tensor was written to, or None if nobody counts."""
+    # Dynamo doesn't trace is_inference, and knows every write in what it compiles.
     return None if compiling() or tensor.is_inference() else tensor._version
 
 
 def unchanged(tensor: Tensor, expected: int | None) -> None:
-    """RuntimeError where a promise's input was written to since: what it stands for can't be computed any more."""
+    """Raise RuntimeError if a promise's input was written to since: then what it stands for can't be computed any more."""
     if expected is not None and tensor._version != expected:
         raise RuntimeError(
             "liger_transformers: the input of an activation or of the head was modified in place before its output was used; "
@@ -268,11 +268,11 @@ GATED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Te
     "geglu": (functools.partial(F.gelu, approximate="tanh"), liger.geglu),
     "relu_squared": (liger.relu_squared, liger.relu_squared),
 }
-"""By op: its activation, and the op of gate and up."""
+"""By op: its activation, and the op as a function of gate and up."""
 
 
 def activations(parent: nn.Module) -> Iterator[tuple[str, nn.Module, Found]]:
-    """The activations among a module's children, if they may be an op's: name, the child, and its swap.
+    """The activations among a module's children that may be an op's: name, child and swap.
 
     In a module that multiplies they are gates. Elsewhere only the square of ReLU is an op of its own.
     """
@@ -302,7 +302,7 @@ def is_activation(module: nn.Module) -> bool:
 
 @functools.cache
 def _multiplies(cls: type[nn.Module]) -> bool:
-    """Whether a `*` stands in the class's own code, as it does where an activation is a gate."""
+    """Whether the class's own code has a `*`: it has one if an activation is a gate."""
     return any(
         i.opname in ("BINARY_MULTIPLY", "INPLACE_MULTIPLY") or (i.opname == "BINARY_OP" and i.argrepr in ("*", "*="))
         for function in _functions(cls)
@@ -319,7 +319,7 @@ def _functions(cls: type[nn.Module]) -> Iterator[types.FunctionType]:
 
 
 def activation_op(module: nn.Module) -> str | None:
-    """The gated op whose activation this module computes, found by calling it in float64."""
+    """The gated op whose activation this module computes, found by calling the module in float64."""
     if (op := swapped_for(module)) is not None:
         return op
     x = torch.linspace(-9, 9, 181, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Logits that a head owes, and what is made of them without them: cross-entropy, log-probabilities, statistics of rows."""
+"""Logits that a head owes, and what is made from them without computing them: cross-entropy, log-probabilities, statistics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
 FLATTEN = frozenset({torch.flatten, Tensor.flatten})
 SIZED: frozenset[Any] = frozenset({torch.chunk, Tensor.chunk, torch.split, cast("Any", Tensor).split})
 PARTS = SIZED | {torch.unbind, Tensor.unbind, Tensor.__iter__}
-"""Functions that divide a tensor along a dimension, 0 if none is given."""
+"""Functions that divide a tensor along a dimension, which is 0 if none is given."""
 INDEX_SELECT = frozenset({torch.index_select, Tensor.index_select})
 
 
@@ -48,7 +48,7 @@ class Logits(Promise):
     (LoRA on the head), take rows, flatten, widen to float32. So a softcap, a scale or the shift of the labels is read from the
     model's own code.
 
-    The x of each term is laid out as the logits are, row for row, so it tells which views of them share memory.
+    The x of each term is laid out as the logits are, row for row. So x shows which views of the logits share memory.
     """
 
     __slots__ = ("_dtype", "autocast", "outer", "row_of", "terms")
@@ -63,7 +63,7 @@ class Logits(Promise):
         base: Promise | None = None,
         view: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        # A model makes a few of these a step: Promise.__init__ would be another call.
+        # A model makes a few of these per step. Calling Promise.__init__ would cost time.
         self._tensor: Tensor | None = None
         self.grad, self._base, self._view = grad, base, view
         self.terms, self.outer, self._dtype, self.autocast = terms, outer, dtype, autocast
@@ -71,12 +71,12 @@ class Logits(Promise):
 
     @classmethod
     def of(cls, x: Tensor, head: nn.Module) -> Logits:
-        """What head(x) owes, computed later as it would be now: under this autocast, with this grad mode."""
+        """The promise of head(x). It is computed later as it would be now: under this autocast, with this grad mode."""
         autocast = None
         if _is_any_autocast_enabled():
             kind = x.device.type
             autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-        x = x.contiguous()  # as a linear's output is
+        x = x.contiguous()  # like a linear's output
         return cls((Term(x, head, 1.0, version(x)),), None, autocast or x.dtype, autocast, torch.is_grad_enabled())
 
     @property
@@ -173,7 +173,7 @@ class Logits(Promise):
         base: Promise | None = None,
         view: Callable[[Tensor], Tensor] | None = None,
     ) -> Logits:
-        """These logits, but for what is given. `grad` False takes the gradient away."""
+        """These logits with some things replaced. `grad` False takes the gradient away."""
         return Logits(
             self.terms if terms is None else terms,
             self.outer if outer is None else outer,
@@ -192,7 +192,7 @@ class Logits(Promise):
             terms = tuple([Term(x, head, scale * factor, v) for x, head, scale, v in terms])
         return Logits(terms, outer, self._dtype, self.autocast, self.grad and torch.is_grad_enabled())
 
-    # Models scale their logits: without what `__torch_function__` has to find out about other functions.
+    # Models scale their logits. This skips what `__torch_function__` has to find out about other functions.
 
     def __mul__(self, factor: Any) -> Any:
         if self._waits and type(factor) in (float, int) and factor and math.isfinite(factor):
@@ -211,7 +211,7 @@ class Logits(Promise):
 
     @property
     def _waits(self) -> bool:
-        """Whether it is not settled."""
+        """Whether it isn't settled yet."""
         return self._tensor is None and (self._base is None or not self._base.settled)
 
     def _plus(self, other: Logits, sign: float) -> Any:
@@ -221,11 +221,11 @@ class Logits(Promise):
         return self._new(terms=self.terms + other._scaled(sign).terms)
 
     def _is_rows(self, dim: int) -> bool:
-        """Whether a dimension is another one than that of the columns."""
+        """Whether a dimension is not that of the columns."""
         return -self.ndim <= dim < self.ndim - 1 and dim != -1
 
     def _parts(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The parts along a dimension of rows; of the first dimension's rows each knows its place."""
+        """The parts along a dimension of rows. Parts along the first dimension know their place."""
         named = ("size", "dim") if function in SIZED else ("dim",)
         dim = {**dict(zip(named, args, strict=False)), **kwargs}.get("dim", 0)
         if type(dim) is not int or not self._is_rows(dim):
@@ -243,11 +243,11 @@ class Logits(Promise):
         return iter(parts) if function is Tensor.__iter__ else tuple(parts)
 
     def apart(self) -> Logits:
-        """The same logits, for a question: what is written to these from now on is not seen in them."""
+        """The same logits, for a question: it doesn't see later writes to these."""
         return self._new()
 
     def same(self, other: Logits) -> bool:
-        """Whether the other are these logits, owed in the same way."""
+        """Whether the other logits are the same, and owed in the same way."""
         return (
             len(self.terms) == len(other.terms)
             and all(
@@ -258,7 +258,7 @@ class Logits(Promise):
         )
 
     def _select(self, change: Callable[[Tensor], Tensor], view: Callable[[Tensor], Tensor] | None = None) -> Logits:
-        """The logits of the rows that `change` takes of x: a copy, or `view` of these."""
+        """The logits of the rows that `change` takes from x: a copy, or `view` of these logits."""
         terms: list[Term] = []
         for x, head, scale, expected in self.terms:
             unchanged(x, expected)
@@ -305,7 +305,7 @@ class Logits(Promise):
             return NotImplemented
         if dtype == self._dtype:
             return self
-        # A loss is taken in float32 whatever the logits' dtype, so a cast before it changes nothing.
+        # Losses are computed in float32 whatever the logits' dtype, so an earlier cast changes nothing.
         return self._new(dtype=dtype) if dtype == torch.float32 and self._dtype.itemsize == 2 else NotImplemented
 
     def _cross_entropy(
@@ -326,7 +326,7 @@ class Logits(Promise):
             or (weight is not None and weight.requires_grad)
         ):
             return NotImplemented
-        # fused_linear_cross_entropy has c · tanh(x Wᵀ / c) and no scale; a scale of the logits is one of x.
+        # fused_linear_cross_entropy has c · tanh(x Wᵀ / c) and no scale. A scale of the logits becomes a scale of x.
         factor, softcap = (1.0, None) if self.outer is None else (self.outer, abs(self.outer))
 
         def loss(x: Tensor, linear_weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -346,10 +346,10 @@ class Logits(Promise):
             return _enter(self.terms, factor, loss).to(self._dtype)
 
     def ask(self, question: Callable[..., Answer]) -> Answer:
-        """question(x, weight, bias, softcap=…, temperature=…) of the one linear and the form that these logits are.
+        """question(x, weight, bias, softcap=…, temperature=…), asked of the one linear and the form that these logits are.
 
-        x is ``[N, H]``, a row per row of logits, and z = softcap · tanh((x Wᵀ + b) / softcap) / temperature, or without the
-        softcap. A scale of all terms goes into these two numbers, and x stays as it is.
+        x is ``[N, H]``, a row per row of logits. z = softcap · tanh((x Wᵀ + b) / softcap) / temperature; or the same without the
+        softcap. A scale of all terms goes into these two numbers, and x stays unchanged.
         """
         terms, scale = self.terms, self.terms[0].scale
         if all(term.scale == scale for term in terms):
@@ -367,7 +367,7 @@ class Logits(Promise):
             return _enter(terms, math.copysign(1.0, scale * outer), entered)
 
     def stride(self, dim: int | None = None) -> Any:
-        """0: no memory holds the logits. TRL asks before it gives them to a kernel that reads memory."""
+        """0: no memory holds the logits. TRL reads the stride before it gives them to a kernel that reads memory."""
         if self.settled:
             return self.tensor().stride() if dim is None else self.tensor().stride(dim)
         return (0,) * self.ndim if dim is None else 0
@@ -387,10 +387,10 @@ def _merges(x: Tensor) -> bool:
 
 
 def _enter(terms: tuple[Term, ...], factor: float, then: Callable[[Tensor, Tensor, Tensor | None], Answer]) -> Answer:
-    """then(x, weight, bias) of the one linear that factor · Σ scaleᵢ · headᵢ(xᵢ) is, from inside the call of every head.
+    """then(x, weight, bias) for the one linear that equals factor · Σ scaleᵢ · headᵢ(xᵢ), from inside the call of every head.
 
-    What hangs on a head's call, such as FSDP's hooks, has then gathered its weight. Several linears are one of more columns:
-    Σ xᵢ Wᵢᵀ = [x₁ x₂ …] [W₁ W₂ …]ᵀ.
+    So hooks on a head's call, such as FSDP's, have gathered its weight by then. Several linears are one with more columns: Σ xᵢ
+    Wᵢᵀ = [x₁ x₂ …] [W₁ W₂ …]ᵀ.
     """
 
     def enter(terms: tuple[Term, ...], xs: list[Tensor], weights: list[Tensor], biases: list[Tensor]) -> Answer:

@@ -1,7 +1,7 @@
-"""What losses ask of every row of owed logits: log-probabilities of chosen tokens, entropy, log-sum-exp, mean, best column.
+"""What losses need for every row of owed logits: log-probabilities of chosen tokens, entropy, log-sum-exp, mean, best column.
 
-Each answer is one op on the head's inputs and weight. Log-probabilities are asked for in several steps, such as log_softmax and
-then gather, and each step but the last is a promise. None of them makes logits unless a step is not known.
+Each answer is one op on the head's inputs and weight. A loss asks for log-probabilities in several steps, such as log_softmax
+and then gather. Each step but the last gives a promise. Logits are made only if a step is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from liger_transformers.logits import Logits
 
 NO_TOKEN = torch.iinfo(torch.int64).min
-"""The target that doesn't count: none does, since a negative index of gather is an error."""
+"""The target that doesn't count. No real target has this value, since gather refuses negative indices."""
 
 STACK = frozenset({torch.stack})
 EXP = frozenset({torch.exp, Tensor.exp})
@@ -59,7 +59,7 @@ def token_logprobs(z: Logits, index: Tensor) -> Tensor:
 
 
 def _totals(z: Logits) -> Tensor:
-    """Each row's sum of logits: without a softcap x · Σ W, which reads the weight once."""
+    """Each row's sum of logits. Without a softcap it is x · Σ W, which reads the weight once."""
     if z.outer is not None:
         found = statistics(z, return_total=True)
         assert found.total is not None
@@ -105,14 +105,14 @@ def _kept(values: Tensor, z: Logits, keepdim: bool, dtype: torch.dtype) -> Tenso
 
 
 def _dtype(z: Promise, function: Callable[..., Tensor], dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of what function(z, -1) gives: in an autocast region it may be another one than that of z."""
+    """The dtype of function(z, -1): in an autocast region it may differ from z's."""
     if dtype is not None or not torch.is_autocast_enabled(z.device.type):
         return dtype or z.dtype
     return function(torch.zeros((1, 1), dtype=z.dtype, device=z.device), -1).dtype
 
 
 class RowPromise(Promise):
-    """Something about every row of logits `z`, which nobody else holds and so nobody writes to."""
+    """A value for every row of logits `z`. Nobody else holds these logits, so nobody writes to them."""
 
     __slots__ = ("_dtype", "z")
 
@@ -138,11 +138,11 @@ class RowPromise(Promise):
         return self.step(function, *args[1:], **kwargs) if function not in STACK else self.stacked(*args)
 
     def step(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The next step's promise or the answer, or NotImplemented."""
+        """The next step's promise, or the answer, or NotImplemented."""
         raise NotImplementedError
 
     def stacked(self, parts: Any) -> Any:
-        """What torch.stack of `parts`, this promise the first of them, is."""
+        """The result of torch.stack of `parts`, of which this promise is the first."""
         return NotImplemented
 
 
@@ -165,7 +165,7 @@ class LogSumExp(RowPromise):
         return _kept(statistics(self.z).lse, self.z, self.keepdim, self.dtype)
 
     def is_of(self, z: Logits, keepdim: bool) -> bool:
-        """Whether it is that of these logits, in this layout, and as differentiable as they are now."""
+        """Whether it is the log-sum-exp of these logits, in this layout, and as differentiable as they are now."""
         alike = self.keepdim == keepdim and self.z.same(z) and not self.settled
         return alike and self.grad == (z.grad and torch.is_grad_enabled())
 
@@ -175,7 +175,7 @@ class LogSumExp(RowPromise):
         return NotImplemented
 
     def stacked(self, parts: Any) -> Any:
-        """Of all rows of the first dimension in their order it is that of the whole."""
+        """If the parts are all rows of the first dimension, in order, it is the log-sum-exp of the whole."""
         rows = [part.z.row_of if isinstance(part, LogSumExp) and not part.settled else None for part in parts]
         if self.keepdim or self.z.row_of is None:
             return NotImplemented
@@ -189,7 +189,7 @@ class LogSumExp(RowPromise):
 
 
 class Picked(RowPromise):
-    """Logits of chosen tokens: less their rows' log-sum-exp they are log-probabilities, in one op."""
+    """Logits of chosen tokens. Minus their rows' log-sum-exp they are log-probabilities, in one op."""
 
     __slots__ = ("index", "squeezed")
 
@@ -272,7 +272,7 @@ class LogSoftmax(RowPromise):
         return logprobs.to(self.dtype) * self.sign if self.sign != 1.0 else logprobs.to(self.dtype)
 
     def _sum(self, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **more: Any) -> Any:
-        """Σ log p = Σ z − V · lse: what label smoothing adds up."""
+        """Σ log p = Σ z − V · lse, which label smoothing adds up."""
         if more or not _last(self.z, dim):
             return NotImplemented
         found = statistics(self.z, return_total=True)
@@ -299,7 +299,7 @@ class Softmax(RowPromise):
         return NotImplemented
 
     def times(self, log_p: LogSoftmax) -> Any:
-        """p · log p, the product that adds up to the entropy."""
+        """p · log p, a product whose sum is the entropy."""
         alike = self.z.same(log_p.z) and self.dtype == log_p.dtype and self.grad == log_p.grad
         if not alike or self.settled or log_p.settled:
             return NotImplemented
@@ -307,7 +307,7 @@ class Softmax(RowPromise):
 
 
 class Surprise(RowPromise):
-    """sign · p · log p, waiting for its sum: the entropy, with the other sign."""
+    """sign · p · log p, waiting for its sum, which is the entropy times −sign."""
 
     __slots__ = ("sign",)
 
@@ -409,4 +409,4 @@ QUESTIONS: dict[Any, Callable[..., Any]] = {
     torch.mean: _mean,
     Tensor.mean: _mean,
 }
-"""By function of the logits: its promise or its answer, or NotImplemented."""
+"""By function of the logits: the function that gives its promise or its answer, or NotImplemented."""

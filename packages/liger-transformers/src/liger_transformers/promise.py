@@ -1,4 +1,4 @@
-"""A value that is not computed yet: what follows in the model's own code decides which op computes it."""
+"""A value that isn't computed yet: the next steps of the model's own code decide which op computes it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ NEG = frozenset({torch.neg, torch.negative, Tensor.neg, Tensor.__neg__})
 class Promise:
     """Stands for a tensor that a swapped module owes.
 
-    A function that the subclass knows is answered by `wait`, mostly with another promise or with an op's result. Anything
-    else settles the promise: its tensor is computed, once, and from then on the promise is that tensor. So an unknown
-    function costs speed and never the result, and a write into the tensor is seen by whoever holds the promise.
+    `wait` answers a function that the subclass knows, mostly with another promise or with an op's result. Anything else settles
+    the promise: its tensor is computed, once, and from then on the promise is that tensor. So an unknown function costs speed
+    and never the result. Everyone who holds the promise sees a write into the tensor.
 
-    `__torch_function__` makes it pass for a tensor in torch's functions, in eager mode and in Dynamo. Dynamo sends an
-    operator on a promise there too, so no code in here applies an operator to a promise: it calls a function.
+    `__torch_function__` makes it pass for a tensor in torch's functions, in eager mode and in Dynamo. Dynamo sends an operator
+    on a promise there as well, so no code in here applies an operator to a promise: it calls a function.
     """
 
     __slots__ = ("__weakref__", "_base", "_tensor", "_view", "grad")
 
     def __init__(self, grad: bool, base: Promise | None = None, view: Callable[[Tensor], Tensor] | None = None) -> None:
-        """A promise of its own, or with `base` that of `view(base)`, which shares the base's memory.
+        """A promise of its own; or, with `base`, the promise of `view(base)`, which shares the base's memory.
 
         `grad` is the grad mode in which the tensor would have been made, and will be.
         """
@@ -51,11 +51,11 @@ class Promise:
         raise NotImplementedError
 
     def compute(self) -> Tensor:
-        """The tensor, computed as the module that was swapped would have done. Called in the grad mode `grad`."""
+        """The tensor, computed as the original module would have done. It is called in the grad mode `grad`."""
         raise NotImplementedError
 
     def wait(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function's result while this promise, one of `args`, is not settled, or NotImplemented to settle it."""
+        """The function's result while this promise, one of `args`, isn't settled; or NotImplemented to settle it."""
         raise NotImplementedError
 
     def tensor(self) -> Tensor:
@@ -73,7 +73,7 @@ class Promise:
 
     @property
     def settled(self) -> bool:
-        """Whether the tensor exists, here or in what this promise is a view of."""
+        """Whether the tensor exists, here or in the promise that this one is a view of."""
         return self._tensor is not None or (self._base is not None and self._base.settled)
 
     @classmethod
@@ -83,7 +83,7 @@ class Promise:
         kwargs = kwargs or {}
         for argument in args:
             if not isinstance(argument, Promise) and type(argument) is list and argument:
-                argument = cast("list[Any]", argument)[0]  # of torch.stack
+                argument = cast("list[Any]", argument)[0]  # torch.stack takes a list
             if isinstance(argument, Promise):
                 if argument._tensor is None and (argument._base is None or not argument._base.settled):
                     result = argument.wait(function, args, kwargs)
@@ -119,7 +119,7 @@ class Promise:
 
 
 def settle(value: Any) -> Any:
-    """`value` with the tensor of every promise in it: itself, or in a list or a tuple."""
+    """`value` with a tensor in place of every promise: of itself, or in a list or a tuple."""
     if isinstance(value, Promise):
         return value.tensor()
     if isinstance(value, (list, tuple)):
@@ -132,7 +132,7 @@ def settle(value: Any) -> Any:
 
 
 def follow(cls: type[Promise], *names: str) -> None:
-    """Let a call of these methods of Tensor go where the functions go. Python looks operators up on the class alone."""
+    """Send calls of these methods of Tensor where the functions go. Python looks operators up only on the class."""
     for name in names:
         setattr(cls, name, _follow(getattr(Tensor, name)))
 
@@ -152,4 +152,4 @@ OPERATORS = """
     __rrshift__ __rshift__ __rsub__ __rtruediv__ __rxor__ __setitem__ __sub__ __truediv__ __xor__ __complex__ __format__
 """
 follow(Promise, *[name for name in OPERATORS.split() if hasattr(Tensor, name)])
-Promise.__hash__ = object.__hash__  # __eq__ took it away; a tensor is hashed by identity
+Promise.__hash__ = object.__hash__  # __eq__ removed it; tensors are hashed by identity

@@ -1,4 +1,4 @@
-"""Rotary functions: which op one is, found by running it on random numbers, and the swap of the modules that call it."""
+"""Rotary functions: running one on random numbers shows which op it is, and then the modules that call it are swapped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _rotary_class(cls: type[nn.Module]) -> Found:
     if not proved:
         return f"{', '.join(functions)}: it is none of {', '.join(OPS)}"
     space = {**inner.__globals__, **{name: _swap(functions[name], found) for name, found in proved.items()}}
-    # Dynamo takes a function's globals for those of the module that they call __name__, where the name is bound to the original.
+    # If a function's globals have a `__name__`, Dynamo takes those of that module instead, and there the name has the original.
     del space["__name__"]
     bound = _copy(inner, space, inner.__closure__)
     for decorator in reversed(around):
@@ -59,9 +59,10 @@ def _rotary_class(cls: type[nn.Module]) -> Found:
 
 
 def _decorators(forward: Any) -> list[types.FunctionType] | None:
-    """What transformers' `deprecate_kwarg` has put around a forward, the outermost first; None if something else is around it.
+    """The `deprecate_kwarg` decorators that transformers puts around a forward, outermost first; None if there are others.
 
-    It renames arguments, and its closure holds what it calls. So the same decorator goes around the forward's copy.
+    Such a decorator renames arguments, and its closure holds the function that it calls. So the same decorator goes around the
+    copy of the forward.
     """
     around: list[types.FunctionType] = []
     while (inner := getattr(forward, "__wrapped__", None)) is not None:
@@ -78,7 +79,7 @@ def _decorators(forward: Any) -> list[types.FunctionType] | None:
 
 
 def _holds(cell: types.CellType, decorator: Any) -> bool:
-    """Whether a cell of a decorator's closure is the function that it calls."""
+    """Whether this cell of a decorator's closure holds the function that it calls."""
     return cell.cell_contents is decorator.__wrapped__
 
 
@@ -93,7 +94,7 @@ def _copy(
 
 
 def _parameters(function: Callable[..., Any]) -> int:
-    """How many of the first parameters of a rotary function are tensors; 0 for a function of another kind."""
+    """How many of a rotary function's first parameters are tensors; 0 for another kind of function."""
     names = [*inspect.signature(function).parameters]
     return 4 if names[:4] == ["q", "k", "cos", "sin"] else 3 if names[:3] == ["xq", "xk", "freqs_cis"] else 0
 
@@ -112,7 +113,7 @@ def _backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
 
 
 def _of_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
-    """Neighbouring columns, by the angles of the first half; columns without an angle are turned by none."""
+    """Neighbouring columns, rotated by the angles of the first half. Columns without an angle aren't rotated."""
     half = cos.shape[-1] // 2
     more = (0, q.shape[-1] // 2 - half)
     angles = F.pad(cos[0, :, :half], more, value=1.0), F.pad(sin[0, :, :half], more)
@@ -146,8 +147,8 @@ def _of_complex_heads(q: Tensor, k: Tensor, freqs_cis: Tensor) -> Rotated:
 class Layout(NamedTuple):
     """A way in which a rotary function may be an op.
 
-    `shapes` are the calls that it answers, as `_shape` names them; `trial` is the one by which it is proved. With `single`
-    the angles must be the same for the whole batch, since the op has no others.
+    `shapes` are the calls that it takes, as `_shape` names them. `trial` is the one by which it is proved. With `single` the
+    angles must be the same for the whole batch, because the op takes no others.
     """
 
     name: str
@@ -174,7 +175,7 @@ LAYOUTS = (
 
 
 class Proved(NamedTuple):
-    """The layout by shape of a call, and whether float32 angles leave a narrower q in its dtype."""
+    """The layout for each shape of call, and whether a narrower q keeps its dtype with float32 angles."""
 
     layouts: dict[str, Layout]
     keeps: bool
@@ -182,7 +183,7 @@ class Proved(NamedTuple):
 
 @functools.cache
 def _proved(function: Callable[..., Any]) -> Proved:
-    """The layouts in which the function is the op, by random angles of which no two are equal."""
+    """The layouts in which the function is the op, found with random angles, all of them different."""
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     q, k = draw(2, 3, 5, 8), draw(2, 1, 5, 8)
     trials = {
@@ -204,7 +205,7 @@ def _proved(function: Callable[..., Any]) -> Proved:
         try:
             got = function(q, k, *angles)
         except PROBE_ERRORS:
-            continue  # a function that is not made for this layout is never called with it
+            continue  # a function that raises here is never called with this layout
         results = cast("tuple[Any, ...]", got) if isinstance(got, tuple) else ()
         if len(results) == 2 and all(map(_close, results, layout.op(q, k, *angles))):
             layouts.update({shape: layout for shape in layout.shapes if shape not in layouts})
@@ -218,12 +219,12 @@ def _close(got: Any, want: Tensor) -> bool:
 
 
 def _shape(q: Tensor, k: Tensor, cos: Tensor, options: bool) -> str | None:
-    """What kind of a call this is, by its shapes; None for one that no op takes.
+    """The kind of this call, by its shapes; None if no op takes it.
 
     ``"whole"``: q ``[B, heads, S, D]`` and angles ``[B, S, D]``. ``"part"``: angles of the first columns alone. ``"half"``:
     ``[B, S, D/2]``. ``"tokens"``: q ``[S, heads, D]`` and angles ``[S, D]``, as in vision towers. ``"planes"``: those of
-    `qwen2vl_mrope`. ``"complex"``: q ``[B, S, heads, D]`` and complex angles ``[B, S, D/2]``; ``"complex heads"``: these
-    with q ``[B, heads, S, D]``.
+    `qwen2vl_mrope`. ``"complex"``: q ``[B, S, heads, D]`` and complex angles ``[B, S, D/2]``; ``"complex heads"``: these with q
+    ``[B, heads, S, D]``.
     """
     if q.dim() == k.dim() == 3 and cos.dim() == 2 and not options:
         same = q.shape[0] == k.shape[0] == cos.shape[0] and q.shape[2] == k.shape[2] == cos.shape[1]
@@ -247,7 +248,7 @@ def _shape(q: Tensor, k: Tensor, cos: Tensor, options: bool) -> str | None:
 
 
 def _swap(original: Callable[..., Any], proved: Proved) -> Callable[..., Any]:
-    """The op in the layouts in which `original` was proved to be it, and `original` in the others."""
+    """The op in the layouts in which `original` was proved to be it; `original` in the others."""
 
     def op_of(q: Tensor, k: Tensor, cos: Tensor, sections: bool = False) -> Callable[..., Rotated] | None:
         layout = proved.layouts.get(_shape(q, k, cos, sections) or "")

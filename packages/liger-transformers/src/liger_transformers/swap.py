@@ -1,4 +1,4 @@
-"""How one module gets another forward: its class becomes a subclass, made once, which remembers what it replaced."""
+"""How one module gets another forward: its class becomes a subclass, which is made once and remembers what it replaced."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 def subclass(cls: type[nn.Module], forward: Callable[..., Any], op: str) -> type[nn.Module]:
     """A subclass of `cls` that differs in its forward, for a module's ``__class__``.
 
-    It keeps the name, from which transformers writes ``config.architectures``. A copy is swapped as the original is; what
-    is pickled is the original, which loads where this package is not installed.
+    It keeps the name, from which transformers writes ``config.architectures``. A copy of a swapped module is swapped as well. A
+    pickle has the original class, so that it loads where this package isn't installed.
 
     Args:
         cls: the module's class.
@@ -29,7 +29,7 @@ def subclass(cls: type[nn.Module], forward: Callable[..., Any], op: str) -> type
         return twin
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        # pickle compares the class that copyreg.__newobj__ is given with the instance's, which is another one here.
+        # pickle compares the class that copyreg.__newobj__ gets with the instance's class. Here these differ.
         return copyreg._reconstructor, (original_class(type(self)), object, None), self.__dict__  # type: ignore[attr-defined]
 
     space = {
@@ -50,7 +50,7 @@ def swapped_for(module: nn.Module) -> str | None:
 
 
 def original_class(cls: type[Any]) -> type[Any]:
-    """The class without our subclass, below which FSDP may have put one of its own."""
+    """The class without our subclass, even if FSDP has derived its own class from ours."""
     if "liger_op" in vars(cls):
         return cls.__bases__[0]
     bases = tuple(map(original_class, cls.__bases__)) if hasattr(cls, "liger_op") else cls.__bases__
@@ -61,13 +61,13 @@ def original_class(cls: type[Any]) -> type[Any]:
 
 
 def replaced_by(method: Any, module: nn.Module) -> Callable[..., Any] | None:
-    """The forward bound to the instance before ours was, or None: `method` is none of ours."""
+    """The forward that was bound to the instance before ours; None if `method` is not ours."""
     replaced = getattr(method, "liger_replaces", None)
     return types.MethodType(replaced, module) if replaced is not None and hasattr(method, "__self__") else replaced
 
 
 def has_own_forward(module: nn.Module) -> str | None:
-    """Why a swap would have no effect on this module, or None: its forward is an attribute of the instance."""
+    """Why a swap would have no effect on this module: its forward is an attribute of the instance. None if it isn't."""
     if "forward" not in vars(module):
         return None
     place = getattr(vars(module)["forward"], "__module__", None)

@@ -1,10 +1,12 @@
 """TRL's fused head, answered from what the model's own forward owes.
 
-TRL's trainers bind a forward to the model that runs the backbone, reads the head's weight and returns log-probabilities of the
-labels (`add_fused_lm_head`). It takes scales and softcaps from names in the configuration and ignores what else the model's own
-forward does to its logits. A model whose class is swapped for TRL sees that forward when it is bound, and binds this one.
+TRL's trainers bind a forward to the model (`add_fused_lm_head`). It runs the backbone, reads the head's weight and returns
+log-probabilities of the labels. It takes scales and softcaps from names in the configuration, and ignores what else the model's
+own forward does to its logits. A model whose class is swapped for TRL sees that forward when TRL binds it, and binds this one
+instead.
 
-TRL is not imported: its forward is known by its keyword `fused_lm_head`, and its options are the variables it closes over.
+TRL is not imported. Its forward is recognised by its keyword `fused_lm_head`, and its options are the variables that it closes
+over.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ CLOSED_OVER = ("original_forward", "text_config", "temperature", "cast_lm_head_t
 """Variables of TRL's forward that are its options."""
 
 FIELDS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-"""What TRL may ask for beside log_probs."""
+"""What TRL may request besides log_probs."""
 
 
 class FusedHead(NamedTuple):
@@ -46,7 +48,7 @@ class FusedHead(NamedTuple):
     def served(
         self, model: nn.Module, original: Callable[..., Any], owing: Callable[[], AbstractContextManager[None]]
     ) -> types.MethodType:
-        """The method for the model that does what TRL's does.
+        """A method for the model that does what TRL's does.
 
         Args:
             model: the model.
@@ -76,7 +78,10 @@ class FusedHead(NamedTuple):
         return types.MethodType(forward, model)
 
     def _otherwise(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward that TRL found, of this module: a copy of the model has TRL's variables of the first."""
+        """The forward that TRL replaced, for this module.
+
+        If a model is copied, the copy still has the first model's variables in TRL's closure.
+        """
         found = getattr(self.original_forward, "__func__", None)
         if found is None:
             return self.original_forward
@@ -90,7 +95,7 @@ class FusedHead(NamedTuple):
             z, shift_labels = z[:, :-1, :], labels[:, 1:]
         shift_labels = shift_labels.to(z.device)
         mask = shift_labels != IGNORED
-        if not compiling():  # compiled, the number of rows stays, and an op skips those that are ignored
+        if not compiling():  # compiled, the number of rows stays, and an op skips ignored rows
             z, target = z[mask], shift_labels[mask]
         else:
             z, target = z.reshape(-1, z.shape[-1]), shift_labels.reshape(-1)
@@ -107,10 +112,10 @@ class FusedHead(NamedTuple):
         return self.result(loss=loss, **fields, label_mask=mask, aux_loss=aux_loss)
 
     def _spread(self, values: Tensor | None, mask: Tensor) -> Tensor | None:
-        """Values of counted rows at their places, 0 elsewhere."""
+        """Values of the rows that count at their places, 0 elsewhere."""
         if values is None or compiling():
             return None if values is None else values.view(mask.shape)
-        # Connected to the values even if there are none, so that backward has something to run through.
+        # It depends on the values even if there are none, so that backward has something to run through.
         return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
@@ -118,7 +123,7 @@ IGNORED = -100
 
 
 def _fields(z: Any, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor | None, ...]:
-    """log_probs and FIELDS of rows of logits, owed or made."""
+    """log_probs and FIELDS of rows of logits, whether owed or made."""
     wanted: dict[str, Any] = {
         "return_entropy": "entropy" in outputs,
         "return_total": "mean_logits" in outputs,
@@ -140,9 +145,9 @@ def _fields(z: Any, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor | 
 
 
 def fused_head(method: Any) -> FusedHead | None:
-    """TRL's fused head if `method` is one, which this module has not replaced yet.
+    """TRL's fused head, if `method` is one that this module has not replaced yet.
 
-    RuntimeError: it is one, and of a TRL whose forward is another than that of TRL 1.16.
+    RuntimeError: it is one, but of a TRL whose forward differs from TRL 1.16's.
     """
     forward = getattr(method, "__func__", None)
     if not isinstance(forward, types.FunctionType) or hasattr(forward, "liger_replaces"):

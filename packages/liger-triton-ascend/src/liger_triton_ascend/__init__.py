@@ -1,4 +1,4 @@
-"""Liger ops in triton-ascend, for Ascend NPUs; on the CPU in Triton's interpreter, under TRITON_INTERPRET=1."""
+"""Liger ops in triton-ascend, for Ascend NPUs. Under TRITON_INTERPRET=1 they run on the CPU, in Triton's interpreter."""
 
 import os
 

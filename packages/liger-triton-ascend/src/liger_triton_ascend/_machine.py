@@ -13,7 +13,7 @@ ALONE = 'uv pip uninstall triton triton-ascend && uv pip install --no-deps "trit
 
 
 def refuses(device: str) -> str | None:
-    """Why triton-ascend kernels can't run on `device` here, and what mends it."""
+    """Why triton-ascend kernels can't run on `device` here, and how to fix it."""
     return _clash() or (_npu() if device == "npu" else None)
 
 
@@ -30,11 +30,11 @@ def _npu() -> str | None:
 
 @functools.cache
 def _clash() -> str | None:
-    """Why the `triton` on disk is not triton-ascend's, whole.
+    """Why the `triton` on disk is not all triton-ascend's.
 
-    triton and triton-ascend share 34 paths, `triton/__init__.py` and `libtriton.so` among them. Of two installed
-    together either can win, file by file, so neither `triton.__version__` nor `triton/backends/ascend` proves anything;
-    the sizes that triton-ascend recorded do.
+    triton and triton-ascend share 34 paths, `triton/__init__.py` and `libtriton.so` among them. If both are installed, either
+    can win, file by file. So neither `triton.__version__` nor `triton/backends/ascend` proves anything. The file sizes that
+    triton-ascend recorded do.
     """
     try:
         ours = distribution("triton-ascend")

@@ -1,7 +1,7 @@
 """Tiles that fit the Unified Buffer, the memory of an Ascend vector core.
 
-Everything that a kernel computes with is in the Unified Buffer, 192 KiB on a 910B, and what doesn't fit there doesn't
-compile. So a tile's size follows from how many tiles are alive at once, and not from what one element costs.
+A kernel computes only with what is in the Unified Buffer, 192 KiB on a 910B. A kernel that needs more doesn't compile. So a
+tile's size follows from how many tiles are alive at once, not from what one element costs.
 """
 
 import functools
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 ALIGNMENT = 32
-"""Bytes of a block of the Unified Buffer: each row of a tile takes whole blocks."""
+"""Bytes of a block of the Unified Buffer. Each row of a tile takes whole blocks."""
 
 CORES_WITHOUT_NPU = 2
-"""Vector cores where there is no NPU, as in an interpreter: few, but more than one partial sum. A 910B2 has 48."""
+"""The number of vector cores if there is no NPU, as in an interpreter: few, but more than one partial sum. A 910B2 has 48."""
 
 
 def compute_default_tiling_strategy(
@@ -26,24 +26,24 @@ def compute_default_tiling_strategy(
 ) -> tuple[tuple[int, ...], ...]:
     """The largest tile of each shape that fits the Unified Buffer.
 
-    A tile's sizes are powers of two, no larger than the shape needs, and its rows are multiples of 32 bytes. Of several
-    dimensions that are tiled, which share one budget, the last grows first: what lies together stays together.
+    A tile's sizes are powers of two, no larger than the shape needs, and its rows are multiples of 32 bytes. If several
+    dimensions are tiled, they share one budget, and the last one grows first: adjacent elements stay together.
 
     Args:
         safety_margin: the share of the Unified Buffer that may be used; the compiler needs the rest.
-        dtype_size: bytes of an element, as it is computed with.
+        dtype_size: bytes of an element in the dtype that the kernel computes in.
         memory_multiplier: tiles of the shape that are alive at once.
-        shapes: what is tiled.
-        tiling_dims: for each shape the dimensions, or the one dimension, in which its tile may be smaller than it.
+        shapes: the shapes to tile.
+        tiling_dims: for each shape the dimensions, or the one dimension, in which its tile may be smaller than the shape.
 
     Returns:
         For each shape the sizes of its tile.
 
     Raises:
-        ValueError: what isn't tiled is more than fits, or an argument makes no sense.
+        ValueError: the dimensions that aren't tiled don't fit, or an argument makes no sense.
         RuntimeError: the capacity of the Unified Buffer is not known.
 
-    On a 910B, of 512 rows of 100 and of one of 32000, six tiles of float32 at a time:
+    On a 910B, with six float32 tiles at a time, for 512 rows of 100 and for one row of 32000:
 
         compute_default_tiling_strategy(0.8, 4, 6, [(512, 100), (1, 32000)], [(0, 1), (0, 1)]) == ((32, 128), (1, 4096))
     """
@@ -62,7 +62,7 @@ def compute_default_tiling_strategy(
 
 
 def _tile(shape: tuple[int, ...], dims: tuple[int, ...], elements: int, dtype_size: int) -> tuple[int, ...]:
-    """The largest tile of a shape that has at most so many elements."""
+    """The largest tile of a shape that has at most `elements` elements."""
     rank = len(shape)
     if not all(-rank <= dim < rank for dim in dims):
         raise ValueError(f"tiling dimensions {dims} are not all dimensions of {shape}")
@@ -86,9 +86,9 @@ def _tile(shape: tuple[int, ...], dims: tuple[int, ...], elements: int, dtype_si
 
 
 def _power_of_2(size: int, least: int) -> int:
-    """The least power of two that is no less than `size` and `least`, itself one.
+    """The least power of two that is at least `size` and `least`, which is one itself.
 
-    Found by comparisons, so that a dynamic size stays dynamic while torch.compile traces.
+    It uses comparisons, so that a dynamic size stays dynamic while torch.compile traces.
     """
     power = least
     while power < size:
@@ -97,10 +97,10 @@ def _power_of_2(size: int, least: int) -> int:
 
 
 def unified_buffer_bytes() -> int:
-    """The capacity of the Unified Buffer: ASCEND_UB_CAPACITY_BITS / 8 where that is set, else what CANN says.
+    """The capacity of the Unified Buffer: ASCEND_UB_CAPACITY_BITS / 8 if that is set, else what CANN reports.
 
     Raises:
-        RuntimeError: neither is there.
+        RuntimeError: neither is available.
     """
     bits = os.environ.get("ASCEND_UB_CAPACITY_BITS")
     return _of_this_npu() if bits is None else int(bits) // 8
@@ -120,10 +120,10 @@ def _of_this_npu() -> int:
 
 
 def get_npu_core_count(device: torch.device | None = None) -> int:
-    """Vector cores of an NPU: programs that run at once.
+    """Vector cores of an NPU: the number of programs that run at once.
 
     Args:
-        device: of the tensors; None for the current NPU. Of any but an NPU it is `CORES_WITHOUT_NPU`.
+        device: the tensors' device; None for the current NPU. For any device but an NPU the result is `CORES_WITHOUT_NPU`.
     """
     if device is None:
         npu = getattr(torch, "npu", None)
@@ -141,6 +141,6 @@ def _look_up_core_count(device: torch.device) -> int:
     return driver.active.utils.get_device_properties(index)["num_vectorcore"]
 
 
-# What torch.compiler.assume_constant_result does, without importing Dynamo for it. Dynamo warns of functools.cache.
+# torch.compiler.assume_constant_result does this, but would import Dynamo. functools.cache would make Dynamo warn.
 for _function in (unified_buffer_bytes, get_npu_core_count):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Kernels that keep registers in memory, which liger-conformance's ``--compile`` otherwise fails: triton 3.7.1, and 3.5."""
+"""Kernels that spill registers to memory with triton 3.7.1 and 3.5. Any other spill fails liger-conformance's ``--compile``."""
 
 import triton
 

@@ -1,6 +1,6 @@
-"""`attn_res` by a language's kernels: all but these.
+"""`attn_res`'s host code: a language adds its kernels.
 
-query and weight are parameters of one product, so their gradients are made of one sum over rows and sources.
+query and weight are parameters of one product, so one sum over rows and sources gives both gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from liger_core.contract import Needs, Saved
 
 
 def as_sources(blocks: Tensor) -> Tensor:
-    """Blocks as ``[N, rows, D]``, each row's elements adjacent: a view where their strides allow it."""
+    """Blocks as ``[N, rows, D]``, each row's elements adjacent. It is a view if their strides allow it."""
     sources = blocks if blocks.dim() == 3 else blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])
     return sources if sources.stride(2) == 1 else sources.contiguous()
 
@@ -23,7 +23,7 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 class AttnResKernels:
-    """What a language launches. Sources are the blocks and, as the last one, partial."""
+    """The kernels that a language launches. Sources are the blocks and then, if there is one, partial."""
 
     def forward(
         self,
@@ -35,7 +35,7 @@ class AttnResKernels:
         weight: Tensor | None,
         eps: float,
     ) -> None:
-        """Write the result, and what backward needs.
+        """Write the result, and the statistics that backward needs.
 
         Args:
             y: ``[rows, D]``, contiguous.
@@ -59,7 +59,7 @@ class AttnResKernels:
         weight: Tensor | None,
         statistics: Tensor,
     ) -> Tensor | None:
-        """Write the gradients that are given.
+        """Write the gradients that aren't None.
 
         Args:
             dblocks, dpartial: contiguous, in the shapes of blocks and partial.
@@ -90,7 +90,7 @@ class AttnRes:
     ) -> tuple[Tensor, Saved]:
         sources = as_sources(blocks)
         count, rows, columns = sources.shape
-        if partial is not None:  # not added as a bool, which a trace of dynamic sizes can't
+        if partial is not None:  # not added as a bool: a trace of dynamic sizes can't do that
             count += 1
         y = torch.empty(blocks.shape[1:], dtype=blocks.dtype, device=blocks.device)
         statistics = None

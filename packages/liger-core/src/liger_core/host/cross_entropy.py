@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits, for `cross_entropy` and `fused_linear_cross_entropy`: all but its kernels."""
+"""Cross-entropy of rows of logits, for `cross_entropy` and `fused_linear_cross_entropy`: the host code, without kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from liger_core.contract import Needs, Saved
 
 
 class Options(NamedTuple):
-    """What a row's loss depends on besides tensors. What is off is None: a kernel is then compiled without it."""
+    """The options of a row's loss. An option that is off is None: a kernel is then compiled without it."""
 
     ignore_index: int
     label_smoothing: float | None
@@ -21,12 +21,12 @@ class Options(NamedTuple):
     reduction: str
 
     def adds_z_loss(self) -> bool:
-        """Whether the loss of a row has its z-loss in it. Else both are summed first."""
+        """Whether a row's loss includes its z-loss. Otherwise the two are summed apart first."""
         return self.reduction == "none" and self.lse_square_scale is not None
 
 
 class Labels(NamedTuple):
-    """What the rows' losses depend on besides their logits.
+    """The inputs of the rows' losses, except their logits.
 
     Attributes:
         target: int64 ``[N]``, contiguous.
@@ -46,14 +46,14 @@ class Labels(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What `CrossEntropyKernels.rows` writes per row; None for what isn't wanted.
+    """The results per row that `CrossEntropyKernels.rows` writes; None for those that aren't wanted.
 
     Attributes:
-        losses: float32 ``[N]``; with the z-loss in it when the reduction is ``"none"``.
+        losses: float32 ``[N]``; with reduction ``"none"`` they include the z-loss.
         z_losses: float32 ``[N]``.
-        hits: float32 ``[N]``; 1 where the largest logit is the label's.
+        hits: float32 ``[N]``; 1 if the largest logit is the label's.
         predicted: int64 ``[N]``.
-        statistics: float32 ``[S, N]``, what `CrossEntropyKernels.gradient` needs.
+        statistics: float32 ``[S, N]``, which `CrossEntropyKernels.gradient` needs.
     """
 
     losses: Tensor
@@ -69,8 +69,8 @@ class CrossEntropyKernels:
     def statistics(self, options: Options) -> int:
         """How many numbers per row `gradient` needs.
 
-        Two are a row's maximum and the sum of its exponentials relative to that; with token scaling, its label's
-        probability is a third.
+        Two are a row's maximum and the sum of its exponentials relative to that. With token scaling, the third is its label's
+        probability.
         """
         return 3 if options.token_scaling else 2
 
@@ -91,23 +91,23 @@ class CrossEntropyKernels:
         """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
 
         Args:
-            dlogits: contiguous; also in float32 for logits of another dtype.
-            logits: None where `dlogits` holds them.
+            dlogits: contiguous; it may be float32 for logits of another dtype.
+            logits: None if `dlogits` holds them.
             labels: as `rows` got them.
-            statistics: of `rows`.
-            incoming: of `incoming`.
+            statistics: those of `rows`.
+            incoming: what `incoming` returned.
             first: the first row.
             first_column: the first column.
         """
         raise NotImplementedError
 
     def incoming(self, dloss: Tensor | None, totals: Tensor | None, target: Tensor) -> Any:
-        """What `gradient` multiplies with: here the gradient of the loss, and what to divide it by; None is 1.
+        """The factors of `gradient`: here the gradient of the loss, and its divisor; None is 1.
 
         Args:
-            dloss: a scalar or one number per row; None is 1, or in a mean the number of rows that count: the mean's
-                gradient underflows in float16.
-            totals: of `totals`, or None where the loss is no mean.
+            dloss: a scalar or one number per row. None is 1, or in a mean the number of rows that count: the mean's own gradient
+                underflows in float16.
+            totals: what `totals` returned, or None if the loss is no mean.
             target: the labels.
         """
         return totals[0] if dloss is None and totals is not None else dloss, totals
@@ -121,14 +121,14 @@ class CrossEntropyKernels:
         results: Rows | None,
         labels: Labels,
     ) -> None:
-        """Write the sums, or means, of rows' results, and `totals`; what is None is not wanted.
+        """Write the sums, or means, of rows' results, and `totals`; those that are None are not wanted.
 
-        Both totals are 1 where no row counts.
+        If no row counts, both totals are 1.
         """
         raise NotImplementedError
 
     def totals(self, labels: Labels) -> Tensor:
-        """What ``"mean"`` divides by: the number of rows that count, and the sum of their labels' weights; float32 ``[2]``."""
+        """The divisors of ``"mean"``: the number of rows that count, and the sum of their labels' weights; float32 ``[2]``."""
         totals = torch.empty(2, dtype=torch.float32, device=labels.target.device)
         self.sums(None, None, None, totals, None, labels)
         return totals
@@ -136,7 +136,7 @@ class CrossEntropyKernels:
     def reduce(
         self, results: Rows, labels: Labels, totals: Tensor | None, return_z_loss: bool, differentiable: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The loss, z-loss and accuracy of all rows, and `totals`, which are made where backward needs them."""
+        """The loss, z-loss and accuracy of all rows; and `totals`, if backward needs them."""
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=labels.target.device)
@@ -170,7 +170,7 @@ def options_of(
 
 
 def labels_of(target: Tensor, weight: Tensor | None, bias: Tensor | None, vocabulary: int, options: Options) -> Labels:
-    """The labels, of tensors with any strides."""
+    """The labels, from tensors with any strides."""
     weight = None if weight is None else weight.contiguous()
     smooth = weight is not None and options.label_smoothing is not None
     return Labels(
@@ -220,7 +220,7 @@ def result_of(
     return_predicted_tokens: bool,
     differentiable: bool,
 ) -> tuple[Tensor | tuple[Tensor | None, ...], Tensor | None]:
-    """The op's result, from the rows'; and the totals, which are given or made where backward needs them."""
+    """The op's result, from the rows' results; and the totals, which are given, or made if backward needs them."""
     loss, z_loss, accuracy = results.losses, results.z_losses, results.hits
     if labels.options.reduction != "none":
         loss, z_loss, accuracy, totals = kernels.reduce(results, labels, totals, return_z_loss, differentiable)
@@ -230,7 +230,7 @@ def result_of(
 
 
 class CrossEntropy:
-    """`cross_entropy` by a language's kernels: the logits are read once forward and once backward, and copied nowhere."""
+    """`cross_entropy` by a language's kernels: forward and backward read the logits once each, and never copy them."""
 
     def __init__(self, kernels: CrossEntropyKernels) -> None:
         self.kernels = kernels
@@ -251,7 +251,7 @@ class CrossEntropy:
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
     ) -> tuple[Tensor | tuple[Tensor | None, ...], Saved]:
-        """The contract's, for a kernel file."""
+        """The contract's forward, for a kernel file."""
         (differentiable,) = needs
         options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, False, reduction)
         labels = labels_of(target, weight, None, logits.shape[1], options)
@@ -281,7 +281,7 @@ class CrossEntropy:
         reduction: str,
         **returned: bool,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's, for a kernel file."""
+        """The contract's backward, for a kernel file."""
         logits, target, weight, weight_sum, statistics, totals = saved
         options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, False, reduction)
         labels = Labels(target, weight, weight_sum, None, logits.shape[1], options)

@@ -1,4 +1,4 @@
-"""Distillations of rows of logits by a language's kernels: all but these."""
+"""Distillations of rows of logits: the host code, to which a language adds its kernels."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from liger_core.ops.distillation import DistillationOutput
 
 
 class Options(NamedTuple):
-    """What a row's losses depend on besides tensors.
+    """The options of a row's losses.
 
     Attributes:
         divergence: ``"forward"``, ``"reverse"`` or ``"mixture"`` of `beta`; ``"tvd"`` or ``"cosine"``. ``"given"`` and
-            ``"log"`` are `kl_div` from probabilities, or from their logarithms, that stand in place of the teacher's logits:
-            any numbers, which need not add up to 1.
-        beta: the teacher's weight in the mixture; of ``"given"``, the least probability whose logarithm is taken.
-        temperature: what logits are divided by, but for the hard loss and for ``"cosine"``.
+            ``"log"`` are `kl_div` from probabilities, or from their logarithms, which replace the teacher's logits. They may
+            be any numbers, and need not add up to 1.
+        beta: the teacher's weight in the mixture; for ``"given"``, the least probability whose logarithm is taken.
+        temperature: the divisor of logits, except in the hard loss and in ``"cosine"``.
         student_softcap, teacher_softcap: bounds of logits, or None.
         ignore_index: the label of rows that don't count.
         hard: whether there is a hard loss.
@@ -35,7 +35,7 @@ class Options(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a row's losses depend on besides its logits.
+    """The inputs of the rows' losses, except their logits.
 
     Attributes:
         labels: int64 ``[N]``, contiguous, or None: all rows count, and there is no hard loss.
@@ -50,12 +50,12 @@ class Given(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What `DistillationKernels.rows` writes per row, float32.
+    """The float32 results per row that `DistillationKernels.rows` writes.
 
     Attributes:
         soft, hard: the losses, ``[N]``; None for a hard loss that isn't wanted. 0 in a row that doesn't count.
-        statistics: ``[6, N]``, what a language's `gradient` needs of its `rows`. Written without a gradient as well: the
-            losses' bits are then the same, which another compilation of `rows` does not promise.
+        statistics: ``[6, N]``, which a language's `gradient` needs from its `rows`. They are written even if no gradient is
+            wanted, so that the losses have the same bits: another compilation of `rows` doesn't promise that.
     """
 
     soft: Tensor
@@ -64,14 +64,14 @@ class Rows(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """What each row's gradients are multiplied with: float32 ``[N]``, or ``[1]`` for all rows. Not both are None."""
+    """The factors of each row's gradients: float32 ``[N]``, or ``[1]`` for all rows. At least one of the two isn't None."""
 
     soft: Tensor | None
     hard: Tensor | None
 
 
 def step_of(incoming: Tensor | None) -> int:
-    """How far apart in `Incoming` lie what two adjacent rows' gradients are multiplied with."""
+    """The distance in `Incoming` between the factors of two adjacent rows."""
     return 0 if incoming is None or incoming.shape[0] == 1 else 1
 
 
@@ -79,7 +79,7 @@ class DistillationKernels:
     """A language's kernels of distillations."""
 
     def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
-        """Write the results of the rows from `first` on, as many as there are logits; these may have any strides."""
+        """Write the results of the rows from `first` on, as many as there are logits. The logits may have any strides."""
         raise NotImplementedError
 
     def gradient(
@@ -97,10 +97,10 @@ class DistillationKernels:
 
         Args:
             dstudent: contiguous.
-            student: None where `dstudent` holds them.
+            student: None if `dstudent` holds them.
             teacher: the teacher's, of the same rows and columns.
             given: as `rows` got them: biases of all columns.
-            statistics: of `rows`, of all rows.
+            statistics: those of `rows`, of all rows.
             incoming: of all rows.
             first: the first row.
             first_column: the first column.
@@ -108,7 +108,7 @@ class DistillationKernels:
         raise NotImplementedError
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
-        """The number of rows of x that count, or 1 when none does; float32, one element."""
+        """The number of rows of x that count, or 1 if none does; float32, one element."""
         raise NotImplementedError
 
     def total(self, losses: Tensor, divisor: Tensor | None) -> Tensor:
@@ -136,7 +136,7 @@ def options_of(
 def given_of(
     labels: Tensor | None, student_bias: Tensor | None, teacher_bias: Tensor | None, options: Options
 ) -> Given:
-    """What losses depend on, of tensors with any strides."""
+    """The inputs of the losses, from tensors with any strides."""
     labels, student_bias, teacher_bias = (
         None if tensor is None else tensor.contiguous() for tensor in (labels, student_bias, teacher_bias)
     )
@@ -156,7 +156,7 @@ def divisor_of(
     reduction: str,
     num_items_in_batch: float | Tensor | None,
 ) -> Tensor | None:
-    """What the sum of the rows' losses is divided by, float32, one element; None where it isn't."""
+    """The divisor of the sum of the rows' losses, float32, one element; None if there is none."""
     if reduction != "mean":
         return None
     if num_items_in_batch is None:
@@ -181,7 +181,7 @@ def result_of(
         hard = None if hard is None else kernels.total(hard, divisor)
     loss = soft * soft_weight
     if hard is not None:
-        # Not in place: torch.compile (torch 2.11) drops the gradient of a result that an op changed in place.
+        # Not in place: if an op changed a result in place, torch.compile (torch 2.11) drops the result's gradient.
         loss = torch.add(loss, hard, alpha=hard_weight)
     return DistillationOutput(loss, soft, hard)
 
@@ -194,7 +194,7 @@ def incoming_of(
     soft_weight: float,
     hard_weight: float,
 ) -> Incoming:
-    """The gradients of rows' losses, of those of the results."""
+    """The gradients of rows' losses, from those of the results."""
 
     def sum_of(own: Tensor | None, weight: float) -> Tensor | None:
         found = own
@@ -211,7 +211,7 @@ def incoming_of(
 
 
 class Distillation:
-    """`distillation` by a language's kernels: the logits are read twice forward and once backward."""
+    """`distillation` by a language's kernels: forward reads the logits twice, backward once."""
 
     def __init__(self, kernels: DistillationKernels) -> None:
         self.kernels = kernels
@@ -234,7 +234,7 @@ class Distillation:
         reduction: str = "mean",
         num_items_in_batch: int | float | Tensor | None = None,
     ) -> tuple[DistillationOutput, Saved]:
-        """The contract's, for a kernel file."""
+        """The contract's forward, for a kernel file."""
         options = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
         given = given_of(labels, None, None, options)
         rows = new_rows(student_logits, options.hard)
@@ -262,7 +262,7 @@ class Distillation:
         ignore_index: int,
         **options: object,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's, for a kernel file."""
+        """The contract's backward, for a kernel file."""
         student, teacher, labels, statistics, divisor = saved
         found = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
         incoming = incoming_of(dloss, dsoft, dhard, divisor, soft_weight, hard_weight)

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer by a language's kernels: all but these."""
+"""Cross-entropy of a linear layer: the host code, to which a language adds its kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from liger_core.host.linear import Linear, LinearLoss, plan_of
 
 
 class _Loss(LinearLoss):
-    """A call, of which `results` are written in forward alone."""
+    """A call. Only forward writes `results`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class _Loss(LinearLoss):
 
 
 class FusedLinearCrossEntropy:
-    """`fused_linear_cross_entropy` by a language's kernels: chunks of logits, in memory used again for each."""
+    """`fused_linear_cross_entropy` by a language's kernels: logits are made in chunks, which share one memory."""
 
     def __init__(self, kernels: CrossEntropyKernels, linear: Linear) -> None:
         self.kernels, self.linear = kernels, linear
@@ -83,7 +83,7 @@ class FusedLinearCrossEntropy:
         accum_dtype: torch.dtype = torch.float32,
         memory_budget: int | None = None,
     ) -> tuple[Tensor | tuple[Tensor | None, ...], Saved]:
-        """The contract's, for a kernel file."""
+        """The contract's forward, for a kernel file."""
         differentiable = any(needs)
         options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, token_scaling, reduction)
         labels = labels_of(target, class_weight, bias, linear_weight.shape[0], options)
@@ -132,7 +132,7 @@ class FusedLinearCrossEntropy:
         memory_budget: int | None,
         **returned: bool,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's, for a kernel file."""
+        """The contract's backward, for a kernel file."""
         x, linear_weight, bias, target, class_weight, weight_sum, statistics, totals, *kept = saved
         options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, token_scaling, reduction)
         added = None if bias is None else bias.contiguous()

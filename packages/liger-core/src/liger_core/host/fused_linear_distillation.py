@@ -1,4 +1,4 @@
-"""Distillation of two linear layers by a language's kernels: all but these."""
+"""Distillation of two linear layers: the host code, to which a language adds its kernels."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from liger_core.ops.distillation import DistillationOutput
 
 
 class _Loss(TeacherLoss):
-    """A call. `results` are written in forward alone; `made` is what backward multiplies gradients of rows with.
+    """A call. Only forward writes `results`. `made` has the factors of rows' gradients in backward.
 
-    `layers` and `how` are what every `TeacherLoss` takes.
+    Every `TeacherLoss` takes `layers` and `how`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class _Loss(TeacherLoss):
 
 
 class FusedLinearDistillation:
-    """`fused_linear_distillation` by a language's kernels: chunks of logits, in memory used again for each."""
+    """`fused_linear_distillation` by a language's kernels: logits are made in chunks, which share one memory."""
 
     def __init__(self, kernels: DistillationKernels, linear: Linear) -> None:
         self.kernels, self.linear = kernels, linear
@@ -94,7 +94,7 @@ class FusedLinearDistillation:
         accum_dtype: torch.dtype = torch.float32,
         memory_budget: int | None = None,
     ) -> tuple[DistillationOutput, Saved]:
-        """The contract's, for a kernel file."""
+        """The contract's forward, for a kernel file."""
         options = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
         given = given_of(labels, student_bias, teacher_bias, options)
         rows = new_rows(student_x, options.hard)
@@ -138,7 +138,7 @@ class FusedLinearDistillation:
         memory_budget: int | None,
         **others: object,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's, for a kernel file."""
+        """The contract's backward, for a kernel file."""
         x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias, statistics, divisor, *kept = saved
         options = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
         given = given_of(labels, bias, teacher_bias, options)

@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence of two linear layers by a language's kernels: all but these."""
+"""Jensen-Shannon divergence of two linear layers: the host code, to which a language adds its kernels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from liger_core.host.linear import Linear, TeacherLoss
 
 
 class Given(NamedTuple):
-    """What the rows' divergences depend on besides their logits.
+    """The inputs of the rows' divergences, except their logits.
 
     Attributes:
         labels: int64 ``[N]``, contiguous, or None: all rows count.
-        ignore_index: the label of rows that don't.
-        temperature: what logits are divided by.
+        ignore_index: the label of rows that don't count.
+        temperature: the divisor of logits.
         beta: the teacher's weight in the mixture.
     """
 
@@ -54,18 +54,18 @@ class DivergenceKernels:
         incoming: Any,
         first: int,
     ) -> None:
-        """Write the gradient of the student's logits, which `dstudent` holds for no `student`; `incoming`'s is that."""
+        """Write the gradient of the student's logits. If `student` is None, `dstudent` holds them. For `incoming` see there."""
         raise NotImplementedError
 
     def incoming(self, dloss: Tensor | None, count: Tensor) -> Any:
-        """What `gradient` multiplies with: here the gradient of the loss, and the rows to divide it by.
+        """The factors of `gradient`: here the gradient of the loss, and the number of rows to divide it by.
 
         Without a `dloss` the gradient is that of Σ losses.
         """
         return dloss, count
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
-        """The number of rows of x that count, or 1 when none does; float32, one element."""
+        """The number of rows of x that count, or 1 if none does; float32, one element."""
         raise NotImplementedError
 
     def mean(self, losses: Tensor, count: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class DivergenceKernels:
 
 
 class _Loss(TeacherLoss):
-    """A call, of which `losses` are written in forward alone. `layers` and `how` are what every `TeacherLoss` takes."""
+    """A call. Only forward writes `losses`. Every `TeacherLoss` takes `layers` and `how`."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class _Loss(TeacherLoss):
 
 
 class FusedLinearJSD:
-    """`fused_linear_jsd` by a language's kernels: chunks of logits, in memory used again for each."""
+    """`fused_linear_jsd` by a language's kernels: logits are made in chunks, which share one memory."""
 
     def __init__(self, kernels: DivergenceKernels, linear: Linear) -> None:
         self.kernels, self.linear = kernels, linear
@@ -127,7 +127,7 @@ class FusedLinearJSD:
         accum_dtype: torch.dtype = torch.float32,
         memory_budget: int | None = None,
     ) -> tuple[Tensor, Saved]:
-        """The contract's, for a kernel file."""
+        """The contract's forward, for a kernel file."""
         n, differentiable = student_x.shape[0], any(needs)
         given = Given(None if labels is None else labels.contiguous(), ignore_index, temperature, beta)
         losses = torch.empty(n, dtype=torch.float32, device=student_x.device)
@@ -160,7 +160,7 @@ class FusedLinearJSD:
         accum_dtype: torch.dtype,
         memory_budget: int | None,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's, for a kernel file."""
+        """The contract's backward, for a kernel file."""
         student_x, student_weight, teacher_x, teacher_weight, labels, statistics, count, *kept = saved
         given = Given(labels, ignore_index, temperature, beta)
         loss = _Loss(

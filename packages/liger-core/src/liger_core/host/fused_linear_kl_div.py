@@ -1,4 +1,4 @@
-"""KL divergence of a linear layer from given probabilities, by a language's kernels of distillations: all but these."""
+"""KL divergence of a linear layer from given probabilities, by a language's distillation kernels: the host code."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from liger_core.host.linear import Linear, LinearLoss, plan_of
 
 
 class _Loss(LinearLoss):
-    """A call: rows of the target stand in place of a teacher's logits. `results` are written in forward alone; `made` is what
-    backward multiplies gradients of rows with.
+    """A call, in which rows of the target replace a teacher's logits.
+
+    Only forward writes `results`. `made` has the factors of rows' gradients in backward.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class _Loss(LinearLoss):
 
 
 class FusedLinearKLDiv:
-    """`fused_linear_kl_div` by a language's kernels: chunks of logits, in memory used again for each."""
+    """`fused_linear_kl_div` by a language's kernels: logits are made in chunks, which share one memory."""
 
     def __init__(self, kernels: DistillationKernels, linear: Linear) -> None:
         self.kernels, self.linear = kernels, linear
@@ -77,7 +78,7 @@ class FusedLinearKLDiv:
         accum_dtype: torch.dtype = torch.float32,
         memory_budget: int | None = None,
     ) -> tuple[Tensor, Saved]:
-        """The contract's, for a kernel file."""
+        """The contract's forward, for a kernel file."""
         given = given_of(labels, bias, None, _options(log_target, temperature, softcap, eps, ignore_index))
         rows = new_rows(x, False)
         layer = needs, x, linear_weight, bias
@@ -108,13 +109,13 @@ class FusedLinearKLDiv:
         accum_dtype: torch.dtype,
         memory_budget: int | None,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's, for a kernel file."""
+        """The contract's backward, for a kernel file."""
         x, linear_weight, target, labels, bias, statistics, divisor, *kept = saved
         given = given_of(labels, bias, None, _options(log_target, temperature, softcap, eps, ignore_index))
         layer = needs, x, linear_weight, bias
         loss = self._loss(given, target, statistics, layer, reduction, accum_dtype, memory_budget)
         loss.divisor = divisor
-        # Without these, gradients that were made in forward are only scaled.
+        # If gradients were made in forward, they are only scaled, and need no factors per row.
         if not loss.plan.at_once or loss.plan.columns is not None:
             loss.made = incoming_of(None, dloss, None, divisor, 1.0, 0.0)
         return loss.backward(tuple(kept), dloss)
@@ -136,6 +137,6 @@ class FusedLinearKLDiv:
 
 
 def _options(log_target: bool, temperature: float, softcap: float | None, eps: float, ignore_index: int) -> Options:
-    """Those of a distillation of which the target is data."""
+    """The options of a distillation whose target is data."""
     softcap = None if softcap is None else float(softcap)
     return Options("log" if log_target else "given", float(eps), float(temperature), softcap, None, ignore_index, False)

@@ -1,13 +1,12 @@
-"""Statistics of a linear layer's logits by a language's kernels: all but these.
+"""Statistics of a linear layer's logits: the host code, to which a language adds its kernels.
 
-Forward makes float32 logits of some rows at a time. Backward makes them again, in one of two ways: of all rows and some
-columns, so that the weight's gradient is made by products and that of x is a sum over columns; or of some rows and all
-columns, the other way round. Logits that fit at once are kept instead.
+Forward makes float32 logits of some rows at a time. Backward makes them again, in one of two ways. With all rows and some
+columns, products give the weight's gradient, and x's is a sum over columns. With some rows and all columns, it is the other way
+round. If all logits fit at once, they are kept instead.
 
-When the weight is frozen, and of the statistics only lse and one picked logit are wanted, forward makes x's gradient but
-for two factors per row, and backward makes no product. With c the derivative of softcap and temperature, y the row's
-target and m = Σ_{v≠y} p_v c_v W_v, the gradient is g_lse m + (g_lse p_y + g_picked) c_y W_y. Apart, the two terms don't
-cancel when p_y is near 1.
+If the weight is frozen, and only lse and one picked logit are wanted, forward makes x's gradient but for two factors per row,
+and backward makes no product. With c the derivative of softcap and temperature, y the row's target and m = Σ_{v≠y} p_v c_v W_v,
+the gradient is g_lse m + (g_lse p_y + g_picked) c_y W_y. Kept apart, the two terms don't cancel when p_y is near 1.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from liger_core.host.logit_statistics import (
 from liger_core.ops.logit_statistics import LogitStatistics
 
 LEAST_TILE = 1024
-"""Rows, or columns, of a tile when no memory budget is given."""
+"""Rows, or columns, of a tile if no memory budget is given."""
 
 
 class Plan(NamedTuple):
     """How a call goes over its logits, the same in forward and in backward.
 
     Attributes:
-        alone: rows of logits that are made at a time, when no gradient lies beside them.
-        rows: rows of logits that have room beside their gradient, with all columns.
-        columns: columns of logits that have room beside their gradient, with all rows.
-        by_columns: whether backward takes these, and not the rows.
-        whole: all logits have room, and are kept for backward.
+        alone: rows of logits that are made at a time, if no gradient lies beside them.
+        rows: rows of logits that fit beside their gradient, with all columns.
+        columns: columns of logits that fit beside their gradient, with all rows.
+        by_columns: whether backward goes by `columns` instead of `rows`.
+        whole: all logits fit, and are kept for backward.
         frozen: forward makes what backward needs instead of x.
     """
 
@@ -70,13 +69,13 @@ def plan_of(
 
     Args:
         needs: which of x, weight and bias want a gradient.
-        x, weight: the layer's.
+        x, weight: those of the layer.
         accum_dtype, memory_budget: as in `least_statistics_memory`.
         picked_alone: whether there is one target per row, and neither an entropy nor a total.
     """
     (rows, hidden), vocabulary = x.shape, weight.shape[0]
     narrow = x.dtype is not torch.float32
-    element = 4 + (x.dtype.itemsize if narrow else 0)  # of a logit, and of its gradient unless that overwrites it
+    element = 4 + (x.dtype.itemsize if narrow else 0)  # bytes of a logit, and of its gradient unless that overwrites it
     row, column = vocabulary * element, rows * element
     frozen = picked_alone and tuple(needs) == (True, False, False)
     adds_up = needs[1] and accum_dtype is not weight.dtype
@@ -87,7 +86,7 @@ def plan_of(
         by_columns = adds_up and tile_columns >= min(LEAST_TILE, vocabulary)
         tile_columns = max(tile_columns, 1)
     else:
-        # Without a gradient, logits take what the bias's would.
+        # Without a gradient, logits may take the bias gradient's memory as well.
         alone = max((memory_budget - 32 * rows) // (4 * vocabulary), 1)
         tile = memory_budget - 32 * rows - 4 * vocabulary
         tile_rows = tile // row
@@ -122,7 +121,7 @@ class _Call:
         self.dbias: Tensor | None = None
 
     def forward(self, results: Rows, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Write all rows' results; return logits, if they are to be kept, or what backward needs with a frozen weight."""
+        """Write all rows' results. Return the logits, if they are to be kept; or, with a frozen weight, what backward needs."""
         if self.plan.frozen:
             return self._frozen(results, x)
         size = x.shape[0]
@@ -135,7 +134,7 @@ class _Call:
         return (logits if self.plan.whole and any(self.needs) else None), None
 
     def _frozen(self, results: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's m, and what the gradients of lse and of picked are multiplied with to be W_y's factor, ``[2, N]``."""
+        """Each row's m, and the factors that turn the gradients of lse and of picked into W_y's factor, ``[2, N]``."""
         assert results.kept is not None
         options, size = self.labels.options, x.shape[0]
         m = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -165,14 +164,14 @@ class _Call:
         return m, factors
 
     def columns_of(self) -> tuple[Tensor, Tensor]:
-        """The column of each row's only target, or 0; and whether it is one."""
+        """The column of each row's only target, or 0; and whether the target is a column that counts."""
         target, options = self.labels.target[:, 0], self.labels.options
         column = target - options.first
         here = (target != options.ignore_index) & (column >= 0) & (column < self.weight.shape[0])
         return column.masked_fill(~here, 0), here
 
     def of_frozen(self, m: Tensor, factors: Tensor, incoming: Incoming) -> Tensor:
-        """The gradient of x, from what `forward` made of it."""
+        """The gradient of x, from the results of `forward`."""
         size, hidden = m.shape
         dx = torch.empty_like(m)
         column, _ = self.columns_of()
@@ -181,7 +180,7 @@ class _Call:
             factor.addcmul_(incoming.lse, factors[0])
         if incoming.picked is not None:
             factor.addcmul_(incoming.picked[:, 0], factors[1])
-        # A row takes here as much as two columns of the tile per column of x.
+        # Per column of x, a row takes as much memory here as two columns of the tile.
         for first, last in self.linear.chunks(size, max(1, self.plan.rows * self.weight.shape[0] // (2 * hidden))):
             some = slice(first, last)
             part = self.weight.index_select(0, column[some]) * factor[some, None]
@@ -193,7 +192,7 @@ class _Call:
     def backward(
         self, x: Tensor, logits: Tensor | None, kept: Tensor, incoming: Incoming
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, weight and bias. `logits`: all of them, to be overwritten; or None."""
+        """The gradients of x, weight and bias. `logits` are all of them, to be overwritten; or None."""
         dx, dweight = (
             self._by_columns(x, kept, incoming) if self.plan.by_columns else self._by_rows(x, logits, kept, incoming)
         )
@@ -236,7 +235,7 @@ class _Call:
     def _dlogits(
         self, logits: Tensor, dtype: torch.dtype, kept: Tensor, incoming: Incoming, first_row: int, first_column: int
     ) -> Tensor:
-        """The gradient of logits, rounded to x's dtype; added to the bias's before that. The logits are overwritten."""
+        """The gradient of logits, rounded to x's dtype. Before that it is added to the bias's. The logits are overwritten."""
         if self.needs[2] or dtype is torch.float32:
             self.kernels.gradient(logits, None, self.labels, kept, incoming, first_row, first_column)
             if self.needs[2]:
@@ -276,7 +275,7 @@ class FusedLinearStatistics:
         accum_dtype: torch.dtype = torch.float32,
         memory_budget: int | None = None,
     ) -> tuple[LogitStatistics, Saved]:
-        """The contract's, for a kernel file."""
+        """The contract's forward, for a kernel file."""
         options = options_of(first, ignore_index, softcap, temperature)
         labels = labels_of(target, class_weight if return_total else None, bias, options)
         plan = plan_of(
@@ -324,7 +323,7 @@ class FusedLinearStatistics:
         memory_budget: int | None,
         **returned: bool,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's, for a kernel file."""
+        """The contract's backward, for a kernel file."""
         x, linear_weight, bias, target, class_weight, kept, *logits = saved
         labels = labels_of(target, class_weight, bias, options_of(first, ignore_index, softcap, temperature))
         plan = plan_of(

@@ -1,7 +1,7 @@
-"""Mixture of experts by a language's kernels: all but these.
+"""Mixture of experts: the host code, to which a language adds its kernels.
 
-A slot is one of a token's experts. The slots are sorted by expert, and kernels multiply blocks of sorted rows with the
-weights of their expert: a gather lies in their loads. What they make for a slot is then summed over the slots of a token.
+A slot is one of a token's experts. The slots are sorted by expert, and kernels multiply blocks of sorted rows with the weights
+of their expert: their loads gather the rows. Then the slots' results are summed over each token.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from liger_core.ops.fused_moe import temporary_memory
 
 
 class Routing(NamedTuple):
-    """Which slots each expert has, and which rows each block of a kernel takes. All of it but `keys` is int64.
+    """Which slots each expert has, and which rows each block of a kernel takes. All but `keys` is int64.
 
     Attributes:
-        keys: ``[T, K]``, each slot's expert, in any integers. E is none; E + 1 are all slots of a token with an index out of
-            range.
-        order: ``[T·K]``, the slots sorted by their key, of one key in order.
-        places: ``[T·K]``, where each slot is among the sorted ones.
+        keys: ``[T, K]``, each slot's expert, of any integer dtype. E is no expert. E + 1 marks all slots of a token that has an
+            index out of range.
+        order: ``[T·K]``, the slots sorted by their key; slots of one key are in order.
+        places: ``[T·K]``, each slot's place among the sorted ones.
         starts: ``[E + 1]``, where each expert's slots start among the sorted ones, and where the last ones end.
-        by_size: ``[E]``, the experts, those with most slots first: what takes longest is to start first.
-        tile_experts: ``[⌈T·K / rows⌉ + E]``, the expert of each block of at most `rows` sorted slots. Those that are left
-            over have E.
+        by_size: ``[E]``, the experts, those with most slots first, so that the longest work starts first.
+        tile_experts: ``[⌈T·K / rows⌉ + E]``, the expert of each block of at most `rows` sorted slots. Blocks that are left over
+            have E.
         tile_starts: of the same length, the first sorted slot of each block.
-        rows: of a block.
+        rows: rows of a block.
     """
 
     keys: Tensor
@@ -47,7 +47,7 @@ class Routing(NamedTuple):
         return self.keys.shape[1]
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a kernel needs to find an expert's slots and a block's expert."""
+        """The tables by which a kernel finds an expert's slots and a block's expert."""
         return self.starts, self.tile_experts, self.tile_starts
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -56,11 +56,11 @@ class Routing(NamedTuple):
 
 
 def route(indices: Tensor, experts: int, rows: int) -> Routing:
-    """Sort the slots by expert and divide each expert's into blocks, without waiting for the device."""
+    """Sort the slots by expert and divide each expert's slots into blocks, without waiting for the device."""
     outside = (indices < -1) | (indices >= experts)
     keys = torch.where(indices < 0, experts, indices).long()
     keys = keys.masked_fill(outside.any(1, keepdim=True), experts + 1)
-    # A stable sort is a counting sort here: keys of few bits take few passes.
+    # On a GPU a stable sort of integers is a radix sort: keys of few bits take few passes.
     found, order = torch.sort(keys.view(-1).to(torch.int16 if experts < (1 << 15) - 1 else torch.int32), stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(order.shape[0], device=indices.device)
@@ -78,7 +78,7 @@ def route(indices: Tensor, experts: int, rows: int) -> Routing:
 
 
 class Activation(NamedTuple):
-    """What a kernel makes of a gate and the other factor; `limit` is None where there is none."""
+    """The activation of a gate and the other factor. `limit` is None if there is none."""
 
     gelu: bool
     limit: float | None
@@ -87,8 +87,8 @@ class Activation(NamedTuple):
 class MoEKernels:
     """A language's kernels of a mixture of experts.
 
-    Rows of a sorted tensor, ``[T·K, ...]``, are sorted slots; those of slots without an expert are neither written nor
-    read. Weights and what is given to the op have any strides, everything else is contiguous.
+    Rows of a sorted tensor, ``[T·K, ...]``, are sorted slots. The rows of slots without an expert are neither written nor read.
+    Weights and the op's arguments may have any strides. Everything else is contiguous.
     """
 
     def rows(self, slots: int, experts: int, x: Tensor) -> int:
@@ -113,16 +113,16 @@ class MoEKernels:
         """Write both factors of each slot, and act(gate)·up.
 
         Args:
-            factors: sorted ``[T·K, 2·C]``, the gates and then the others, or None. One beyond the limit is infinite, so
-                that backward sees it, however it is rounded.
+            factors: sorted ``[T·K, 2·C]``, the gates and then the others, or None. A factor beyond the limit is infinite, so that
+                backward sees that, however it is rounded.
             activated: sorted ``[T·K, C]``, or None.
             x: ``[T, H]``.
             gate: ``[E, C, H]``.
             up: ``[E, C, H]``, with gate's strides.
             routing: of the slots.
             activation: the activation.
-            exact: whether the other one of `factors` makes up for what the gate's rounding does to their product, so that
-                this is rounded once: it is a term of the gradient of slots' weights that are wider than x.
+            exact: whether the other factor in `factors` makes up for the gate's rounding, so that their product is rounded only
+                once. The product is a term of the gradient of slots' weights that are wider than x.
         """
         raise NotImplementedError
 
@@ -130,11 +130,11 @@ class MoEKernels:
         """left · weightᵀ of each slot, for `sum_slots` alone: ``[T·K, N]``, in the order that it reads.
 
         Args:
-            total: what this returned before, to add to; or None.
+            total: an earlier result, to add to; or None.
             left: sorted ``[T·K, C]``; rows may lie apart.
             weight: ``[E, N, C]``.
             routing: of the slots.
-            last: whether nothing will be added to it. Only then may it have another dtype than float32.
+            last: whether nothing more will be added to it. Only then may it have another dtype than float32.
         """
         raise NotImplementedError
 
@@ -150,11 +150,11 @@ class MoEKernels:
         routing: Routing,
         activation: Activation,
     ) -> None:
-        """Write what follows from d = dy · down of each slot; what is None is not wanted.
+        """Write what follows from d = dy · down of each slot. Outputs that are None are not wanted.
 
         Args:
             dfactors: sorted ``[T·K, 2·C]``, the gradients of `factors`.
-            weighted: sorted ``[T·K, C]``, the activated products times the slot's weight. They need no d.
+            weighted: sorted ``[T·K, C]``, the activated products times the slot's weight. They don't need d.
             sums: float32 ``[T·K, B]``, in the order of the slots: parts of Σ d·act(gate)·up over all columns. B is
                 `parts` of C.
             dy: ``[T, H]``.
@@ -167,20 +167,20 @@ class MoEKernels:
         raise NotImplementedError
 
     def parts(self, columns: int, x: Tensor) -> int:
-        """How many sums `gradient` writes for each slot: at most one for 16 columns, and one more."""
+        """How many sums `gradient` writes for each slot: at most one per 16 columns, and one more."""
         raise NotImplementedError
 
     def weight_gradient(
         self, result: Tensor | None, left: Tensor, right: Tensor, routing: Routing, gathers: str
     ) -> Tensor:
-        """leftᵀ · right over each expert's slots, ``[E, M, N]``; 0 where there are none.
+        """leftᵀ · right over each expert's slots, ``[E, M, N]``; 0 for an expert without slots.
 
         Args:
-            result: to write it to, with any strides; None: memory of its own.
+            result: where to write it, with any strides; None allocates it.
             left: ``[..., M]``.
             right: ``[..., N]``.
             routing: of the slots.
-            gathers: ``"left"`` or ``"right"``: the one whose rows are tokens. The other one's are sorted slots.
+            gathers: ``"left"`` or ``"right"``: the one whose rows are tokens. The other one's rows are sorted slots.
         """
         raise NotImplementedError
 
@@ -189,17 +189,21 @@ class MoEKernels:
 
         Args:
             result: ``[T, N]``, contiguous.
-            slots: of `product`.
-            scale: ``[T·K]``, contiguous, by the order of the slots, to multiply rows with; or None.
+            slots: what `product` returned.
+            scale: factors of the rows, ``[T·K]``, contiguous, in the order of the slots; or None.
             routing: of the slots.
-            marks: whether a token with an index out of range gets NaN; else 0.
+            marks: whether a token with an index out of range gets NaN; otherwise it gets 0.
         """
         raise NotImplementedError
 
 
 class Plan(NamedTuple):
-    """What a memory budget leaves: how many tokens forward takes at a time, how many columns backward, and if forward keeps
-    both factors of all.
+    """What a memory budget allows.
+
+    Attributes:
+        tokens: tokens that forward takes at a time.
+        columns: columns that backward takes at a time.
+        keeps: whether forward keeps both factors of all tokens.
     """
 
     tokens: int
@@ -208,7 +212,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(needs: Needs, x: Tensor, gate_up_weight: Tensor, indices: Tensor, memory_budget: int | None) -> Plan:
-    """Within a budget that is at least `least_memory`."""
+    """The plan for a budget that is at least `least_memory`."""
     tokens, columns = x.shape[0], gate_up_weight.shape[1] // 2
     if memory_budget is None:
         return Plan(tokens, columns, True)
@@ -246,7 +250,7 @@ class FusedMoE:
         limit: float | None = None,
         memory_budget: int | None = None,
     ) -> tuple[Tensor, Saved]:
-        """The contract's, for a kernel file."""
+        """The contract's forward, for a kernel file."""
         kernels, tokens = self.kernels, x.shape[0]
         act = activation_of(activation, limit)
         gate, up = gate_up_weight.chunk(2, 1)
@@ -281,7 +285,7 @@ class FusedMoE:
         limit: float | None,
         memory_budget: int | None,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's, for a kernel file."""
+        """The contract's backward, for a kernel file."""
         kernels = self.kernels
         x, gate_up_weight, down_weight, expert_indices, expert_weights, factors, *kept = saved
         gate, up = gate_up_weight.chunk(2, 1)
@@ -307,7 +311,7 @@ class FusedMoE:
             dfactors = x.new_empty(slots, 2 * wide) if wants_x or wants_first else None
             weighted = x.new_empty(slots, wide) if wants_second else None
             sums = None
-            if wants_weights:  # those of slots without an expert are 0
+            if wants_weights:  # zeros: no kernel writes the sums of slots without an expert
                 sums = torch.zeros(slots, kernels.parts(wide, x), dtype=torch.float32, device=x.device)
             kernels.gradient(dfactors, weighted, sums, dy, some_down, factors, weights, routing, act)
             if sums is not None:
@@ -347,17 +351,17 @@ class FusedMoE:
 
 
 def _sums_wider(needs: Needs, x: Tensor, expert_weights: Tensor) -> bool:
-    """Whether the slots' weights want a gradient of more digits than x has."""
+    """Whether the slots' weights want a gradient, and have more digits than x."""
     return needs[3] and expert_weights.element_size() > x.element_size()
 
 
 def activation_of(activation: str, limit: float | None) -> Activation:
-    """The options that kernels take."""
+    """The activation, as kernels take it."""
     return Activation(activation == "gelu_tanh", None if limit is None else float(limit))
 
 
 def spans(size: int, most: int) -> list[tuple[int, int]]:
-    """The spans of at most so many elements that make up a size."""
-    if most >= size:  # also so that a dynamic size stays dynamic while torch.compile traces
+    """The spans, of at most `most` elements each, that make up a size."""
+    if most >= size:  # a case of its own keeps a dynamic size dynamic while torch.compile traces
         return [(0, size)]
     return [(first, min(size, first + most)) for first in range(0, size, most)]

@@ -1,8 +1,8 @@
-"""`gated_mlp` by PyTorch's matrix products and a language's activation kernels: which are made when, and what is kept.
+"""`gated_mlp` by PyTorch's matrix products and a language's activation kernels: what is made when, and what is kept.
 
-Without a memory budget the two branches are kept, and the activation is made again from them. With one only x is. Forward
-then goes by rows, whose results are final. Backward goes by columns of the branches: gradients of weights are final, and that of
-x is a sum in float32.
+Without a memory budget the two branches are kept, and backward makes the activation again from them. With a budget only x is
+kept. Forward then goes by rows, whose results are final. Backward goes by columns of the branches: each column's weight
+gradients are final, and x's gradient is a float32 sum.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Activation(NamedTuple):
     """A language's `swiglu` or `geglu`.
 
     Attributes:
-        forward: of `needs`, gate and up.
-        backward: of `needs`, gate and up as saved, and the gradient of the product.
+        forward: takes `needs`, gate and up.
+        backward: takes `needs`, gate and up as saved, and the gradient of the product.
     """
 
     forward: Callable[..., tuple[Tensor, Saved]]
@@ -75,7 +75,7 @@ class GatedMLP:
             gate, up = torch.mm(some, gate_weight.t()), torch.mm(some, up_weight.t())
             product = act((False, False), gate, up, **options)[0]
             torch.mm(product, down_weight.t(), out=y[first:last])
-            del gate, up, product  # before the next rows' are made
+            del gate, up, product  # freed before the next rows' are made
         return y.view(shape), (x, gate_weight, up_weight, down_weight, None, None) if grad else ()
 
     def backward(
@@ -111,11 +111,11 @@ class GatedMLP:
                 some = slice(first, last)
                 gate, up = torch.mm(rows, gate_weight[some].t()), torch.mm(rows, up_weight[some].t())
                 both = gradients.of(some, gate, up, down_weight[:, some])
-                del gate, up  # so that their memory is free for what follows
+                del gate, up  # frees their memory for the products
                 if needs[0]:
                     dx = self.linear.add_product(dx, both[0].t(), gate_weight[some], torch.float32)
                     dx = self.linear.add_product(dx, both[1].t(), up_weight[some], torch.float32)
-                del both  # before the next columns' are made
+                del both  # freed before the next columns' are made
         if dx is not None:
             dx = dx.to(dy.dtype).view((*dy.shape[:-1], hidden))
         return dx, gradients.made.get("gate"), gradients.made.get("up"), gradients.made.get("down")
@@ -128,7 +128,7 @@ def _options(activation: str, gate_multiplier: float, down_multiplier: float) ->
 
 
 class _Gradients:
-    """The gradients of weights, of some columns of the branches after others."""
+    """The gradients of weights, made for some columns of the branches after others."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class _Gradients:
         self.made: dict[str, Tensor] = {}
 
     def allocate(self, name: str, weight: Tensor) -> None:
-        """Memory for the gradient of a weight, if that is wanted."""
+        """Allocate the gradient of a weight, if it is wanted."""
         if self.wants[name]:
             self.made[name] = torch.empty_like(weight, memory_format=torch.contiguous_format)
 

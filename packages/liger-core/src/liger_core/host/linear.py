@@ -1,10 +1,11 @@
-"""Losses of a linear layer's logits: their matrix products, chunks and sums, which are PyTorch's in every language.
+"""Losses of a linear layer's logits: matrix products, chunks and sums, which PyTorch does for every language.
 
-When one chunk holds all rows, its logits are kept for backward, as an unfused model does. Otherwise a chunk's logits
-are overwritten with their gradient, which becomes the gradients of the arguments at once; backward has only to scale
-those. They can't be made before the loss's own gradient is known when that differs from row to row: backward then
-computes the logits again. So it does for the gradient of the weight where a memory budget has no room for an
-accumulator: from all rows of x, for some rows of the weight after others.
+If one chunk holds all rows, its logits are kept for backward, as an unfused model does. Otherwise the gradient of a chunk's
+logits overwrites them, and becomes the gradients of the arguments at once. Backward then only scales those.
+
+That is impossible if the loss's own gradient differs from row to row: backward then computes the logits again. It does so as
+well if a memory budget has no room for an accumulator of the weight's gradient: it then takes all rows of x, and some rows of
+the weight after others.
 
 A language has one `Linear`. An op has a `LinearLoss`, which writes rows' results and the gradient of their logits.
 """
@@ -21,19 +22,19 @@ from liger_core.contract import Needs, Once, Saved
 from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_cross_entropy import chunk_columns, chunk_rows, temporary_memory
 
-# A matmul of half-precision operands with a float32 result: on ROCm since pytorch#162600; added to a float32 tensor since
-# pytorch#167931.
+# Whether there are matmuls of half-precision operands with a float32 result. ROCm has the plain one since pytorch#162600. The
+# one that adds to a float32 tensor exists since pytorch#167931.
 _FLOAT32_MM = torch.version.hip is None or torch.__version__ >= "2.10"
 _FLOAT32_ADDMM = torch.__version__ >= "2.10"
 
 
 def chunks(size: int, most: int, aligned: int) -> list[tuple[int, int]]:
-    """The ends of chunks of rows or columns, all about as large. A dynamic size stays dynamic in a trace.
+    """The ends of chunks of rows or columns, all of about one size. A dynamic size stays dynamic in a trace.
 
     Args:
-        size: of all chunks together.
-        most: of a chunk.
-        aligned: what a chunk is a multiple of, unless `most` is less.
+        size: the size of all chunks together.
+        most: the largest size of a chunk.
+        aligned: chunks are multiples of this, unless `most` is less.
     """
     if size <= most:
         return [(0, size)]
@@ -47,12 +48,12 @@ def chunks(size: int, most: int, aligned: int) -> list[tuple[int, int]]:
 
 
 def is_wide(bias: Tensor | None, x: Tensor) -> bool:
-    """Whether logits of half-precision x are float32 with a bias of another dtype: so is their gradient, which it sums."""
+    """Whether logits of half-precision x, and their gradient, are float32, because the bias has another dtype."""
     return bias is not None and bias.dtype is not x.dtype and x.dtype is not torch.float32
 
 
 def _factors(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, torch.dtype | None]:
-    """What `_mm` takes for aᵀ b in `dtype`: both factors, and the dtype of their product if it isn't theirs."""
+    """The arguments of `_mm` for aᵀ b in `dtype`: both factors, and the product's dtype if it differs from theirs."""
     if dtype is not torch.float32 or a.dtype is torch.float32:
         return a.t(), b, None
     return (a.t(), b, dtype) if a.is_cuda and _FLOAT32_MM else (a.float().t(), b.float(), None)
@@ -64,7 +65,10 @@ def _mm(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @opaque(writes=("total",))
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Total += aᵀ b. Were it traced, Inductor would add up the products of all chunks at the end, each in memory of its own."""
+    """total += aᵀ b.
+
+    It isn't traced: Inductor would add up the products of all chunks at the end, each in its own memory.
+    """
     a, b, dtype = _factors(a, b, total.dtype)
     if dtype is not None and _FLOAT32_ADDMM:
         torch.addmm(total, a, b, out_dtype=dtype, out=total)
@@ -75,9 +79,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class Linear:
-    """What a language has for linear layers: a kernel that scales gradients, and matrix products as its devices want them.
+    """A language's part of linear layers: a kernel that scales gradients, and matrix products that suit its devices.
 
-    The products here are those of GPUs.
+    The products here are those for GPUs.
     """
 
     aligned = 128
@@ -91,33 +95,33 @@ class Linear:
             y: contiguous, as `x` is, and of its shape.
             x: of any float dtype.
             dloss: a float32 scalar.
-            divisor: float32, of which the first element counts, or None.
+            divisor: float32; its first element is the divisor. Or None.
         """
         raise NotImplementedError
 
     def takes_memory(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether `add_product` of tensors of x's dtype, in `dtype`, needs about as much memory as its `a`."""
+        """Whether `add_product` in `dtype`, of tensors with x's dtype, needs about as much memory as its `a`."""
         return False
 
     def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        """Total + aᵀ b, in `dtype`; written to total."""
+        """total + aᵀ b, in `dtype`; written to `total` if there is one."""
         if total is not None:
             _add_product(total, a, b)
             return total
         return _mm(*_factors(a, b, dtype)).to(dtype)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """A b, in float32, of values that are not rounded to the dtype of both."""
+        """a · b in float32, not rounded to their dtype."""
         return self.add_product(None, a.t(), b, torch.float32)
 
     def chunks(self, size: int, most: int) -> list[tuple[int, int]]:
-        """`chunks`, as the device's matrix products want them."""
+        """`chunks` that suit the device's matrix products."""
         return chunks(size, most, self.aligned)
 
     def scaled(
         self, x: Tensor | None, dtype: torch.dtype, dloss: Tensor, divisor: Tensor | None, own: bool
     ) -> Tensor | None:
-        """x · dloss / divisor, in `dtype`; written to x if it is `own`."""
+        """x · dloss / divisor, in `dtype`. If x is `own`, it is written there."""
         if x is None:
             return None
         y = x if own and x.dtype is dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -126,10 +130,10 @@ class Linear:
 
 
 class Gradients:
-    """The gradients of x, weight and bias of a linear layer, added up from that of the logits.
+    """The gradients of x, weight and bias of a linear layer, added up from the gradient of the logits.
 
-    That comes in chunks of rows (`add_rows`) or of columns (`add_columns`): of rows the weight's gradient is a sum, of
-    columns it is made in one product and rounded once.
+    That gradient comes in chunks of rows (`add_rows`) or of columns (`add_columns`). With rows, the weight's gradient is a sum
+    over chunks. With columns, one product makes it, and it is rounded once.
 
     Args:
         linear: the language's.
@@ -137,10 +141,10 @@ class Gradients:
         x: ``[N, H]``.
         weight: ``[V, H]``.
         bias: ``[V]``, or None.
-        dtype: in which the weight's gradient is summed over chunks of rows. The bias's is in float32.
+        dtype: the dtype in which the weight's gradient is summed over chunks of rows. The bias's is summed in float32.
 
     Attributes:
-        made: the gradients of x, weight and bias; None for what isn't needed.
+        made: the gradients of x, weight and bias; None for those that aren't needed.
     """
 
     def __init__(
@@ -168,7 +172,7 @@ class Gradients:
             self.dbias = dbias if self.dbias is None else self.dbias.add_(dbias)
 
     def add_columns(self, first: int, last: int, dlogits: Tensor) -> None:
-        """Take the gradient of some columns of logits, with all rows: that of these rows of weight, and of bias."""
+        """Take the gradient of some columns of logits, with all rows: that gives these rows of weight's and bias's gradients."""
         if self.needs[1]:
             if self.dweight is None:
                 self.dweight = torch.empty_like(self.weight, memory_format=torch.contiguous_format)
@@ -179,7 +183,7 @@ class Gradients:
             self.dbias[first:last] = dlogits.sum(0, dtype=torch.float32)
 
     def add_wide_bias(self, first: int, last: int, dlogits: Tensor) -> None:
-        """Add the float32 gradient of some columns of logits, with any rows, to that of a `wide` bias."""
+        """Add the float32 gradient of some columns of logits, with any rows, to the gradient of a `wide` bias."""
         if self.dbias is None:
             self.dbias = torch.zeros(self.weight.shape[0], dtype=torch.float32, device=self.x.device)
         self.dbias[first:last] += dlogits.sum(0, dtype=torch.float32)
@@ -189,11 +193,12 @@ class Plan(NamedTuple):
     """How a call goes over its rows.
 
     Attributes:
-        chunk: rows for whose logits there is room beside their gradient.
-        columns: columns for which there is, with all rows, where the weight's gradient is made by columns; else None.
+        chunk: rows whose logits fit beside their gradient.
+        columns: columns whose logits fit beside their gradient, with all rows, if the weight's gradient is made by columns;
+            otherwise None.
         whole: one chunk holds all rows, and its logits are kept.
         at_once: gradients are made in forward.
-        needs: which gradients of x, weight and bias chunks of rows make.
+        needs: which gradients of x, weight and bias the chunks of rows make.
     """
 
     chunk: int
@@ -217,7 +222,7 @@ def plan_of(
 
     Args:
         needs: which of x, weight and bias want a gradient.
-        x, weight: the layer's.
+        x, weight: those of the layer.
         accum_dtype, memory_budget, teacher_x: as in `temporary_memory`.
         reduced: whether the loss is a sum or a mean over rows, so that its own gradient is one number.
     """
@@ -229,7 +234,7 @@ def plan_of(
     whole = chunk >= x.shape[0] and columns is None
     at_once = any(made) and not whole and reduced
     if at_once and memory_budget is not None and modes.compiling():
-        # What is kept from forward to backward stands beside what is returned.
+        # Gradients that are kept for backward take memory beside those that it returns.
         room = temporary_memory(chunk, x, weight, accum_dtype=accum_dtype, weight_grad=made[1], teacher_x=teacher_x)
         kept = x.numel() * x.dtype.itemsize if made[0] else 0
         kept += weight.numel() * accum_dtype.itemsize if made[1] else 0
@@ -242,9 +247,9 @@ class LinearLoss:
     """A call of a loss of a linear layer's logits. An op's subclass has `write`, `incoming` and `gradient`.
 
     Attributes:
-        rows: of logits at a time, whose gradient overwrites them.
-        columns: of logits at a time, with all rows, where `plan` has columns.
-        divisor: what a mean divides by, as in `Linear.scale`; None for a sum.
+        rows: rows of logits at a time. Their gradient overwrites them.
+        columns: if `plan` has columns, columns of logits at a time, with all rows.
+        divisor: the divisor of a mean, as in `Linear.scale`; None for a sum.
     """
 
     divisor: Tensor | None = None
@@ -262,7 +267,7 @@ class LinearLoss:
         self.linear, self.needs, self.x, self.weight, self.bias = linear, needs, x, weight, bias
         self.plan, self.accum_dtype = plan, accum_dtype
         self.rows, self.columns = x.shape[0] if plan.whole else plan.chunk, plan.columns
-        # A plan has room for logits beside their gradient. Here that overwrites them, but that of a wide bias.
+        # A plan has room for logits beside their gradient. Here the gradient overwrites the logits, except for a wide bias.
         wide = is_wide(bias, x)
         if not (plan.whole or self.takes_memory or (plan.needs[2] and wide)):
             self.rows *= 2
@@ -277,10 +282,10 @@ class LinearLoss:
     def visit(
         self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any
     ) -> tuple[Tensor, ...]:
-        """Write results of the rows from `first` on; and with `gradients`, then the gradient of `logits` over them.
+        """Write results of the rows from `first` on. With `gradients`, overwrite `logits` with their gradient then.
 
         Returns:
-            What `gradient` reads: `logits`, and others beside it.
+            The tensors that `gradient` reads: `logits`, and others beside it.
         """
         if results:
             self.write(first, logits)
@@ -290,14 +295,14 @@ class LinearLoss:
         return (logits,)
 
     def write(self, first: int, *logits: Tensor) -> None:
-        """Write results of the rows from `first` on, of their logits; in a `TeacherLoss`, also of the teacher's."""
+        """Write results of the rows from `first` on, from their logits; in a `TeacherLoss`, from the teacher's as well."""
         raise NotImplementedError
 
     def incoming(self, dloss: Tensor | None) -> Any:
-        """What `gradient` multiplies with, from the gradient of the loss; None for one made before that is known.
+        """The factors of `gradient`, from the gradient of the loss; None if the loss's gradient isn't known yet.
 
-        That is the gradient of the sum; or of the mean times the rows that count, without which it would underflow in
-        float16. `scaled` divides by them.
+        `gradient` then gives the gradient of the sum; or that of the mean times the rows that count, because the mean's own
+        gradient would underflow in float16. `scaled` divides by these rows.
         """
         raise NotImplementedError
 
@@ -308,15 +313,15 @@ class LinearLoss:
 
         Args:
             dlogits: contiguous.
-            kept: of `visit`; for logits that `dlogits` holds, None.
-            incoming: of `incoming`.
+            kept: what `visit` returned; None in place of logits that `dlogits` holds.
+            incoming: what `incoming` returned.
             first: the first row.
             first_column: the first column.
         """
         raise NotImplementedError
 
     def run(self, results: bool, gradients: Gradients | None, dloss: Tensor | None) -> tuple[Tensor, ...] | None:
-        """Go over all rows, a chunk after another.
+        """Go over all rows, one chunk after another.
 
         Args:
             results: whether to write the rows' results.
@@ -324,12 +329,12 @@ class LinearLoss:
             dloss: the gradient of the loss, or None, as in `incoming`.
 
         Returns:
-            What the last `visit` did, when there are no `gradients`.
+            What the last `visit` returned, if there are no `gradients`.
         """
         incoming = None if gradients is None else self.incoming(dloss)
         kept = logits = None
         for first, last in self.linear.chunks(self.x.shape[0], self.rows):
-            kept = logits = None  # before the next chunk's are allocated
+            kept = logits = None  # freed before the next chunk's are allocated
             logits = self.x[first:last] @ self.weight.t()
             kept = self.visit(first, logits, results, gradients, incoming)
             if gradients is not None:
@@ -341,7 +346,7 @@ class LinearLoss:
         """Write all rows' results.
 
         Returns:
-            What `backward` takes, beside what the op saves of its own: logits, gradients, or nothing.
+            What `backward` takes, beside what the op itself saves: logits, gradients, or nothing.
         """
         gradients = self._gradients(self.accum_dtype) if self.plan.at_once else None
         kept = self.run(True, gradients, None)
@@ -373,7 +378,7 @@ class LinearLoss:
         first: int = 0,
         first_column: int = 0,
     ) -> None:
-        """Add the gradient of a `wide` bias, before that of the logits is rounded, in half of the logits' memory at a time."""
+        """Add a `wide` bias's gradient, from the unrounded gradient of the logits, in half of the logits' memory at a time."""
         if not gradients.wide:
             return
         rows, columns = kept[0].shape
@@ -395,7 +400,7 @@ class LinearLoss:
         gradients.add_rows(0, self.x.shape[0], dlogits)
 
     def _by_columns(self, columns: int, dloss: Tensor) -> Gradients:
-        """The gradients of weight and bias, `columns` of the logits at a time: each a sum that one matmul makes."""
+        """The gradients of weight and bias, `columns` of the logits at a time. One matmul makes each sum."""
         needs = (False, *self.needs[1:])
         gradients = Gradients(self.linear, needs, self.x, self.weight, self.bias, self.weight.dtype)
         incoming = self.incoming(dloss)
@@ -411,7 +416,7 @@ class LinearLoss:
         own = isinstance(kept[0], Once)
         if own:
             taken: Saved | None = kept[0].take()
-            if taken is None:  # a backward before this one has taken them
+            if taken is None:  # an earlier backward has taken them
                 gradients = self._gradients(self.accum_dtype)
                 self.run(False, gradients, None)
                 taken = gradients.made
@@ -431,8 +436,8 @@ class LinearLoss:
 class TeacherLoss(LinearLoss):
     """A `LinearLoss` of a student that also depends on the logits of its teacher, another linear layer without gradients.
 
-    The teacher's logits are no more than read, so they are computed for few rows of a chunk at a time: fewer chunks, each of
-    which reads and writes the accumulator of the weight's gradient, fit the same memory.
+    The teacher's logits are only read, so they are computed for a few rows of a chunk at a time. In the same memory there are
+    then fewer chunks, each of which reads and writes the accumulator of the weight's gradient.
     """
 
     def __init__(
@@ -464,10 +469,10 @@ class TeacherLoss(LinearLoss):
         if not plan.whole:
             self.rows = plan.chunk
             if memory_budget is not None and not (needs[2] and is_wide(bias, x)):
-                # There is room for the student's logits beside their gradient, which here take the same memory; and for
-                # the teacher's, half of which `add_product` may take instead.
+                # The plan has room for three: the student's logits, their gradient, which here overwrites them, and the
+                # teacher's logits, half of whose room `add_product` may take.
                 self.rows += plan.chunk // 2 if self.takes_memory else plan.chunk
-            # Matmuls need a few hundred rows for their full speed.
+            # Matmuls reach their full speed only with a few hundred rows.
             self.teacher_rows = min(plan.chunk, max(256, plan.chunk // 8))
 
     def visit(

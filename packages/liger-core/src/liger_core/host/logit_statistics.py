@@ -1,4 +1,4 @@
-"""Statistics of rows of logits, for `logit_statistics` and `fused_linear_logit_statistics`: all but their kernels."""
+"""Statistics of rows of logits, for `logit_statistics` and `fused_linear_logit_statistics`: the host code, without kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from liger_core.ops.logit_statistics import LogitStatistics
 
 
 class Options(NamedTuple):
-    """What a row's statistics depend on besides tensors. What is off is None: a kernel is then compiled without it.
+    """The options of a row's statistics. An option that is off is None: a kernel is then compiled without it.
 
-    `inverse` is that of the temperature. Differences of logits are multiplied by it, rather than logits divided: the
+    `inverse` is that of the temperature. Differences of logits are multiplied by it, instead of dividing the logits: the
     rounding is then relative to the difference.
     """
 
@@ -26,7 +26,7 @@ class Options(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """What the rows' statistics depend on besides their logits.
+    """The inputs of the rows' statistics, except their logits.
 
     Attributes:
         target: int64 ``[N, K]``, with any strides.
@@ -42,14 +42,14 @@ class Labels(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What `StatisticsKernels.rows` writes per row; None for what isn't wanted.
+    """The results per row that `StatisticsKernels.rows` writes; None for those that aren't wanted.
 
     Attributes:
         lse, entropy, total, log_sum_squares, best, best_index: as in `LogitStatistics`, contiguous.
         picked: float32 ``[N, K]``, contiguous.
-        kept: float32 ``[2, N]``, or ``[3, N]`` with an entropy; what `StatisticsKernels.gradient` needs. They are a row's
-            largest logit, after the softcap and before the temperature; the sum of exponentials relative to it, or -1 in
-            an ignored row; and the entropy.
+        kept: float32 ``[2, N]``, or ``[3, N]`` with an entropy; `StatisticsKernels.gradient` needs it. It has a row's largest
+            logit, after the softcap and before the temperature; the sum of exponentials relative to it, or -1 in an ignored
+            row; and the entropy.
     """
 
     lse: Tensor
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """The gradients of the statistics, contiguous; None for one that nothing flows into.
+    """The gradients of the statistics, contiguous; None for a statistic without one.
 
     Attributes:
         lse, entropy, total: float32 ``[N]``.
@@ -96,10 +96,10 @@ class StatisticsKernels:
         """Write the gradient of the logits of the rows from `first_row` on, and of the columns from `first_column` on.
 
         Args:
-            dlogits: contiguous; of any dtype that is no wider than that of the logits.
-            logits: None where `dlogits` holds them.
+            dlogits: contiguous; of any dtype no wider than the logits'.
+            logits: None if `dlogits` holds them.
             labels: as `rows` got them.
-            kept: of `rows`.
+            kept: what `rows` kept.
             incoming: gradients of the statistics, at least one of them.
             first_row: the first row.
             first_column: the first column.
@@ -114,7 +114,7 @@ def options_of(first: int, ignore_index: int, softcap: float | None, temperature
 
 
 def labels_of(target: Tensor, weight: Tensor | None, bias: Tensor | None, options: Options) -> Labels:
-    """The labels, of tensors with any strides."""
+    """The labels, from tensors with any strides."""
     return Labels(
         target if target.dim() == 2 else target[:, None],
         None if weight is None else weight.contiguous(),
@@ -126,7 +126,7 @@ def labels_of(target: Tensor, weight: Tensor | None, bias: Tensor | None, option
 def incoming_of(
     dlse: Tensor | None, dpicked: Tensor | None, dentropy: Tensor | None, dtotal: Tensor | None
 ) -> Incoming:
-    """The gradients of the statistics, of tensors with any strides."""
+    """The gradients of the statistics, from tensors with any strides."""
     lse, picked, entropy, total = (None if d is None else d.contiguous() for d in (dlse, dpicked, dentropy, dtotal))
     return Incoming(lse, picked if picked is None or picked.dim() == 2 else picked[:, None], entropy, total)
 
@@ -159,13 +159,13 @@ def new_rows(
 
 
 def result_of(rows: Rows, target: Tensor) -> LogitStatistics:
-    """The op's result, of a target as it was given."""
+    """The op's result, for a target of the given shape."""
     lse, picked, *others, _ = rows
     return LogitStatistics(lse, picked.view(target.shape), *others)
 
 
 class Statistics:
-    """`logit_statistics` by a language's kernels: the logits are read once forward and once backward, and copied nowhere."""
+    """`logit_statistics` by a language's kernels: forward and backward read the logits once each, and never copy them."""
 
     def __init__(self, kernels: StatisticsKernels) -> None:
         self.kernels = kernels
@@ -186,7 +186,7 @@ class Statistics:
         return_log_sum_squares: bool = False,
         return_best: bool = False,
     ) -> tuple[LogitStatistics, Saved]:
-        """The contract's, for a kernel file."""
+        """The contract's forward, for a kernel file."""
         (differentiable,) = needs
         options = options_of(first, ignore_index, softcap, temperature)
         labels = labels_of(target, weight if return_total else None, None, options)
@@ -217,7 +217,7 @@ class Statistics:
         temperature: float,
         **returned: bool,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's, for a kernel file."""
+        """The contract's backward, for a kernel file."""
         logits, target, weight, kept = saved
         labels = labels_of(target, weight, None, options_of(first, ignore_index, softcap, temperature))
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)

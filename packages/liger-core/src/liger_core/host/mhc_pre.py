@@ -1,6 +1,6 @@
-"""`mhc_pre` by a language's kernels: all but these.
+"""`mhc_pre`'s host code: a language adds its kernels.
 
-Backward reaches x and weight through a plan, r · G: by what each row of weight is multiplied in the gradient of a row of x. The
+Backward reaches x and weight through a plan, r · G: the factors of each row of weight in the gradient of a row of x. The
 gradient of a stream is then plan · weight + pre · dh − c · x, and that of the weight planᵀ · x.
 """
 
@@ -26,7 +26,7 @@ class Coefficients(NamedTuple):
 
 
 class MHCPreKernels:
-    """What a language launches. M is the number of weight's rows, n that of streams, and K = n · C."""
+    """The kernels that a language launches. M is the number of weight's rows, n the number of streams, and K = n · C."""
 
     def forward(
         self,
@@ -41,7 +41,7 @@ class MHCPreKernels:
         alpha: Tensor,
         options: Coefficients,
     ) -> None:
-        """Write the results, and what backward needs.
+        """Write the results, and `m`, which backward needs.
 
         Args:
             h: ``[rows, C]``, contiguous.
@@ -79,18 +79,18 @@ class MHCPreKernels:
         columns: int,
         options: Coefficients,
     ) -> Tensor:
-        """Write what the gradients of a row are made of.
+        """Write the numbers of each row from which the gradients are made.
 
         Args:
-            plan: float32 ``[rows, P]``, contiguous, zeros: P is a power of two that is no less than M and 16.
+            plan: float32 ``[rows, P]``, contiguous, zeros: P is a power of two, at least M and 16.
             rest: float32 ``[rows, n + 1]``, contiguous: pre, and c.
             dots: float32 ``[rows, n]``, contiguous: what h adds to dpre; or None.
-            dpre, dpost, dres: the incoming gradients, contiguous; None without one.
+            dpre, dpost, dres: the incoming gradients, contiguous; or None.
             m, bias, alpha, options: as in `forward`.
             columns: K.
 
         Returns:
-            float32 ``[parts, M + 3]``: parts of the sums of dbias, and behind them of dalpha, over rows.
+            float32 ``[parts, M + 3]``: parts of the sums over rows of dbias and, behind them, of dalpha.
         """
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class MHCPreKernels:
 
 
 def _padded(count: int) -> int:
-    """The least power of two that is no less than `count` and 16."""
+    """The least power of two that is at least `count` and 16."""
     power = 16
     while power < count:
         power *= 2
@@ -178,7 +178,7 @@ class HyperConnectionsBefore:
         if dh is not None:
             dots = x.new_empty((rows, streams), dtype=torch.float32)
             self.kernels.dot(dots, dh, x)
-        # Of a whole number of vectors, the last ones zero: no element is masked.
+        # A whole number of vectors, the last elements zero, so that no element has to be masked.
         plan = x.new_zeros((rows, _padded(count)), dtype=torch.float32)
         rest = x.new_empty((rows, streams + 1), dtype=torch.float32)
         dpre, dpost, dres = (None if d is None else d.contiguous() for d in (dpre, dpost, dres))

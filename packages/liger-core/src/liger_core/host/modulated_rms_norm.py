@@ -1,7 +1,8 @@
-"""Where the scale and the shift of `modulated_rms_norm` lie for each row, and what is kept: all but the kernels.
+"""The place of `modulated_rms_norm`'s scale and shift for each row, and what is kept: the host code, without kernels.
 
-Dimensions before the last one are merged until three are left. A kernel finds a row's scale and shift by their strides there,
-0 where they are broadcast. The rows that share a scale are a group, and its gradient is a sum over them.
+Dimensions before the last one are merged until three are left. A kernel finds a row's scale and shift by their strides there.
+The stride is 0 in a dimension over which they are broadcast. The rows that share a scale are a group. The scale's gradient is a
+sum over each group.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from torch import Tensor
 from liger_core.contract import Needs, Saved
 
 LEVELS = 3
-"""Dimensions that a kernel goes over."""
+"""The number of dimensions that a kernel goes over."""
 
 
 class Places(NamedTuple):
-    """A row's place is one number in each of three dimensions, of which each is either kept by the scale or not.
+    """A row's place is one number in each of three dimensions. The scale keeps a dimension, or is broadcast over it.
 
     Attributes:
-        kept: sizes of the dimensions, 1 for those over which the scale is broadcast. Their product is the number of groups.
-        shared: sizes of the others, 1 for those that are kept. Their product is the number of rows of a group.
+        kept: sizes of the dimensions, with 1 for those that aren't kept. Their product is the number of groups.
+        shared: sizes of the dimensions, with 1 for those that are kept. Their product is the number of rows of a group.
         scale: strides of the scale.
         shift: strides of the shift.
     """
@@ -57,7 +58,7 @@ def _sizes(tensor: Tensor, shape: Sequence[int]) -> list[int]:
 
 
 def places_of(shape: Sequence[int], scale: Tensor, shift: Tensor | None) -> Places | None:
-    """The places of rows, or None where more than three dimensions are left.
+    """The places of rows, or None if more than three dimensions are left.
 
     Args:
         shape: x's.
@@ -72,7 +73,7 @@ def places_of(shape: Sequence[int], scale: Tensor, shift: Tensor | None) -> Plac
         if size == 1:
             continue
         keeps, a, b = True, scales[dim], shifts[dim]
-        if kept[dim] == 1:  # branched on, since in a trace of dynamic sizes what is compared gives a symbol
+        if kept[dim] == 1:  # a branch: in a trace of dynamic sizes the comparison itself would give a symbol
             keeps = False
         if merged:
             outer, keeps_outer, a_outer, b_outer = merged[-1]
@@ -92,7 +93,7 @@ def places_of(shape: Sequence[int], scale: Tensor, shift: Tensor | None) -> Plac
 
 
 def modulation_of(x: Tensor, scale: Tensor, shift: Tensor | None) -> Modulation:
-    """What kernels take. Where dimensions alternate too often, scale and shift are made as large as x."""
+    """The modulation that kernels take. If dimensions alternate too often, scale and shift are expanded to x's size."""
     if scale.stride(-1) != 1:
         scale = scale.contiguous()
     if shift is not None and shift.stride(-1) != 1:
@@ -107,13 +108,13 @@ def modulation_of(x: Tensor, scale: Tensor, shift: Tensor | None) -> Modulation:
 
 
 def summed(gradient: Tensor, like: Tensor) -> Tensor:
-    """The sum of a float32 gradient over the dimensions in which `like` is broadcast to it, as one of `like`."""
+    """A float32 gradient, summed over the dimensions in which `like` is broadcast, in the shape and dtype of `like`."""
     dims = [dim for dim, size in enumerate(_sizes(like, gradient.shape)) if size != gradient.shape[dim]]
     return gradient.sum(dims).reshape(like.shape).to(like.dtype)
 
 
 class ModulatedRMSNormKernels:
-    """What a language launches."""
+    """The kernels that a language launches."""
 
     def forward(
         self,
@@ -151,7 +152,7 @@ class ModulatedRMSNormKernels:
         inverse_rms: Tensor | None,
         offset: float,
     ) -> None:
-        """Write the gradients that are given; one at least is.
+        """Write the gradients that aren't None; there is at least one.
 
         Args:
             dx: contiguous, of x's shape.
@@ -159,9 +160,9 @@ class ModulatedRMSNormKernels:
             dscale: contiguous, a row of H elements for each group: the sum over the group.
             dshift: the same; the shift then has the scale's groups.
             dy: with any strides.
-            x, weight, modulation, offset: as in `forward`. Of `dshift` alone x is not read, and `modulation` may have the
-                shift for a scale.
-            inverse_rms: None if `dshift` is all that is given.
+            x, weight, modulation, offset: as in `forward`. For `dshift` alone x is not read, and `modulation` may have the
+                shift in place of the scale.
+            inverse_rms: None if only `dshift` is wanted.
         """
         raise NotImplementedError
 

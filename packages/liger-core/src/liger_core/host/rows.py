@@ -8,8 +8,8 @@ from torch import Tensor
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
     """A tensor whose rows lie at one distance from each other, each row's elements adjacent; and that distance.
 
-    It is `x`, or a view of it, wherever x's strides allow: contiguous, or sliced or expanded in any dimension but the
-    last. Otherwise it is a copy.
+    It is `x`, or a view of it, if x's strides allow: x is contiguous, or sliced or expanded in any dimension but the last.
+    Otherwise it is a copy.
 
     Args:
         x: ``[..., H]``.

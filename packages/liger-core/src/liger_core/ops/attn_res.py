@@ -14,15 +14,15 @@ from liger_core.contract import op, upcast
 def attn_res(blocks: Tensor, partial: Tensor | None, query: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     """Average the blocks and the partial sum by a softmax over them: y = Σ softmax(s)ᵢ·vᵢ, sᵢ = query · rms_norm(vᵢ, weight).
 
-    Finished blocks are stacked once, when one is added. The sum that the current block is so far changes at every sub-layer,
-    and is given apart, as `partial`: nothing is copied for it. Computed in float32 and rounded once. The blocks, and two float32
-    numbers for each of their rows, are kept for the backward.
+    Finished blocks are stacked once, when one is added. The current block's sum changes at every sub-layer. So it is given apart,
+    as `partial`, and nothing is copied for it. Computed in float32 and rounded once. The blocks, and two float32 numbers for each
+    of their rows, are kept for the backward.
 
     Args:
-        blocks: ``[N, ..., D]``, any number of them; float32, bfloat16 or float16.
-        partial: ``[..., D]``, of blocks' dtype: one more; or None.
+        blocks: ``[N, ..., D]``, any number of blocks; float32, bfloat16 or float16.
+        partial: ``[..., D]``, one more block, in blocks' dtype; or None.
         query: ``[D]``. It may be float32 beside half-precision blocks.
-        weight: ``[D]``, of the norm, as query; or None for no scaling.
+        weight: ``[D]``, the norm's weight; its dtype is as query's. None for no scaling.
         eps: added to the mean square.
 
     Returns:

@@ -14,14 +14,15 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What a cross-entropy returns when more than the loss is asked for; what was not asked for is None.
+    """The result of a cross-entropy if more than the loss was requested. A field that wasn't requested is None.
 
     Attributes:
-        loss: float32; a scalar, or ``[N]`` when `reduction` is ``"none"``. The only field with a gradient.
+        loss: float32; a scalar, or ``[N]`` if `reduction` is ``"none"``. The only field with a gradient.
         z_loss: the part of `loss` that `lse_square_scale` adds, of the same dtype and shape.
-        token_accuracy: float32; share of the counted rows whose largest logit is the label's, 0 when none counts.
-            ``[N]`` of 0 and 1 when `reduction` is ``"none"``.
-        predicted_tokens: int64 ``[N]``; position of the row's largest logit, the first on ties; -1 for an ignored row.
+        token_accuracy: float32; the share of the rows that count whose largest logit is the label's; 0 if none counts.
+            If `reduction` is ``"none"``, ``[N]`` of 0 and 1.
+        predicted_tokens: int64 ``[N]``; the position of the row's largest logit, the first one if several are equal. -1 for an
+            ignored row.
     """
 
     loss: Tensor
@@ -104,7 +105,7 @@ class CrossEntropyCall:
         **options: Unpack[CrossEntropyOptions],
     ) -> Tensor | CrossEntropyOutput: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Nothing makes one."""
+        """Exists for type checkers only: there are no instances."""
         raise NotImplementedError
 
 
@@ -140,20 +141,20 @@ def cross_entropy(
     Args:
         logits: ``[N, V]``; float32, bfloat16 or float16.
         target: int64 ``[N]``, the labels.
-        weight: ``[V]``, a weight per class, or None. What an infinite one reaches is infinite or NaN.
+        weight: ``[V]``, a weight per class, or None. An infinite weight makes everything that it enters infinite or NaN.
         ignore_index: the label of rows that don't count.
         label_smoothing: probability given to the uniform distribution; 0 to 1.
         lse_square_scale: coefficient of the z-loss, lse². It is not weighted by class.
         softcap: bound of the logits' magnitude, or None.
-        reduction: ``"mean"`` divides by the number of rows that count, or, when `weight` is given, by the sum of their
-            labels' weights (the z-loss always by the number of rows), and is 0 when no row counts; ``"sum"``;
+        reduction: ``"mean"`` divides by the number of rows that count or, if `weight` is given, by the sum of their labels'
+            weights. The z-loss is always divided by the number of rows. If no row counts, the mean is 0. ``"sum"`` adds up.
             ``"none"`` gives a loss per row.
         return_z_loss: also return the z-loss.
         return_token_accuracy: also return the accuracy.
         return_predicted_tokens: also return the argmax of `logits`.
 
     Returns:
-        The loss, or a `CrossEntropyOutput` when any `return_*` flag is set.
+        The loss, or a `CrossEntropyOutput` if any `return_*` flag is set.
 
     Raises:
         TypeError: a dtype or type that is not accepted.
@@ -242,8 +243,8 @@ def loss_of_statistics(
     """A cross-entropy from the statistics of its rows, which may have been joined from shards of the vocabulary.
 
     Args:
-        statistics: of the whole vocabulary; with `total` when `label_smoothing` isn't 0, with `best_index` when the
-            accuracy or the predicted tokens are asked for.
+        statistics: those of the whole vocabulary; with `total` if `label_smoothing` isn't 0, with `best_index` if the
+            accuracy or the predicted tokens are requested.
         target: int64 ``[N]``, the labels.
         weight: ``[V]``, a weight per class of the whole vocabulary, or None.
         vocabulary: V.
@@ -301,7 +302,7 @@ def _(logits: Tensor, target: Tensor, weight: Tensor | None, **options: Any) -> 
 
 
 def check_labels(op: str, labels: Tensor | None, rows: int, because: str, name: str = "target") -> None:
-    """Labels, when given, are int64 ``[rows]``."""
+    """Labels, if given, are int64 ``[rows]``."""
     checks.dtypes(op, (torch.int64,), **{name: labels})
     checks.shape(op, name, labels, (rows,), because)
 

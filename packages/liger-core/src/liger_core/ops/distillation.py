@@ -14,12 +14,12 @@ DIVERGENCES = ("jsd", "tvd", "cosine")
 
 
 class DistillationOutput(NamedTuple):
-    """What a distillation returns: float32 scalars, or ``[N]`` when `reduction` is ``"none"``. All have gradients.
+    """The result of a distillation: float32 scalars, or ``[N]`` if `reduction` is ``"none"``. All have gradients.
 
     Attributes:
         loss: soft_weight · soft_loss + hard_weight · hard_loss.
         soft_loss: the divergence from the teacher.
-        hard_loss: the cross-entropy of the labels; None when `hard_weight` is 0.
+        hard_loss: the cross-entropy of the labels; None if `hard_weight` is 0.
     """
 
     loss: Tensor
@@ -48,7 +48,7 @@ def distillation(
     reduction: str = "mean",
     num_items_in_batch: int | float | Tensor | None = None,
 ) -> DistillationOutput:
-    """Divergence of a student from its teacher and, weighted beside it, cross-entropy of the labels, in float32.
+    """Weighted sum of a student's divergence from its teacher and the cross-entropy of the labels, in float32.
 
     s and t are the logits of student and teacher, or softcap · tanh(logits / softcap). With Q = softmax(s / temperature)
     and P = softmax(t / temperature), the soft loss of a row is, by `divergence`,
@@ -57,26 +57,26 @@ def distillation(
     - ``"tvd"``: ½ Σ abs(Q − P), with gradient 0 where the two are equal;
     - ``"cosine"``: 1 − s·t / (‖s‖ ‖t‖), of logits: temperature has no effect. 1, with gradient 0, if one is all 0.
 
-    The hard loss of a row is the cross-entropy of its label under softmax(s): there the temperature has no effect. A
-    factor temperature², as some write, belongs into `soft_weight`.
+    The hard loss of a row is the cross-entropy of its label under softmax(s): there the temperature has no effect. Some
+    definitions multiply the soft loss by temperature²: put that factor into `soft_weight`.
 
     Args:
         student_logits: ``[N, V]``; float32, bfloat16 or float16. The only tensor that gets a gradient.
-        teacher_logits: ``[N, V]``; float32, bfloat16 or float16, also beside another dtype of the student. Slice away
-            the padding of a longer vocabulary: P is that of the shared tokens.
+        teacher_logits: ``[N, V]``; float32, bfloat16 or float16; the student may have another dtype. Slice away the
+            padding of a longer vocabulary: P is over the shared tokens.
         labels: int64 ``[N]``, or None: all rows count. A row whose label is `ignore_index` has losses 0 and gradient 0,
             whatever its logits. One that is neither that nor in [0, V) has a NaN hard loss and a NaN gradient.
         divergence: one of ``DIVERGENCES``.
-        beta: 0 to 1; of ``"jsd"``.
+        beta: 0 to 1, for ``"jsd"``.
         temperature: greater than 0.
         soft_weight: at least 0.
         hard_weight: at least 0; if it is 0, the hard loss is not computed.
         student_softcap, teacher_softcap: bounds of the logits' magnitudes, or None.
         ignore_index: the label of rows that don't count.
-        reduction: ``"mean"`` divides by the number of rows that count, or by `num_items_in_batch`, and by at least 1;
-            ``"sum"``; ``"none"`` gives a loss per row.
-        num_items_in_batch: an int, a float or a 0-d tensor; this process's share of the rows that count in all of a
-            batch whose gradients are accumulated.
+        reduction: ``"mean"`` divides by the number of rows that count, or by `num_items_in_batch`, and by at least 1.
+            ``"sum"`` adds up. ``"none"`` gives a loss per row.
+        num_items_in_batch: an int, a float or a 0-d tensor. If gradients are accumulated over a batch, it is this process's
+            share of the rows that count in the whole batch.
 
     Returns:
         `DistillationOutput`.
@@ -164,7 +164,7 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _cosine(student: Tensor, teacher: Tensor) -> Tensor:
-    """Of each row: 1 − s·t / (‖s‖ ‖t‖)."""
+    """1 − s·t / (‖s‖ ‖t‖) of each row."""
     squares = student.square().sum(-1), teacher.square().sum(-1)
     zero = (squares[0] == 0) | (squares[1] == 0)
     # The gradient of the root of 0 is infinite.
@@ -217,7 +217,7 @@ def check_distillation_options(
 
 
 def check_num_items(op: str, num_items_in_batch: object) -> None:
-    """It is a number or a tensor of numbers, TypeError, of no dimensions, ValueError."""
+    """Raise TypeError unless it is a number or a tensor of numbers; ValueError if the tensor has dimensions."""
     if isinstance(num_items_in_batch, Tensor):
         checks.dtypes(op, (*checks.INTEGERS, *checks.FLOATS), num_items_in_batch=num_items_in_batch)
         checks.ndim(op, 0, 0, num_items_in_batch=num_items_in_batch)

@@ -15,8 +15,7 @@ from liger_core.contract import Remade, op, upcast
 def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     """Squash each element, then scale and shift it: y = gamma · tanh(alpha · x) + beta.
 
-    Computed in float32 and rounded once. alpha counts as no more than 1e30, and no less than −1e30: with an infinite
-    one, tanh is 0 where x is 0.
+    Computed in float32 and rounded once. alpha is clamped to ±1e30, so that an infinite one gives tanh 0 where x is 0.
 
     Args:
         x: ``[..., H]``; float32, bfloat16 or float16.

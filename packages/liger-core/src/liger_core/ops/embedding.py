@@ -16,12 +16,12 @@ def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None
     Args:
         indices: ``[...]``; int64 or int32, in [0, V).
         weight: ``[V, H]``; float32, bfloat16 or float16.
-        padding_idx: row whose gradient is zero; a negative one counts from the end. The row itself is looked up as
+        padding_idx: the row whose gradient is zero; a negative one counts from the end. The row itself is looked up like
             any other.
 
     Returns:
-        ``[..., H]``, in weight's dtype. Where the values can't be checked, on an accelerator or under torch.compile,
-        the row of an index out of range is NaN and gives no gradient.
+        ``[..., H]``, in weight's dtype. If the values can't be checked, on an accelerator or under torch.compile, the row of
+        an index out of range is NaN and gives no gradient.
 
     Raises:
         TypeError: a dtype or type that is not accepted.
@@ -37,7 +37,7 @@ def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None
             [1., 2.]])
     """
     rows = weight.shape[0]
-    # Not by F.embedding: on CUDA, in torch 2.11, its gradient of 1025 to 3072 indices is wrong where one warp is late
+    # Not by F.embedding: on CUDA, in torch 2.11, its gradient of 1025 to 3072 indices is wrong if one warp is late
     # (pytorch/pytorch#187687).
     found = upcast(weight)[indices.clamp(0, rows - 1)].to(weight.dtype)
     if padding_idx is not None:

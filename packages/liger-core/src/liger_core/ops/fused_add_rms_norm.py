@@ -10,7 +10,7 @@ from liger_core.ops.rms_norm import CASTING_MODES, rms_norm
 @op(
     differentiable=("x", "residual", "weight"),
     dimensions="x: ... H, residual: ... H, weight: H -> ... H, ... H",
-    # y again: of h, to which −0 adds nothing.
+    # y is made again from h. Its residual is −0, which adds nothing.
     remade=Remade("weight", x=lambda made: made[1], residual=lambda made: _negative_zeros(made[1])),
 )
 def fused_add_rms_norm(

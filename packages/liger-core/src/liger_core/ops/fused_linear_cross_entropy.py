@@ -97,7 +97,7 @@ class FusedLinearCrossEntropyCall:
         **options: Unpack[FusedLinearCrossEntropyOptions],
     ) -> Tensor | CrossEntropyOutput: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Nothing makes one."""
+        """Exists for type checkers only: there are no instances."""
         raise NotImplementedError
 
 
@@ -142,14 +142,14 @@ def fused_linear_cross_entropy(
         ignore_index, label_smoothing, lse_square_scale, softcap, reduction: as in `cross_entropy`.
         return_z_loss, return_token_accuracy, return_predicted_tokens: as in `cross_entropy`.
         token_scaling: multiply each row's loss, z-loss and gradient by the probability of its label (after softcap),
-            taken as a constant. What ``"mean"`` divides by stays as it is.
-        accum_dtype: float32, bfloat16 or float16; dtype in which gradients are summed over chunks of rows.
+            taken as a constant. The divisor of ``"mean"`` stays as it is.
+        accum_dtype: the dtype in which gradients are summed over chunks of rows: float32, bfloat16 or float16.
         memory_budget: bytes that a kernel may allocate beyond its inputs and gradients, accumulators included; at least
             `least_memory`. None takes `chunk_rows` rows at a time. Less memory costs time, never accuracy. The reference
-            holds all logits, whatever it is.
+            ignores it and holds all logits.
 
     Returns:
-        The loss, or a `CrossEntropyOutput` when any `return_*` flag is set.
+        The loss, or a `CrossEntropyOutput` if any `return_*` flag is set.
 
     Raises:
         TypeError: a dtype or type that is not accepted.
@@ -191,11 +191,15 @@ def temporary_memory(
     weight_grad: bool,
     teacher_x: Tensor | None = None,
 ) -> int:
-    """Bytes that a kernel may allocate beyond inputs and gradients when it takes `chunk` rows at a time.
+    """Bytes that a kernel may allocate beyond inputs and gradients if it takes `chunk` rows at a time.
 
-    The chunk's logits and their gradient, in x's dtype, and in `fused_linear_jsd` the teacher's logits, in theirs; an
-    accumulator of linear_weight's gradient in `accum_dtype`, unless one chunk holds all rows or the gradient has that
-    dtype itself; a float32 one of bias's gradient; eight float32 per row.
+    They are for:
+
+    - the chunk's logits and their gradient, in x's dtype, and those of a teacher, if there is one, in teacher_x's;
+    - an accumulator of linear_weight's gradient in `accum_dtype`, unless one chunk holds all rows or the gradient has that
+      dtype itself;
+    - a float32 accumulator of bias's gradient;
+    - eight float32 numbers per row.
     """
     rows, hidden = x.shape
     vocabulary = linear_weight.shape[0]
@@ -216,8 +220,8 @@ def least_memory(
 ) -> int:
     """Bytes below which a `memory_budget` is refused.
 
-    That is the less of all rows at once and, one after another, one row of the logits and one column; in
-    `fused_linear_jsd`, of all rows at once and one row beside the accumulator.
+    That is the memory of all rows at once; or, if it is less, that of one row of the logits and then one column. With a
+    teacher the latter is that of one row beside the accumulator.
     """
     rows, vocabulary = x.shape[0], linear_weight.shape[0]
     one_by_one = teacher_x is None and accum_dtype != linear_weight.dtype
@@ -242,8 +246,8 @@ def chunk_columns(
 ) -> int | None:
     """The rows of linear_weight whose gradient a kernel makes at a time, from all of x; None: it adds up over rows of x.
 
-    Where a budget has no room for both an accumulator and enough logits to be worth it, it is as many as there is room
-    for.
+    It is not None if a budget has no room for both an accumulator and enough logits to be worth it. It is then as many rows as
+    the budget has room for.
     """
     if memory_budget is None or not weight_grad or accum_dtype == linear_weight.dtype:
         return None
@@ -266,7 +270,7 @@ def chunk_rows(
 ) -> int:
     """The most rows, 1 to N, that a kernel can take at a time within a budget that is at least `least_memory`.
 
-    Without a budget it is H, and at least 1024: the chunk's logits are then about as large as linear_weight.
+    Without a budget it is H, but at least 1024: the chunk's logits are then about as large as linear_weight.
     """
     rows, hidden = x.shape
     if memory_budget is None:
@@ -308,7 +312,7 @@ def _(
 
 
 def check_accum_dtype(op: str, accum_dtype: object) -> None:
-    """`accum_dtype` is a dtype, TypeError, and one of ACCUM_DTYPES, ValueError."""
+    """Raise TypeError unless `accum_dtype` is a dtype, ValueError unless it is one of ACCUM_DTYPES."""
     if not isinstance(accum_dtype, torch.dtype):
         raise TypeError(f"{op}: accum_dtype is {accum_dtype!r}; it takes a torch.dtype")
     checks.one_of(op, ACCUM_DTYPES, accum_dtype=accum_dtype)
@@ -322,7 +326,7 @@ def check_memory_budget(
     accum_dtype: torch.dtype,
     teacher_x: Tensor | None = None,
 ) -> None:
-    """`memory_budget` is an int, TypeError, that is at least `least_memory`, ValueError."""
+    """Raise TypeError unless `memory_budget` is an int or None, ValueError if it is below `least_memory`."""
     if memory_budget is None:
         return
     checks.integer(op, least=1, memory_budget=memory_budget)

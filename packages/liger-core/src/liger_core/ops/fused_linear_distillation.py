@@ -43,24 +43,24 @@ def fused_linear_distillation(
 ) -> DistillationOutput:
     """`distillation` of x @ weightᵀ + bias of a student and its teacher.
 
-    A kernel never holds the N × V logits at once, and makes the student's once for both losses. Logits are computed in
+    A kernel never holds the N × V logits at once, and makes the student's only once for both losses. Logits are computed in
     x's dtype, the rest in float32. The gradients of student_weight and student_bias are summed over rows in
     `accum_dtype` and float32, and rounded once. The teacher gets no gradient.
 
     Args:
         student_x: ``[N, Hs]``; float32, bfloat16 or float16.
         student_weight: ``[V, Hs]``, in student_x's dtype.
-        teacher_x: ``[N, Ht]``; float32, bfloat16 or float16, also beside another dtype of the student.
-        teacher_weight: ``[V, Ht]``, in teacher_x's dtype. Of a longer vocabulary, pass the view ``weight[:V]``.
+        teacher_x: ``[N, Ht]``; float32, bfloat16 or float16; the student may have another dtype.
+        teacher_weight: ``[V, Ht]``, in teacher_x's dtype. If its vocabulary is longer, pass the view ``weight[:V]``.
         labels: as in `distillation`.
         student_bias, teacher_bias: ``[V]``, or None.
         divergence, beta, temperature, soft_weight, hard_weight: as in `distillation`.
         student_softcap, teacher_softcap, ignore_index, reduction, num_items_in_batch: as in `distillation`.
-        accum_dtype, memory_budget: as in `fused_linear_cross_entropy`, with the chunk's logits of the teacher.
+        accum_dtype, memory_budget: as in `fused_linear_cross_entropy`, including the teacher's logits of a chunk.
 
     Returns:
-        `DistillationOutput`. The gradient of `loss`, when it is reduced, is made in forward. That of another field, or
-        of a loss per row, takes the products of forward once more.
+        `DistillationOutput`. If `loss` is reduced, forward makes its gradient. The gradient of another field, or of a loss
+        per row, takes the products of forward once more.
 
     Raises:
         TypeError: a dtype or type that is not accepted.

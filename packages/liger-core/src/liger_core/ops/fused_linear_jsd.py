@@ -36,14 +36,14 @@ def fused_linear_jsd(
     Args:
         student_x: ``[N, Hs]``; float32, bfloat16 or float16.
         student_weight: ``[V, Hs]``, in student_x's dtype.
-        teacher_x: ``[N, Ht]``; float32, bfloat16 or float16, also beside another dtype of the student.
+        teacher_x: ``[N, Ht]``; float32, bfloat16 or float16; the student may have another dtype.
         teacher_weight: ``[V, Ht]``, in teacher_x's dtype.
         labels, beta, ignore_index: as in `jsd`.
-        temperature: what both logits are divided by; greater than 0.
-        accum_dtype, memory_budget: as in `fused_linear_cross_entropy`, with the chunk's logits of the teacher.
+        temperature: the divisor of both logits; greater than 0.
+        accum_dtype, memory_budget: as in `fused_linear_cross_entropy`, including the teacher's logits of a chunk.
 
     Returns:
-        float32 scalar: the sum over the rows that count, divided by their number; 0 when no row counts.
+        float32 scalar: the sum over the rows that count, divided by their number; 0 if no row counts.
 
     Raises:
         TypeError: a dtype or type that is not accepted.

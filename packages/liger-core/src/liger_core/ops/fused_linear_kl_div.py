@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence of a linear layer's predictions from probabilities that are given, without its logits."""
+"""Kullback-Leibler divergence of a linear layer's predictions from given probabilities, without its logits."""
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ def fused_linear_kl_div(
 ) -> Tensor:
     """`kl_div` of log_softmax((x @ linear_weightᵀ + bias) / temperature) from a target, summed over classes.
 
-    For a teacher whose probabilities were kept. With q of the softmax, a row's loss is Σ y (log max(y, eps) − log q), and with
-    `log_target`, where target holds t = log y, Σ exp(t)(t − log q). A term with y = 0 is 0. The target needn't add up
+    It is for a teacher whose probabilities were kept. With q the softmax, a row's loss is Σ y (log max(y, eps) − log q). With
+    `log_target`, target holds t = log y, and the loss is Σ exp(t)(t − log q). A term with y = 0 is 0. The target needn't add up
     to 1: the gradient of a logit is (q Σ y − y) / temperature.
 
     A kernel never holds the N × V logits at once, and never copies the target. Logits are computed in x's dtype, the rest
@@ -44,21 +44,21 @@ def fused_linear_kl_div(
     Args:
         x: ``[N, H]``; float32, bfloat16 or float16.
         linear_weight: ``[V, H]``, in x's dtype.
-        target: ``[N, V]``, probabilities, or their logarithms; float32, bfloat16 or float16, also beside another dtype of x.
+        target: ``[N, V]``, probabilities, or their logarithms; float32, bfloat16 or float16; x may have another dtype.
         labels: int64 ``[N]``, or None: all rows count. A row whose label is `ignore_index` has loss 0 and gradient 0,
             whatever its target. Labels have no other effect.
         bias: ``[V]``, or None.
         log_target: whether target holds log-probabilities.
-        temperature: what logits are divided by; greater than 0.
+        temperature: the divisor of logits; greater than 0.
         softcap: a bound of the logits' magnitudes, softcap · tanh(logits / softcap) before the temperature; or None.
         eps: the least probability whose logarithm is taken; at least 0. Not used with `log_target`.
         reduction: ``"batchmean"`` divides the sum by the number of rows that count, ``"mean"`` by that times V, both by at
-            least 1; ``"sum"``; ``"none"`` gives a loss per row.
+            least 1. ``"sum"`` adds up. ``"none"`` gives a loss per row.
         ignore_index: the label of rows that don't count.
         accum_dtype, memory_budget: as in `fused_linear_cross_entropy`.
 
     Returns:
-        float32 scalar, 0 when no row counts; for ``"none"`` ``[N]``.
+        float32 scalar, 0 if no row counts; for ``"none"`` ``[N]``.
 
     Raises:
         TypeError: a dtype or type that is not accepted.

@@ -44,10 +44,10 @@ def fused_linear_logit_statistics(
 ) -> LogitStatistics:
     """`logit_statistics` of x @ linear_weightᵀ + bias, whose N × V logits a kernel never holds at once.
 
-    Logits are float32: the product of the given values, added up in float32 and not rounded to x's dtype. A
-    log-probability is exponentiated, and with bfloat16 logits near 11 the ratio of equal policies is off by up to 3 %.
-    The gradient of a logit is rounded once to x's dtype. Gradients of linear_weight and bias are summed over rows in
-    `accum_dtype` and rounded once; that of x is summed over columns in float32.
+    Logits are float32: products of the given values are added up in float32 and not rounded to x's dtype. Log-probabilities
+    get exponentiated: with bfloat16 logits near 11, the ratio of equal policies would be off by up to 3 %. The gradient of a
+    logit is rounded once to x's dtype. Gradients of linear_weight and bias are summed over rows in `accum_dtype` and rounded
+    once. The gradient of x is summed over columns in float32.
 
     Args:
         x: ``[N, H]``; float32, bfloat16 or float16.
@@ -57,10 +57,10 @@ def fused_linear_logit_statistics(
         class_weight: ``[V]``, `logit_statistics`' weight, or None.
         first, ignore_index, softcap, temperature: as in `logit_statistics`.
         return_entropy, return_total, return_log_sum_squares, return_best: as in `logit_statistics`.
-        accum_dtype: float32, bfloat16 or float16; dtype in which gradients are summed over chunks of rows.
+        accum_dtype: the dtype in which gradients are summed over chunks of rows: float32, bfloat16 or float16.
         memory_budget: bytes that a kernel may allocate beyond its inputs and gradients; at least
             `least_statistics_memory`. None takes a tile as large as linear_weight. Less memory costs time, never
-            accuracy. The reference holds all logits, whatever it is.
+            accuracy. The reference ignores it and holds all logits.
 
     Returns:
         `LogitStatistics`.
@@ -94,7 +94,7 @@ def fused_linear_logit_statistics(
 
 
 def _with_gradient_in(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The logits, whose gradient is rounded to `dtype`: that of 0, which is added."""
+    """The logits, with their gradient rounded to `dtype`: it passes through an added zero of that dtype."""
     if logits.dtype is dtype:
         return logits
     return logits.detach() + upcast((logits - logits.detach()).to(dtype))
@@ -103,9 +103,10 @@ def _with_gradient_in(logits: Tensor, dtype: torch.dtype) -> Tensor:
 def least_statistics_memory(x: Tensor, linear_weight: Tensor, *, accum_dtype: torch.dtype, weight_grad: bool) -> int:
     """Bytes below which a `memory_budget` is refused.
 
-    That is the less of all rows beside one column, and one row beside all columns: per logit of the tile 4 bytes and
-    its gradient in x's dtype, 4 per class for bias's gradient, 32 per row; with the former a float32 sum of x's
-    gradient, with the latter an accumulator of linear_weight's in `accum_dtype`, unless that is the gradient's dtype.
+    That is the memory of a tile of all rows and one column, or of one row and all columns, whichever is less. Each logit of the
+    tile takes 4 bytes and its gradient in x's dtype, each class 4 for bias's gradient, and each row 32. All rows take a float32
+    sum of x's gradient as well. One row takes an accumulator of linear_weight's gradient in `accum_dtype` as well, unless that
+    is the gradient's dtype.
     """
     rows, hidden = x.shape
     vocabulary = linear_weight.shape[0]

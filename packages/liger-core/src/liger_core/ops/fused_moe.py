@@ -35,18 +35,18 @@ def fused_moe(
 
     Args:
         x: ``[T, H]``, the tokens; float32, bfloat16 or float16.
-        gate_up_weight: ``[E, 2·I, H]``, in x's dtype; of each expert I rows of the gate, then I rows of the other factor.
+        gate_up_weight: ``[E, 2·I, H]``, in x's dtype; each expert has I rows of the gate, then I rows of the other factor.
         down_weight: ``[E, H, I]``, in x's dtype.
-        expert_indices: int64 or int32 ``[T, K]``, in [0, E); -1 is no expert: it adds 0.
+        expert_indices: int64 or int32 ``[T, K]``, in [0, E); -1 is no expert and adds 0.
         expert_weights: ``[T, K]``, any float dtype.
         activation: ``"silu"`` or ``"gelu_tanh"``.
-        limit: before the activation, the gate is at most this, and the other factor between -limit and limit; or None.
+        limit: or None. Before the activation, the gate is clamped to at most limit, and the other factor to ±limit.
         memory_budget: bytes that a kernel may allocate beyond its inputs, result and gradients, at least `least_memory`.
             None is `temporary_memory`, which includes both factors of all tokens, kept for backward. Less memory costs
-            time: backward computes them again. The reference holds all of them, whatever it is.
+            time: backward computes them again. The reference ignores it and holds all of them.
 
     Returns:
-        ``[T, H]``, in x's dtype. Where the values can't be checked, on an accelerator or under torch.compile, the row of
+        ``[T, H]``, in x's dtype. If the values can't be checked, on an accelerator or under torch.compile, the row of
         a token with an index out of range is NaN and gives no gradient.
 
     Raises:
@@ -69,7 +69,7 @@ def fused_moe(
     for e in range(experts):
         chosen = expert_indices == e
         taken = chosen.any(1, keepdim=True)
-        rows = upcast(x).where(taken, 0.0)  # not multiplied by 0: what an expert doesn't get may be infinite
+        rows = upcast(x).where(taken, 0.0)  # not multiplied by 0: a row that an expert doesn't get may be infinite
         gate, up = (rows @ upcast(gate_up_weight[e]).T).chunk(2, -1)
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -85,17 +85,20 @@ def temporary_memory(
 ) -> int:
     """Bytes that a kernel may allocate beyond inputs, result and gradients.
 
-    The order of the slots, one for each of a token's experts. For each slot, in x's dtype, the gate, the other factor,
-    both of their gradients and their weighted product; sums for the weight's gradient; a row of H that is gathered, in x's
-    dtype; and a float32 row of H to be summed over a token's slots, in backward if x wants a gradient.
+    A token has a slot for each of its experts. The bytes are for the order of the slots, and for each slot:
+
+    - in x's dtype, the gate, the other factor, both of their gradients and their weighted product;
+    - sums for the weight's gradient;
+    - a gathered row of H, in x's dtype;
+    - a float32 row of H that is summed over a token's slots, in backward if x wants a gradient.
 
     Args:
         tokens: how many tokens' slots are held at a time.
-        columns: of the I columns, how many are held at a time.
+        columns: how many of the I columns are held at a time.
         x: the tokens.
         gate_up_weight: the weight of the first products.
         expert_indices: the experts of the tokens.
-        x_grad: whether such a row is needed.
+        x_grad: whether the float32 row is needed.
     """
     experts, width = gate_up_weight.shape[:2]
     slots = tokens * expert_indices.shape[1]

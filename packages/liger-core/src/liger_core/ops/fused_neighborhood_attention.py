@@ -22,7 +22,7 @@ def fused_neighborhood_attention(
         k: of q's shape and dtype.
         v: of q's shape and dtype.
         kernel_size: positions in a whole window; odd. It may be larger than S.
-        dilation: distance between the positions that are seen.
+        dilation: the distance between the positions that are seen.
         scale: multiplies the scores; None is 1/√D.
 
     Returns:
@@ -47,7 +47,7 @@ def fused_neighborhood_attention(
     neighbour = position + torch.arange(-reach, reach + 1, device=q.device) * dilation
     outside = (neighbour < 0) | (neighbour >= length)
     neighbour = neighbour.clamp(0, length - 1)
-    # Not matrix products: autocast, where it is on for the backward, would round their operands.
+    # Not matrix products: if autocast is on in the backward, it would round their operands.
     scores = (upcast(q).unsqueeze(-2) * upcast(k)[:, :, neighbour]).sum(-1)
     scores = scores * (head**-0.5 if scale is None else scale)
     weights = scores.masked_fill(outside, -torch.inf).softmax(-1)

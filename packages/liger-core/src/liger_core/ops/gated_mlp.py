@@ -33,9 +33,10 @@ def gated_mlp(
     The products are in x's dtype with float32 accumulation, under autocast in its dtype. The gate and up branches are rounded
     to x's dtype, and the activation is computed in float32 and rounded once, as by `swiglu` and `geglu`.
 
-    Without a budget, or where everything fits it, the two branches are kept for the backward. With one, only x is. Then the
-    forward goes by rows, and the backward by columns of the branches with all rows at a time: each weight's gradient is made
-    in one piece, and only that of x is added up, in float32. The branches are computed twice: 22 products' work instead of 18.
+    Without a budget, or if everything fits it, the two branches are kept for the backward. Otherwise only x is kept. Then the
+    forward goes by rows, and the backward by columns of the branches with all rows at a time. So each weight's gradient is made
+    in one piece, and only x's gradient is added up, in float32. The branches are computed twice: that is the work of 22 products
+    instead of 18.
 
     Args:
         x: ``[..., H]``; float32, bfloat16 or float16.
@@ -46,7 +47,7 @@ def gated_mlp(
         gate_multiplier: scales the gate before SiLU.
         down_multiplier: scales the result, with SiLU.
         memory_budget: bytes that may be allocated beyond inputs, the result and gradients; at least `least_memory`. None keeps
-            the branches. Less memory costs time, never accuracy. The reference doesn't have it.
+            the branches. Less memory costs time, never accuracy. The reference ignores it.
 
     Returns:
         ``[..., O]``, in x's dtype.
@@ -73,14 +74,14 @@ def gated_mlp(
 
 
 def accumulator_memory(x: Tensor, x_grad: bool) -> int:
-    """Bytes of the sum over columns that x's gradient is: none where that is float32 itself."""
+    """Bytes of the accumulator of x's gradient, a sum over columns; none if the gradient is float32 itself."""
     return 4 * x.numel() if x_grad and x.dtype is not torch.float32 else 0
 
 
 def whole_memory(x: Tensor, gate_weight: Tensor, grad: bool) -> int:
     """Bytes of all rows and columns at once.
 
-    That is both branches and their product; in backward both, their gradients and the product's.
+    These are both branches and their product; in backward both branches, their gradients and the product's.
     """
     rows = x.numel() // max(1, x.shape[-1])
     return rows * gate_weight.shape[0] * x.dtype.itemsize * (5 if grad else 3)
@@ -89,8 +90,8 @@ def whole_memory(x: Tensor, gate_weight: Tensor, grad: bool) -> int:
 def least_memory(x: Tensor, gate_weight: Tensor, *, x_grad: bool, grad: bool) -> int:
     """Bytes below which a `memory_budget` is refused.
 
-    That is one row in forward, and in backward one column beside the sum that x's gradient is; or everything at once, if that
-    is less.
+    That is one row in forward, and in backward one column beside the accumulator of x's gradient; or everything at once, if
+    that is less.
 
     Args:
         x: the op's.

@@ -18,7 +18,7 @@ def group_norm(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor |
     Args:
         x: ``[N, C, ...]``; float32, bfloat16 or float16.
         num_groups: a divisor of C.
-        weight: ``[C]``; of any of those dtypes. None for no scaling. Where it is infinite, a group's gradient is infinite
+        weight: ``[C]``; of any of those dtypes. None for no scaling. An infinite one makes its group's gradient infinite
             or NaN.
         bias: ``[C]``; of any of those dtypes. None for no shift.
         eps: added to the variance.

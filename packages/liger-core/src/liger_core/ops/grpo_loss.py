@@ -56,8 +56,8 @@ def grpo_loss(
 
     - ``"grpo"``, ``"bnpo"``, ``"dr_grpo"``, ``"dapo"``, ``"luspo"``:
       −min(min(ρ, delta) A, clip(ρ, 1 − eps_low, 1 + eps_high) A);
-    - ``"cispo"``: −min(ρ, eps_high) A lp, where ρ is taken as a constant;
-    - ``"sapo"``: −4 A σ(τ (ρ − 1)) / τ, where τ is sapo_temperature_pos if A > 0, else sapo_temperature_neg;
+    - ``"cispo"``: −min(ρ, eps_high) A lp, with ρ taken as a constant;
+    - ``"sapo"``: −4 A σ(τ (ρ − 1)) / τ, with τ = sapo_temperature_pos if A > 0, else sapo_temperature_neg;
 
     times importance_sampling_ratio, plus beta (exp(ref_logps − lp) − (ref_logps − lp) − 1).
 
@@ -67,29 +67,29 @@ def grpo_loss(
     Args:
         logits: ``[B, L + 1, V]``; float32, bfloat16 or float16. Position i predicts token i; the last gets gradient 0.
         old_logps: ``[B, L]``, log-probabilities under the policy that sampled; None: lp, taken as a constant.
-        ref_logps: ``[B, L]``, log-probabilities under the reference policy. None only when `beta` is 0.
+        ref_logps: ``[B, L]``, log-probabilities under the reference policy. None only if `beta` is 0.
         completion_ids: int64 ``[B, L]``, the tokens.
         advantages: ``[B]``. An infinite one makes a row's loss infinite or NaN, and the gradient of its tokens that
             aren't clipped.
         completion_mask: ``[B, L]``, bool, int or float, 0 at masked tokens; None masks nothing.
-        temperature: what logits are divided by; greater than 0.
+        temperature: the divisor of logits; greater than 0.
         beta: weight of the divergence from the reference policy; at least 0.
         eps_low, eps_high: how far ρ may go below and above 1; in ``"cispo"`` eps_high is the largest ρ. At least 0.
         delta: the largest ρ, or None. Not with ``"cispo"`` and ``"sapo"``.
         loss_type: one of ``LOSS_TYPES``.
-        importance_sampling_level: ``"token"``; or ``"sequence"``, where ρ is exp of the mean over the row's unmasked
-            tokens of lp − old_logps. Not with ``"cispo"`` and ``"sapo"``.
+        importance_sampling_level: ``"token"``; or ``"sequence"``: ρ is exp of the mean of lp − old_logps over the row's
+            unmasked tokens. Not with ``"cispo"`` and ``"sapo"``.
         max_completion_length: L in the mean of ``"dr_grpo"``, or None.
         num_items_in_batch: divisor in the mean of ``"dapo"`` and ``"cispo"``: a number, or a 0-d int or float
             tensor; None is the number of unmasked tokens.
         use_bias_correction_kl: multiply the divergence by ρ, not limited by delta.
         importance_sampling_ratio: ``[B]``, ``[B, 1]`` or ``[B, L]``, or None.
         sapo_temperature_pos, sapo_temperature_neg: greater than 0.
-        reduction: ``"none"`` gives ``[B, L]``. ``"mean"`` gives, where a divisor below 1 is taken as 1,
+        reduction: ``"none"`` gives ``[B, L]``. ``"mean"`` gives, by `loss_type` and with divisors of at least 1,
             ``"grpo"``, ``"sapo"``: the mean over rows of the row's mean over unmasked tokens; ``"bnpo"``: the mean over
-            unmasked tokens; ``"dr_grpo"``: the sum over B · (max_completion_length or L); ``"dapo"``, ``"cispo"``: the
-            sum over num_items_in_batch; ``"luspo"``: the mean over all B · L tokens, masked ones too, of the loss times
-            the row's number of unmasked tokens.
+            unmasked tokens; ``"dr_grpo"``: the sum divided by B · (max_completion_length or L); ``"dapo"``, ``"cispo"``:
+            the sum divided by num_items_in_batch; ``"luspo"``: the mean over all B · L tokens, including masked ones, of the
+            loss times the row's number of unmasked tokens.
 
     Returns:
         `GRPOOutput`.
@@ -138,10 +138,10 @@ def grpo_loss(
 def ids_that_count(
     completion_ids: Tensor, completion_mask: Tensor | None, vocabulary: int, loss_type: str, reduction: str
 ) -> Tensor:
-    """`completion_ids` with IGNORED where the loss doesn't depend on the token."""
+    """`completion_ids`, with IGNORED for tokens on which the loss doesn't depend."""
     mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask != 0
     used = torch.ones_like(mask) if loss_type == "luspo" and reduction == "mean" else mask
-    # An id out of range stays one, whatever stands for the masked.
+    # A negative id is out of range, and stays so: IGNORED, which is negative too, must not hide it.
     return completion_ids.masked_fill(completion_ids < 0, vocabulary).masked_fill(~used, IGNORED)
 
 

@@ -26,18 +26,18 @@ def jsd(
 
     With teacher P, student Q and M = beta P + (1 − beta) Q, a row's divergence is beta KL(P‖M) + (1 − beta) KL(Q‖M);
     at beta = 0 it is KL(P‖Q), and at beta = 1 it is KL(Q‖P). A term of probability 0 is 0: log-probabilities may be −inf.
-    What +inf reaches is infinite or NaN.
+    +inf makes everything that it enters infinite or NaN.
 
     Args:
         student_logprobs: ``[N, V]``; float32, bfloat16 or float16. The only tensor that gets a gradient.
-        teacher_logprobs: ``[N, V]``; float32, bfloat16 or float16, also beside another dtype of the student.
-        labels: int64 ``[N]``, or None. A row whose label is `ignore_index` doesn't count, whatever it holds: its
+        teacher_logprobs: ``[N, V]``; float32, bfloat16 or float16; the student may have another dtype.
+        labels: int64 ``[N]``, or None. A row whose label is `ignore_index` doesn't count, whatever its values are: its
             gradient is 0. Other labels have no effect.
         beta: 0 to 1.
         ignore_index: the label of rows that don't count.
 
     Returns:
-        float32 scalar: the sum over the rows that count, divided by their number; 0 when no row counts.
+        float32 scalar: the sum over the rows that count, divided by their number; 0 if no row counts.
 
     Raises:
         TypeError: a dtype or type that is not accepted.
@@ -69,8 +69,8 @@ def jsd_of_rows(q: Tensor, p: Tensor, beta: float) -> Tensor:
 def above_mixture(q: Tensor, p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """q − m and p − m, where m = log(beta e^p + (1 − beta) e^q) and `beta` is neither 0 nor 1.
 
-    From the difference of p and q: near a `beta` of 0 or 1, m is nearly one of them, and a difference of the two has no
-    digits left.
+    Both are made from the difference of p and q. If `beta` is near 0 or 1, m is nearly p or q, and subtracting it would leave no
+    digits.
     """
     # Finite, since the gradient of logaddexp(−inf, −inf) is NaN.
     difference = p.clamp(min=torch.finfo(p.dtype).min) - q.clamp(min=torch.finfo(q.dtype).min)
@@ -80,12 +80,12 @@ def above_mixture(q: Tensor, p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def kl_of_classes(p: Tensor, q: Tensor) -> Tensor:
-    """Each class's term of KL(exp p ‖ exp q): exp(p)(p − q), and 0 where exp(p) is."""
+    """Each class's term of KL(exp p ‖ exp q): exp(p)(p − q), or 0 if exp(p) is 0."""
     return times_probability(p, p - q)
 
 
 def times_probability(logprob: Tensor, value: Tensor) -> Tensor:
-    """exp(logprob) · value, and 0 where exp(logprob) is."""
+    """exp(logprob) · value, or 0 if exp(logprob) is 0."""
     absent = logprob.exp() == 0
     logprob, value = logprob.masked_fill(absent, 0.0), value.masked_fill(absent, 0.0)
     return (logprob.exp() * value).masked_fill(absent, 0.0)

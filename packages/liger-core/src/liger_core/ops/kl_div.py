@@ -14,18 +14,18 @@ def kl_div(
 ) -> Tensor:
     """Kullback-Leibler divergence of predictions from a target, in float32: y (log max(y, eps) − log_pred).
 
-    With `log_target`, where target holds t = log y, it is exp(t)(t − log_pred). A term with y = 0 is 0, whatever
-    log_pred.
+    With `log_target`, target holds t = log y, and it is exp(t)(t − log_pred). A term with y = 0 is 0, whatever log_pred
+    is.
 
     Args:
         log_pred: ``[N, V]``, log-probabilities; float32, bfloat16 or float16. The only tensor that gets a gradient.
-        target: ``[N, V]``, probabilities, or their logarithms; float32, bfloat16 or float16, also beside another dtype.
-        reduction: ``"batchmean"`` divides the sum by N, ``"mean"`` by N V; ``"sum"``; ``"none"`` gives every term.
+        target: ``[N, V]``, probabilities, or their logarithms; float32, bfloat16 or float16; log_pred may have another one.
+        reduction: ``"batchmean"`` divides the sum by N, ``"mean"`` by N V. ``"sum"`` adds up. ``"none"`` gives every term.
         log_target: whether target holds log-probabilities.
         eps: the least probability whose logarithm is taken; at least 0. Not used with `log_target`.
 
     Returns:
-        float32 scalar, 0 when there are no rows; for ``"none"`` ``[N, V]`` in log_pred's dtype.
+        float32 scalar, 0 if there are no rows; for ``"none"`` ``[N, V]`` in log_pred's dtype.
 
     Raises:
         TypeError: a dtype or type that is not accepted.

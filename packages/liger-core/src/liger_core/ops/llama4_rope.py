@@ -14,7 +14,7 @@ from liger_core.contract import Remade, op, upcast
     remade=Remade("freqs_cis"),
 )
 def llama4_rope(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply each pair of neighbouring columns, as a complex number, by its frequency's.
+    """Multiply each pair of neighbouring columns, as a complex number, by its frequency, another complex number.
 
     y₂ᵢ = x₂ᵢ·a − x₂ᵢ₊₁·b and y₂ᵢ₊₁ = x₂ᵢ·b + x₂ᵢ₊₁·a, where a and b are the real and imaginary part of freqs_cis at the
     token's position and i. Computed in float32 and rounded once.
@@ -22,8 +22,8 @@ def llama4_rope(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor
     Args:
         q: ``[B, S, Hq, D]``, D even; float32, bfloat16 or float16.
         k: ``[B, S, Hk, D]``; it may have another dtype than q.
-        freqs_cis: complex64 ``[S, D/2]``, or its real and imaginary parts ``[S, D/2, 2]`` in any floating dtype. Every
-            sample of the batch has the same. No gradient.
+        freqs_cis: complex64 ``[S, D/2]``, or its real and imaginary parts ``[S, D/2, 2]`` in any floating dtype. All
+            samples of the batch share them. No gradient.
 
     Returns:
         The rotated ``(q, k)``, each in its own dtype.

@@ -1,4 +1,4 @@
-"""What the losses of a row of logits are made of: log-sum-exp, logits at chosen tokens, entropy."""
+"""Statistics of rows of logits, from which losses are made: log-sum-exp, logits at chosen tokens, entropy."""
 
 from typing import Any, NamedTuple
 
@@ -10,18 +10,18 @@ from liger_core.contract import op, upcast
 
 
 class LogitStatistics(NamedTuple):
-    """Statistics of each row of z, the logits after softcap and temperature; what was not asked for is None.
+    """Statistics of each row of z, the logits after softcap and temperature. A field that wasn't requested is None.
 
     All are float32 ``[N]`` unless stated, and 0 in an ignored row. lse, picked, entropy and total have a gradient.
 
     Attributes:
         lse: log Σ e^z over the columns.
-        picked: of target's shape; z at each target, 0 where a target is no column or is ignored.
+        picked: of target's shape; z at each target, or 0 if a target is ignored or is no column.
             picked − lse is the log-probability of a target.
         entropy: −Σ p log p in nats, with p = e^(z − lse); a column with p = 0 adds 0.
         total: Σ w z, with w = weight, or ones. Divided by V, without weight, it is the mean logit.
         log_sum_squares: log Σ p².
-        best: the largest of the logits as they were given.
+        best: the largest of the logits, before softcap and temperature.
         best_index: int64; the global id of the first column with that logit; -1 in an ignored row.
     """
 
@@ -58,23 +58,23 @@ def logit_statistics(
     return_log_sum_squares: bool = False,
     return_best: bool = False,
 ) -> LogitStatistics:
-    """Statistics of each row of logits, in float32, from which cross-entropies and log-probabilities are arithmetic.
+    """Statistics of each row of logits, in float32: simple arithmetic makes cross-entropies and log-probabilities of them.
 
     z is logits / temperature, or softcap · tanh(logits / softcap) / temperature. The columns may be a shard of a
-    vocabulary: column 0 has the global id `first`, and targets are global ids. A target elsewhere is an ordinary one.
+    vocabulary: column 0 has the global id `first`, and targets are global ids. A target outside the shard is valid.
 
-    A row is ignored when all of its targets are `ignore_index`: its statistics and gradient are 0, whatever its logits.
-    With gradients g of each field, that of z is
+    A row is ignored if all of its targets are `ignore_index`: its statistics and gradient are 0, whatever its logits.
+    If each field's gradient is g, the gradient of z is
     g_lse p + Σ_k g_picked_k [column = target_k] + g_total w − g_entropy p (log p + entropy).
 
     Args:
         logits: ``[N, V]``; float32, bfloat16 or float16.
-        target: int64 ``[N]``, or ``[N, K]``: K tokens per row, which may repeat. May be expanded.
+        target: int64 ``[N]``, or ``[N, K]``: K tokens per row, which may repeat. It may be an expanded view.
         weight: ``[V]``, a weight per class, for `total`; or None. Gets no gradient.
         first: the global id of column 0; at least 0.
         ignore_index: the target that doesn't count.
         softcap: bound of the logits' magnitude before the temperature, or None.
-        temperature: what logits are divided by; greater than 0.
+        temperature: the divisor of logits; greater than 0.
         return_entropy, return_total, return_log_sum_squares: also return that field.
         return_best: also return `best` and `best_index`.
 
@@ -166,7 +166,7 @@ def _(logits: Tensor, target: Tensor, weight: Tensor | None, **options: Any) -> 
 
 
 def check_targets(op: str, target: Tensor, rows: int, of: str) -> None:
-    """Targets are int64, TypeError, and ``[rows]`` or ``[rows, K]`` with K at least 1, ValueError."""
+    """Raise TypeError unless targets are int64, ValueError unless ``[rows]`` or ``[rows, K]`` with K at least 1."""
     checks.dtypes(op, (torch.int64,), target=target)
     checks.ndim(op, 1, 2, target=target)
     got = tuple(target.shape)

@@ -1,4 +1,4 @@
-"""What follows a layer with hyper-connections: the residual streams are mixed, and each takes its part of the result."""
+"""Hyper-connections after a layer: the residual streams are mixed, and each takes its part of the result."""
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ def mhc_post(f: Tensor, x: Tensor, post: Tensor, res: Tensor) -> Tensor:
     a convex combination of the old ones, and its part of the layer's result.
 
     Args:
-        f: ``[..., C]``, what the layer made of `mhc_pre`'s h; of x's dtype.
+        f: ``[..., C]``, the layer's result for `mhc_pre`'s h; of x's dtype.
         x: ``[..., n, C]``, the streams before the layer; float32, bfloat16 or float16.
         post: ``[..., n]``; of any of those dtypes.
         res: ``[..., n, n]``, from the old stream to the new one; of any of those dtypes.

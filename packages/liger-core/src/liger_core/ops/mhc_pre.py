@@ -1,4 +1,4 @@
-"""What precedes a layer with hyper-connections: its input, made of the residual streams, and the coefficients of each row."""
+"""Hyper-connections before a layer: its input, made from the residual streams, and the coefficients of each row."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from liger_core.contract import op, upcast
 
 
 class MHCPre(NamedTuple):
-    """A layer's input and the coefficients that it was made with, or that `mhc_post` takes. All have a gradient.
+    """A layer's input, the coefficients that made it, and those that `mhc_post` takes. All have a gradient.
 
     Attributes:
         h: ``[..., C]`` in x's dtype: the input of the layer.
@@ -42,7 +42,7 @@ def mhc_pre(
     pre_eps: float = 0.0,
     post_multiplier: float = 2.0,
 ) -> MHCPre:
-    """Make a layer's input of n residual streams: h = Σ pre_i · x_i, with coefficients that follow from the streams.
+    """Make a layer's input from n residual streams: h = Σ pre_i · x_i. The coefficients are made from the streams as well.
 
     With v = x flattened to n·C, m = (v · weightᵀ) · rsqrt(mean(v²) + norm_eps) has M = n² + 2·n values in a row:
 
@@ -52,19 +52,19 @@ def mhc_pre(
       columns (sums over the dimension before), then `iterations` − 1 times rows and columns; each step divides by the
       sum + sinkhorn_eps.
 
-    With M = n it is the head, which merges the streams after the last layer: h and pre alone. Everything is computed in
-    float32, also the product with a float32 weight beside a bfloat16 x.
+    With M = n it is the head, which merges the streams after the last layer: it gives only h and pre. Everything is computed in
+    float32, including the product of a bfloat16 x with a float32 weight.
 
     Args:
         x: ``[..., n, C]``; float32, bfloat16 or float16.
         weight: ``[n² + 2·n, n·C]``, or ``[n, n·C]`` for the head; of any of those dtypes.
         bias: ``[n² + 2·n]``, or ``[n]``; of any of those dtypes.
         alpha: ``[3]``, or ``[1]``; of any of those dtypes.
-        iterations: of Sinkhorn; at least 1.
+        iterations: Sinkhorn's iterations; at least 1.
         norm_eps: added to the mean square of v.
         sinkhorn_eps: added to the softmax, and to each sum.
         pre_eps: added to pre.
-        post_multiplier: the bound of post.
+        post_multiplier: the upper bound of post.
 
     Returns:
         `MHCPre`.

@@ -1,4 +1,4 @@
-"""RMS norm, scaled and shifted by what a condition gives: adaptive normalisation."""
+"""Adaptive normalisation: RMS norm, scaled and shifted by a condition."""
 
 import torch
 from torch import Tensor
@@ -25,19 +25,19 @@ def modulated_rms_norm(
     """Modulate the RMS norm of each row: y = rms_norm(x, weight) · (1 + scale) + shift.
 
     The norm is rounded to x's dtype as `rms_norm` rounds it. The rest is computed in float32 in every mode, and rounded
-    once: 1 + scale is never rounded to a half precision, in which a small scale would vanish.
+    once. 1 + scale is never rounded to half precision, in which a small scale would vanish.
 
-    scale and shift broadcast to x by PyTorch's rules, each by its own. ``[B, 1, H]`` beside an x of ``[B, S, H]`` costs no
-    copy, and its gradient is summed over S in float32 and rounded once.
+    scale and shift broadcast to x by PyTorch's rules, independently of each other. If x is ``[B, S, H]``, a scale of
+    ``[B, 1, H]`` costs no copy, and its gradient is summed over S in float32 and rounded once.
 
     Args:
         x: ``[..., H]``; float32, bfloat16 or float16.
-        weight: ``[H]``, or None for no scaling by it.
+        weight: ``[H]``, or None for no weight.
         scale: ``[..., H]``, whose other dimensions are x's, 1 or absent. It may be float32 beside a half-precision x.
         shift: as scale, with a shape of its own; or None for no shift.
         eps: added to the mean square.
         offset: added to the weight; 1.0 in Gemma.
-        casting_mode: of the norm, as in `rms_norm`.
+        casting_mode: that of the norm, as in `rms_norm`.
 
     Returns:
         ``[..., H]``, in x's dtype.
@@ -80,7 +80,7 @@ def _(
 
 
 def _broadcasts(name: str, tensor: Tensor, shape: torch.Size) -> None:
-    """The tensor has x's last dimension, and before it those of x, 1 or none; or ValueError."""
+    """Raise ValueError unless the tensor has x's last dimension, and before it x's dimensions, 1 or none."""
     sizes, fits = tensor.shape, 1 <= tensor.dim() <= len(shape)
     if fits:
         pairs = zip(sizes[:-1], shape[len(shape) - len(sizes) : -1], strict=True)

@@ -19,8 +19,8 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Ten
 
     Args:
         x: ``[..., H]``; float32, bfloat16 or float16.
-        weight: ``[3]``, for the third, second and first power; of any of those dtypes. With an infinite one, what it
-            reaches is infinite or NaN.
+        weight: ``[3]``, for the third, second and first power; of any of those dtypes. An infinite one makes
+            everything that it enters infinite or NaN.
         bias: ``[1]`` or ``[]``; of any of those dtypes. Its gradient has its shape.
         eps: added to each mean square.
 

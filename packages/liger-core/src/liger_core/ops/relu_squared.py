@@ -9,9 +9,9 @@ from liger_core.contract import Remade, op, upcast
 
 @op(differentiable=("x", "up"), dimensions="x: ..., up: ... -> ...", remade=Remade("x", "up"))
 def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
-    """Square what is positive: y = max(x, 0)², times up where it is given.
+    """Square the positive elements: y = max(x, 0)², times up if it is given.
 
-    Computed in float32 and rounded once. Nothing but x and up is kept for the backward. A NaN stays one.
+    Computed in float32 and rounded once. Only x and up are kept for the backward. A NaN stays one.
 
     Args:
         x: ``[..., H]``; float32, bfloat16 or float16.

@@ -39,7 +39,7 @@ def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
     support = torch.arange(1, x.shape[dim] + 1, device=x.device) * ordered > ordered.cumsum(-1) - 1
     tau = (torch.where(support, ordered, 0).sum(-1, keepdim=True) - 1) / support.sum(-1, keepdim=True)
     above = shifted - tau
-    # Its maximum with 0; unlike torch.relu's, the gradient of NaN is 0.
+    # max(above, 0), but unlike torch.relu with gradient 0 for NaN.
     y = torch.where(above > 0, above, above.detach().clamp(min=0))
     return y.movedim(-1, dim).to(x.dtype)
 

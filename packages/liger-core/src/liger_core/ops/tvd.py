@@ -22,15 +22,15 @@ def tvd(
 
     Args:
         p: ``[N, V]``, probabilities; float32, bfloat16 or float16. The only tensor that gets a gradient.
-        q: ``[N, V]``, probabilities; float32, bfloat16 or float16, also beside another dtype of p.
-        labels: int64 ``[N]``, or None. A row whose label is `ignore_index` doesn't count, whatever it holds: its
+        q: ``[N, V]``, probabilities; float32, bfloat16 or float16; p may have another dtype.
+        labels: int64 ``[N]``, or None. A row whose label is `ignore_index` doesn't count, whatever its values are: its
             gradient is 0. Other labels have no effect.
-        reduction: ``"batchmean"`` divides the sum by the number C of rows that count, ``"mean"`` by C V; ``"sum"``;
-            ``"none"`` gives every ½ abs(p − q).
+        reduction: ``"batchmean"`` divides the sum by the number C of rows that count, ``"mean"`` by C V. ``"sum"`` adds
+            up. ``"none"`` gives every ½ abs(p − q).
         ignore_index: the label of rows that don't count.
 
     Returns:
-        float32 scalar, 0 when no row counts; for ``"none"`` ``[N, V]`` in p's dtype.
+        float32 scalar, 0 if no row counts; for ``"none"`` ``[N, V]`` in p's dtype.
 
     Raises:
         TypeError: a dtype or type that is not accepted.

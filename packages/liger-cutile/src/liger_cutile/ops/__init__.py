@@ -1,1 +1,1 @@
-"""One file per op that has a cuTile kernel. The file's name is the op's; there is no other registration."""
+"""One file per op that has a cuTile kernel, named after the op. There is no other registration."""

@@ -1,4 +1,4 @@
-"""Tiles of attention whose positions are split by residue modulo the dilation; those of one are a line, which is dense."""
+"""Attention tiles. Positions of one residue modulo the dilation are a line, in which windows are dense."""
 
 import cuda.tile as ct
 
@@ -8,9 +8,9 @@ from liger_cutile.ops._tiles import ZERO
 
 @ct.function
 def place(heads, length, dilation, tiles, PARTS):
-    """This block's line, which is a residue of a sample's head; its tile of positions; its part of the columns.
+    """This block's line, its tile of positions, and its part of the columns.
 
-    A line is its sample, head and residue, the dilation, and how many positions it has; and its number among all.
+    A line is one residue of one head of a sample: (sample, head, residue, dilation, number of positions, number of the line).
     """
     number = ct.bid(0) // PARTS // tiles
     residue = number % dilation
@@ -21,7 +21,7 @@ def place(heads, length, dilation, tiles, PARTS):
 
 @ct.function
 def _index(line, tile, part, BLOCK, WIDTH):
-    """Elements of a tensor whose positions are not split by residue; of positions from `count` on, outside of it."""
+    """A tile's index in a tensor whose positions aren't split by residue. Positions from `count` on are outside."""
     batch, head, residue, dilation, count, _ = line
     rows = residue + dilation * ct.minimum(tile * BLOCK + ct.arange(BLOCK, dtype=ct.int32), count)
     return ct.Slice(batch, 1), ct.Slice(head, 1), rows, ct.Slice(part * WIDTH, WIDTH)
@@ -29,7 +29,7 @@ def _index(line, tile, part, BLOCK, WIDTH):
 
 @ct.function
 def load(x, line, tile, part, BLOCK, WIDTH):
-    """A tile of a line's positions, and of their columns; ``[BLOCK, WIDTH]``."""
+    """A tile of a line's positions, and a part of their columns; ``[BLOCK, WIDTH]``."""
     if x.ndim == 5:
         index = line[0], line[1], tile, line[2], part
         found = ct.load(x, index, (1, 1, BLOCK, 1, WIDTH), padding_mode=ZERO)
@@ -50,7 +50,7 @@ def store(x, line, tile, part, value, BLOCK, WIDTH):
 
 @ct.function
 def load_line(x, which, tile, line, ROWS, COLUMNS):
-    """A row of what is kept of each line, of a tile of queries; ``[ROWS, COLUMNS]``, one of which is 1."""
+    """One of the numbers kept per query, for a tile of queries of a line; ``[ROWS, COLUMNS]``, one of which is 1."""
     found = ct.load(x, (line[5], which, tile), (1, 1, ROWS * COLUMNS), padding_mode=ZERO)
     return ct.reshape(found, (ROWS, COLUMNS))
 
@@ -73,7 +73,7 @@ def products(a_tile, a, a_at, b_tile, b, b_at, line, HEAD, CHUNK):
 
 @ct.function
 def means_of(do_tile, do, o, at, line, HEAD, CHUNK):
-    """Of the gradients of each query's weights the mean, weighted by them: the product of its output and do."""
+    """For each query, the mean of its weights' gradients, weighted by the weights: the dot product of its output and do."""
     SIZE = do_tile.shape[0]
     sums = ct.astype(load(o, line, at, 0, SIZE, CHUNK), ct.float32) * do_tile
     for part in range(1, (HEAD + CHUNK - 1) // CHUNK):
@@ -93,7 +93,7 @@ def part_of(tile, x, at, line, part, HEAD, CHUNK, WIDTH):
 
 @ct.function
 def sees(row, column, line, reach, ROWS, COLUMNS):
-    """Which of a tile of ROWS positions see which of one of COLUMNS."""
+    """Which positions of a tile of ROWS see which positions of a tile of COLUMNS."""
     rows = row * ROWS + ct.reshape(ct.arange(ROWS, dtype=ct.int32), (ROWS, 1))
     columns = column * COLUMNS + ct.reshape(ct.arange(COLUMNS, dtype=ct.int32), (1, COLUMNS))
     return (ct.abs(rows - columns) <= reach) & (rows < line[4]) & (columns < line[4])
@@ -101,16 +101,16 @@ def sees(row, column, line, reach, ROWS, COLUMNS):
 
 @ct.function
 def around(tile, line, reach, BLOCK, STEP):
-    """The tiles of STEP positions that a tile of BLOCK positions sees: the first, and the one after the last."""
+    """The tiles of STEP positions that a tile of BLOCK positions sees: the first one, and the one after the last."""
     first = tile * BLOCK
     return ct.maximum(first - reach, 0) // STEP, ct.cdiv(ct.minimum(first + BLOCK + reach, line[4]), STEP)
 
 
 @ct.function
 def near(tile, line, reach, BLOCK, SIDE):
-    """A tile of BLOCK positions and those of SIDE before and after it: of each its number, how far it is seen, its size.
+    """A tile of BLOCK positions and the tiles of SIDE before and after it: number, reach and size of each.
 
-    Where there is none, it is some other, which is not seen: nothing is as near as -1.
+    If there is no tile before or after, another tile stands in for it. Its reach of -1 makes it invisible.
     """
     before, after = tile * (BLOCK // SIDE) - 1, (tile + 1) * (BLOCK // SIDE)
     last = ct.cdiv(line[4], SIDE) - 1
@@ -128,5 +128,5 @@ def weights_of(scores, maximum, inverse, seen, q):
 
 @ct.function
 def dscores_of(weights, dweights, mean, reach, q):
-    # What sees itself alone has no gradient, not even of rounding.
+    # A position that sees only itself has no gradient, not even a rounding error.
     return ct.astype(ct.where(reach > 0, weights * (dweights - mean), 0.0), q.dtype)

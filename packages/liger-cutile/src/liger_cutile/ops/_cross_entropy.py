@@ -1,8 +1,8 @@
 """Cross-entropy of rows of logits, for `cross_entropy` and `fused_linear_cross_entropy`.
 
-One block per row reads its logits once, keeping running maxima and running sums of exponentials; the maximum and the sum
-are all that the gradient needs besides the logits. Both are kept, not the logarithm of the sum of exponentials: near 1e4
-its rounding is an error of 5e-4 in every probability.
+One block per row reads its logits once and keeps running maxima and running sums of exponentials. Besides the logits, the
+gradient needs only the maximum and the sum. They are kept apart: if the sum's logarithm were added to the maximum, rounding a
+total near 1e4 would be an error of 5e-4 in every probability.
 """
 
 import math
@@ -19,17 +19,17 @@ from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, la
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 from liger_cutile.ops._tiles import ZERO, load, load_vector
 
-# Columns of a tile, and blocks on a multiprocessor: 4096 columns fill half of the 64 registers that 4 blocks leave a thread
+# Columns of a tile, and blocks per multiprocessor. Four blocks leave a thread 64 registers, and 4096 columns fill half of them
 # (sm_90, tileiras 13.4).
 BLOCK = 4096
 OCCUPANCY = 4
-# Bytes of a tile of the gradient: on an H200, 4096 x 128256 in bfloat16 takes 0.545 ms so, with half of it 0.622, and with
-# all blocks' first tiles before the next ones 0.576.
+# Bytes of a tile of the gradient. On an H200, 4096 x 128256 in bfloat16 takes 0.545 ms, with half as many bytes 0.622. If the
+# blocks took all first tiles before the next ones, it would take 0.576.
 GRADIENT_BYTES = 16384
 # Rows of a tile of labels.
 LABELS = 2048
 
-# Stands for -inf where differences are taken: that of two is 0.
+# Stands for -inf in differences: the difference of two of them is 0.
 LEAST = -3.4028234663852886e38
 
 
@@ -38,7 +38,7 @@ def _cap(x, softcap):
     """softcap · tanh(x / softcap), and its derivative; x and 1 without a softcap."""
     if given(softcap):
         u = x / softcap
-        # Not 1 − tanh², of which nothing is left near 1.
+        # Not 1 − tanh²: near 1 nothing is left of it.
         e = ct.exp(-2.0 * ct.abs(u))
         return softcap * ct.tanh(u), 4.0 * e / ((1.0 + e) * (1.0 + e))
     else:
@@ -77,11 +77,11 @@ def _rows(
     if given(bias):
         label_logit += ct.astype(ct.gather(bias, label, mask=known), ct.float32)
     label_logit = _cap(label_logit, softcap)[0]
-    # Sums of logits are taken relative to the label's, so that a large offset common to all doesn't cancel in them.
+    # Sums of logits are relative to the label's logit, so that a large offset common to all logits doesn't cancel in them.
     pivot = ct.where(ct.abs(label_logit) < math.inf, label_logit, 0.0)
 
-    # A group's columns are those that a thread loads at once. Each has a maximum of its own, and the loop exchanges
-    # nothing between threads.
+    # A group is the columns that a thread loads at once. Each group has its own maximum, and the loop exchanges nothing between
+    # threads.
     maximum = ct.full((GROUPS, 1), LEAST, ct.float32)
     total = ct.zeros((GROUPS, 1), ct.float32)
     weighted = ct.zeros((GROUPS, 1), ct.float32)
@@ -129,7 +129,7 @@ def _rows(
     z_loss = lse * 0.0
     if given(lse_square_scale):
         z_loss = lse * lse * lse_square_scale
-    # Not of nll, whose rounding is many times that of its parts.
+    # Computed from nll's parts: nll itself is rounded much more coarsely than they are.
     probability = exp_like(label_logit - top, logits) / exp_sum
     if TOKEN_SCALING:
         loss *= probability
@@ -151,7 +151,7 @@ def _rows(
             ct.store(statistics, (2, row), probability, allow_tma=False)
 
 
-@ct.kernel(occupancy=ct.ByTarget(sm_90=OCCUPANCY, default=3))  # of four, sm_80 and sm_100 spill
+@ct.kernel(occupancy=ct.ByTarget(sm_90=OCCUPANCY, default=3))  # with four, sm_80 and sm_100 spill
 def _gradient(
     dlogits, logits, bias, target, weight, column_weight, weight_sum, statistics, dloss, totals,
     vocabulary, first, first_column, parts, ignore_index: ct.ScalarInt64, label_smoothing, lse_square_scale, softcap,
@@ -175,7 +175,7 @@ def _gradient(
             z_scale = scale / ct.load(totals, (0,), ())
             scale = scale / ct.load(totals, (1,), ())
         label_scale = scale * _label_weight(weight, label, known)
-        # What the probabilities are multiplied by beside that, and the class weights.
+        # `slope` multiplies the probabilities, besides label_scale. `uniform` multiplies the class weights.
         slope = scale * 0.0
         uniform = scale * 0.0
         if given(label_smoothing):
@@ -210,7 +210,7 @@ def _reduce(
     loss, z_loss, accuracy, totals, losses, z_losses, hits, target, weight, columns, ignore_index: ct.ScalarInt64,
     MEAN: ConstBool, BLOCK: ConstInt,
 ):  # fmt: skip
-    # One block, so that the order of the sums is always the same.
+    # One block adds up everything, so the order of the sums is always the same.
     counted = ct.zeros((BLOCK,), ct.float32)
     weights = ct.zeros((BLOCK,), ct.float32)
     loss_sum = ct.zeros((BLOCK,), ct.float32)
@@ -254,7 +254,7 @@ def _reduce(
 
 
 def _vector(scalar: Tensor | None) -> Tensor | None:
-    """A tensor without dimensions, which tileiras 13.4 doesn't take for an argument, as one of an element."""
+    """A scalar tensor as a vector of one element: tileiras 13.4 takes no argument without dimensions."""
     return None if scalar is None else scalar.view(1)
 
 
@@ -312,7 +312,7 @@ def _launch_gradient(
 ) -> None:
     n, columns = dlogits.shape
     block = min(power_of_2(columns), GRADIENT_BYTES // dlogits.element_size())
-    # Rows alone make too few blocks where they are few.
+    # If rows are few, one block per row would be too few blocks.
     wanted = 2 * OCCUPANCY * sm_count(dlogits.device)
     parts = min(blocks(columns, block), blocks(wanted, n))
     of_columns = slice(first_column, first_column + columns)

@@ -1,4 +1,4 @@
-"""What host code has to know of a device."""
+"""Device properties that host code needs."""
 
 import functools
 
@@ -11,9 +11,9 @@ def _look_up_sm_count(device: torch.device) -> int:
 
 
 def sm_count(device: torch.device) -> int:
-    """Multiprocessors of a device, for grids of as many blocks as run at once.
+    """The number of multiprocessors of a device, for grids of as many blocks as run at once.
 
-    On the CPU, where an interpreter runs one block after another, it is 2: few, but more than one partial sum.
+    On the CPU an interpreter runs one block after another. There it is 2: few blocks, but more than one partial sum.
     """
     return _look_up_sm_count(device)
 
@@ -25,21 +25,21 @@ def _look_up_major(device: torch.device) -> int:
 
 
 def multiplies_from_shared(device: torch.device) -> bool:
-    """Whether matrix products read shared memory, as on Hopper and on Blackwell of data centres; else they take registers.
+    """Whether matrix products read shared memory, as on Hopper and data-centre Blackwell, instead of registers.
 
-    So it is on the CPU.
+    On the CPU it is true.
     """
     return device.type != "cuda" or _look_up_major(device) in (9, 10)
 
 
 def loads_in_bulk(device: torch.device) -> bool:
-    """Whether there is a TMA, as on Hopper and later; else what is on its way takes registers.
+    """Whether there is a TMA, as on Hopper and later; otherwise data in flight takes registers.
 
-    So it is on the CPU.
+    On the CPU it is true.
     """
     return device.type != "cuda" or _look_up_major(device) >= 9
 
 
-# What torch.compiler.assume_constant_result does, without importing Dynamo for it. Dynamo warns of functools.cache.
+# torch.compiler.assume_constant_result does this, but would import Dynamo. functools.cache would make Dynamo warn.
 for _function in (sm_count, multiplies_from_shared, loads_in_bulk):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,10 +1,11 @@
 """Divergences of rows of logits from a teacher's, and the cross-entropy of labels beside them.
 
-One block per row reads both rows twice: for what their softmaxes need, and for the losses. What the gradient needs besides the
-logits are six numbers per row: largest logits and logarithms of sums, and the sum that a divergence's gradient is relative to.
+One block per row reads both rows twice: first for their softmaxes, then for the losses. Besides the logits, the gradient needs
+six numbers per row: the largest logits, the logarithms of the sums, and the sum that the divergence's gradient is relative to.
 
-Log-probabilities of student and teacher are compared by their logits' difference, with that of the rows' largest and of their
-sums: each is near 10, and the difference of two rounded ones has few correct digits where they are nearly equal, or a wrong sign.
+Log-probabilities of student and teacher are compared by the difference of their logits, of the rows' largest logits and of the
+sums. The log-probabilities themselves are near -10: if they are nearly equal, the difference of two rounded ones has few correct
+digits or the wrong sign.
 """
 
 import functools
@@ -23,22 +24,22 @@ from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, la
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 from liger_cutile.ops._tiles import load_vector
 
-# Of a tile of logits, and blocks on a multiprocessor, whose loads go into registers: the rows of fewer blocks are in the
-# cache still when they are read again.
+# Bytes of a tile of logits, and blocks per multiprocessor. Loads go into registers. With few blocks, their rows are still in the
+# cache when they are read again.
 ROW_BYTES, ROW_OCCUPANCY = 8192, 4
 GRADIENT_BYTES, GRADIENT_OCCUPANCY = 4096, 8
-# What a thread loads at once: what a loop adds up of it stays in the thread.
+# Bytes that a thread loads at once: what a loop adds up of them stays in the thread.
 GROUP_BYTES = 16
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# Stands for -inf where differences are taken: that of two is 0.
+# Stands for -inf in differences: the difference of two of them is 0.
 LEAST = -3.4028234663852886e38
 
 
 @ct.function
 def _load(logits, bias, softcap, row, tile, BLOCK, GROUP):
-    """A row's tile in float32, with bias and softcap, ``[BLOCK / GROUP, GROUP]``, and a softcap's derivative; -inf outside."""
+    """A row's float32 tile with bias and softcap, ``[BLOCK / GROUP, GROUP]``, -inf outside; and the softcap's derivative."""
     x = ct.load(logits, (row, tile), (1, BLOCK), padding_mode=ct.PaddingMode.NEG_INF, allow_tma=False)
     x = ct.astype(ct.reshape(x, (BLOCK // GROUP, GROUP)), ct.float32)
     if given(bias):
@@ -57,7 +58,7 @@ def _exp2(x):
 
 @ct.function
 def _top_and_sums(logits, bias, softcap, row, scale, TWO, BLOCK, GROUP):
-    """The largest logit of a row, and the sum of 2^(scale · (logit − largest)); with TWO, also that of e^(…)."""
+    """The largest logit of a row, and the sum of 2^(scale · (logit − largest)); with TWO, that of e^(logit − largest) too."""
     maximum = ct.full((BLOCK // GROUP, 1), LEAST, ct.float32)
     sums = ct.zeros((BLOCK // GROUP, 1), ct.float32)
     untempered = ct.zeros((BLOCK // GROUP, 1), ct.float32)
@@ -80,7 +81,7 @@ def _top_and_sums(logits, bias, softcap, row, scale, TWO, BLOCK, GROUP):
 
 @ct.function
 def _above(difference, beta, rest, ONE_SIDED, HALF):
-    """What log2 probabilities exceed those by that they are compared with, the student's and the teacher's."""
+    """How far the log2 probabilities of student and teacher are above those that each is compared with."""
     if ONE_SIDED:
         return difference, -difference
     else:
@@ -89,33 +90,33 @@ def _above(difference, beta, rest, ONE_SIDED, HALF):
 
 @ct.function
 def _log2_ratio(q_sum, p_sum):
-    """log2(q_sum / p_sum); NaN where one is 0, as of a row that is all -inf."""
+    """log2(q_sum / p_sum). It is NaN if a sum is 0, as for a row that is all -inf."""
     return ct.log2(ct.where((q_sum > 0.0) & (p_sum > 0.0), q_sum / p_sum, math.nan))
 
 
 @ct.function
 def _difference(x, y, tops, scale, ratio):
-    """log2 q − log2 p of the probabilities of logits x and y; finite, and 0 where both are."""
+    """log2 q − log2 p for logits x and y. It is finite, and 0 if both are -inf."""
     found = ((finite(x) - finite(y)) - tops) * scale - ratio
     return finite(ct.minimum(found, 1e30, propagate_nan=True))
 
 
 @ct.function
 def _order(difference):
-    """1, -1 or 0, by the difference's sign."""
+    """The sign of the difference: 1, -1 or 0."""
     return ct.where(difference > 0.0, 1.0, ct.where(difference < 0.0, -1.0, difference))
 
 
 @ct.function
 def _apart(q, p, difference):
-    """abs(q − p), of nearly equal ones by the difference of their logarithms."""
+    """abs(q − p). If the two are nearly equal, it is computed from the difference of their logarithms."""
     t = difference * LN_2
     return ct.abs(ct.where(ct.abs(t) < 0.25, p * expm1_near(t), q - p))
 
 
 @ct.function
 def _part(difference, beta, rest, TVD, REVERSE, HALF):
-    """What a class's probability is multiplied with in the sum that the gradient is relative to."""
+    """The factor of a class's probability in the sum that the gradient is relative to."""
     if TVD:
         return _order(difference)
     else:
@@ -124,7 +125,7 @@ def _part(difference, beta, rest, TVD, REVERSE, HALF):
 
 @ct.function
 def _given(target, row, tile, eps, LOG, BLOCK, GROUP):
-    """Probabilities that stand in place of the teacher's logits, and their logarithms; 0 outside."""
+    """Given probabilities, which replace the teacher's logits, and their logarithms; 0 outside the row."""
     if LOG:
         t = ct.load(target, (row, tile), (1, BLOCK), padding_mode=ct.PaddingMode.NEG_INF, allow_tma=False)
         t = ct.astype(ct.reshape(t, (BLOCK // GROUP, GROUP)), ct.float32)
@@ -178,7 +179,7 @@ def _rows(
             from_q = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             from_p = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             products = ct.zeros((BLOCK // GROUP, 1), ct.float32)
-            # Backwards: what was read last is in the cache still.
+            # Backwards: what was read last is still in the cache.
             tiles = ct.num_tiles(student, axis=1, shape=(1, BLOCK))
             for back in range(tiles):
                 tile = tiles - 1 - back
@@ -221,7 +222,7 @@ def _rows(
                 loss = 1.0 - cosine
                 by_student = ct.where(zero, 0.0, cosine / of_student)
             elif GIVEN:
-                # With the logarithm of the student's sum, 1 but for rounding: of close distributions the loss is as small.
+                # The logarithm removes the rounding of the student's sum: for close distributions the loss is as small as it.
                 loss = of_teacher + of_student * ct.log(ct.sum(products))
             elif TVD:
                 loss = 0.5 * of_teacher
@@ -286,7 +287,7 @@ def _gradient(
                     if FORWARD:
                         gradient = by * (q - _exp2(finite((y - of_teacher) * scale - of_student)))
                     else:
-                        # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
+                        # The gradient of a log-softmax: a class's part of the sum, minus its share of the whole sum.
                         difference = _difference(x, y, of_teacher, scale, of_student)
                         part = _part(difference, beta, rest, TVD, REVERSE, HALF)
                         gradient = by * (q * (part - ct.load(statistics, (4, row), ())))
@@ -302,19 +303,18 @@ def _gradient(
 
 @functools.cache
 def _with_room() -> Any:
-    """`_rows` where something is added to logits, or a second sum, or the target is given: with the registers of two blocks
-    on a multiprocessor.
+    """`_rows` for a bias or softcap, a second sum or a given target: with the registers of two blocks per multiprocessor.
 
-    In those of four, tileiras 13.4 keeps up to 94 registers in memory.
+    With those of four, tileiras 13.4 spills up to 94 registers.
     """
     return _rows.replace_hints(occupancy=2)
 
 
 @functools.cache
 def _gradient_with_room() -> Any:
-    """`_gradient` where the target is given and something is added to logits: with the registers of six blocks.
+    """`_gradient` for a given target with a bias or softcap: with the registers of six blocks per multiprocessor.
 
-    In those of eight, tileiras 13.4 keeps up to 4 registers in memory.
+    With those of eight, tileiras 13.4 spills up to 4 registers.
     """
     return _gradient.replace_hints(occupancy=6)
 

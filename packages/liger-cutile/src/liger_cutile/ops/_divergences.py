@@ -1,7 +1,7 @@
-"""What `kl_div`, `tvd` and `jsd` share: two tensors of one shape are read tile by tile, and their terms added up.
+"""Code that `kl_div`, `tvd` and `jsd` share: two tensors of one shape are read tile by tile, and their terms added up.
 
-Each block adds up the terms of its own tiles in float32, then one block adds up those sums. So the total is the same from
-run to run, without atomics.
+Each block adds up the terms of its own tiles in float32, then one block adds up those sums. So the total is the same from run to
+run, without atomics.
 """
 
 import cuda.tile as ct
@@ -13,20 +13,20 @@ from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import as_one_row, blocks, power_of_2
 from liger_cutile.ops._tiles import ZERO
 
-# Of a tile that is read by TMA, and blocks on a multiprocessor: without the hint, the compiler gives one all registers.
-# On an H200 (tileiras 13.4), of 4096 x 128256 in bfloat16, kl_div takes 0.471 ms so and 0.611 with loads into registers,
-# of eight blocks; tvd 0.523 and 0.623, jsd 0.815 and 1.054.
+# Bytes of a tile that is read by TMA, and blocks per multiprocessor: without that hint, the compiler gives one block all
+# registers. On an H200 (tileiras 13.4), 4096 x 128256 in bfloat16 takes kl_div 0.471 ms, tvd 0.523 and jsd 0.815. With eight
+# blocks that load into registers, they take 0.611, 0.623 and 1.054.
 TILE_BYTES, OCCUPANCY = 8192, 4
-# Blocks per multiprocessor where each adds up several tiles: on an H200, jsd takes 0.861 ms with as many as run at once.
+# Blocks per multiprocessor if each adds up several tiles. On an H200, jsd takes 0.861 ms with only as many as run at once.
 BLOCKS = 64
-# Of a kernel that mostly writes, a tile and blocks on a multiprocessor, with loads into registers: on an H200, kl_div's
-# backward takes 0.532 ms so and 0.591 as above.
+# Bytes of a tile, and blocks per multiprocessor, of a kernel that mostly writes, and loads into registers. On an H200, kl_div's
+# backward takes 0.532 ms; with the sizes above 0.591.
 WRITTEN_BYTES, WRITTEN_OCCUPANCY = 4096, 8
 
 
 @ct.function
 def place(array, tile, ROWS, BLOCK):
-    """A tile's row and column, in tiles."""
+    """A tile's row and column, counted in tiles."""
     across = ct.num_tiles(array, axis=1, shape=(ROWS, BLOCK))
     return tile // across, tile % across
 
@@ -38,7 +38,7 @@ def tile_count(array, ROWS, BLOCK):
 
 @ct.function
 def load(array, at, ROWS, BLOCK):
-    """A tile in float32; 0 outside of the array."""
+    """A tile in float32; 0 outside the array."""
     return ct.astype(ct.load(array, at, (ROWS, BLOCK), padding_mode=ZERO), ct.float32)
 
 
@@ -49,13 +49,13 @@ def store(array, at, value):
 
 @ct.function
 def load_directly(array, at, ROWS, BLOCK):
-    """`load`, into registers."""
+    """`load` without TMA, into registers."""
     return ct.astype(ct.load(array, at, (ROWS, BLOCK), padding_mode=ZERO, allow_tma=False), ct.float32)
 
 
 @ct.function
 def store_directly(array, at, value):
-    """`store`, from registers."""
+    """`store` without TMA, from registers."""
     ct.store(array, at, ct.astype(value, array.dtype), allow_tma=False)
 
 
@@ -67,10 +67,10 @@ def load_counted(labels, row, ignore_index, ROWS):
 
 @ct.function
 def store_beside_labels(array, at, value, labels, ROWS):
-    """`store`, where the labels of a tile's rows may have said that it isn't read.
+    """`store`, for a tile that may not have been read because labels leave out its rows.
 
-    Of several rows, with `OCCUPANCY`, tileiras 13.4 makes a bulk store into a program for sm_90 whose warps wait forever for
-    more registers than it has.
+    If such a tile has several rows, tileiras 13.4 compiles a bulk store with `OCCUPANCY` to an sm_90 program whose warps wait
+    forever for more registers than it has.
     """
     if given(labels) and ROWS > 1:
         store_directly(array, at, value)
@@ -85,24 +85,24 @@ def any_of(conditions):
 
 @ct.function
 def exp(x, EXACT):
-    """The exponential; right to a unit of rounding with EXACT, else without an error that adds up in a sum of many."""
+    """The exponential. With EXACT it is right to a unit of rounding; otherwise its error doesn't add up in a sum of many."""
     if EXACT:
         return ct.exp(x)
     else:
-        # log2(e) in two parts: rounded to one, it is too small by 1.3e-8 · |x| in every result. Results below 2^-126
-        # become 0.
+        # log2(e) is in two parts: rounded to one, it makes every result too small by 1.3e-8 · |x|. Results below 2^-126 become
+        # 0.
         return ct.exp2(x * 1.4426950216293335 + x * 1.925963033500987e-8, flush_to_zero=True)
 
 
 @ct.function
 def finite(logprob):
-    """-1e30 for -inf: its exponential is 0 just so, and differences and products with it are no NaN."""
+    """-1e30 for -inf: its exponential is 0 as well, and differences and products with it aren't NaN."""
     return ct.maximum(logprob, -1e30, propagate_nan=True)
 
 
 @ct.function
 def _log_mean(e):
-    """log((1 + e) / 2) for e of 0 to 1; right to 6e-9, and to the rounding of float32."""
+    """log((1 + e) / 2) for e from 0 to 1; right to 6e-9, and to the rounding of float32."""
     t = 1.0 - e
     r = t * 0.003556931158527732 - 0.009804983623325825
     r = t * r + 0.015441100113093853
@@ -116,31 +116,31 @@ def _log_mean(e):
 
 @ct.function
 def expm1_near(x):
-    """exp(x) − 1, for x of −0.25 to 0.25."""
+    """exp(x) − 1, for x from −0.25 to 0.25."""
     series = x * (0.008333334 + x * 0.0013888889)
     return x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + series))))
 
 
 @ct.function
 def above_mixture(difference, beta, rest, HALF, UNIT):
-    """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
+    """q − m and p − m, where exp m = beta exp p + rest exp q. HALF: both weights are one half.
 
-    The difference of q and p is finite; UNIT is 1 for natural logarithms, log2(e) for those of base 2. Where it is 0, both
-    results are 0.
+    The difference q − p has to be finite. If it is 0, both results are 0. UNIT is 1 for natural logarithms, log2(e) for those of
+    base 2.
     """
     distance = ct.abs(difference)
     e = ct.exp2(distance * (-1.4426950408889634 / UNIT), flush_to_zero=True)
     if HALF:
-        # Without e near 1: there a GPU's exponential is off by 1e-7, for all elements the same way.
+        # No e near 1: there a GPU's exponential is off by 1e-7, in the same direction for all elements.
         half = distance * (0.5 / UNIT)
         square = half * half
         log_cosh = square * (0.5 - square * (0.08333333 - square * (0.022222223 - square * 0.006746032)))
         above = ct.where(half < 0.25, half - log_cosh, -_log_mean(e)) * UNIT
         return ct.minimum(difference, 0.0) + above, ct.minimum(-difference, 0.0) + above
     else:
-        # By the smaller weight alone: rounded, the two don't add up to 1. M is taken relative to the part with the larger weight,
-        # heavy, by v = M / heavy − 1: by series of it where the other weight is near 0, and log M is nearly log heavy. Where v is
-        # large, M is taken relative to the light part.
+        # Only the smaller weight is used: the two rounded weights don't add up to 1. `heavy` is the part with the larger weight,
+        # `light` the other. M is taken relative to heavy, by v = M / heavy − 1. If v is near 0, log M is nearly log heavy, and a
+        # series of v gives the difference. If v is large, M is taken relative to light.
         weight = ct.minimum(beta, rest)
         light = ct.where(beta <= rest, -difference, difference)
         x = light * (1.0 / UNIT)
@@ -187,10 +187,10 @@ def _scale(x, factor, ROWS: ConstInt, BLOCK: ConstInt):
 
 
 def tile_of(x: Tensor, tile_bytes: int = TILE_BYTES) -> tuple[int, int]:
-    """Rows and columns of the tiles of a tensor of two dimensions."""
+    """Rows and columns of the tiles of a two-dimensional tensor."""
     size = tile_bytes // x.element_size()
     if x.shape[1] % 16:
-        size //= 4  # where elements are loaded one by one, registers are short
+        size //= 4  # registers are short if elements are loaded one by one
     block = min(power_of_2(x.shape[1]), size)
     return min(size // block, power_of_2(x.shape[0], 1)), block
 
@@ -201,23 +201,23 @@ def tiles_of(x: Tensor, rows: int, block: int) -> int:
 
 
 def persistent(x: Tensor, rows: int, block: int, most: int = BLOCKS) -> int:
-    """Blocks of a grid that takes all tiles of a tensor, several per block: at most so many per multiprocessor."""
+    """Blocks of a grid that takes all tiles of a tensor, several per block: at most `most` per multiprocessor."""
     return min(tiles_of(x, rows, block), most * sm_count(x.device))
 
 
 def launch_count(count: Tensor, labels: Tensor, ignore_index: int) -> None:
-    """Write the number of rows that count, or 1 when none does, to ``float32[1]``."""
+    """Write the number of rows that count, or 1 if none does, to ``float32[1]``."""
     launch(_count, (1,), count, labels, ignore_index, 1024)
 
 
 def launch_total(total: Tensor, sums: Tensor, count: Tensor | None, divisor: float) -> None:
-    """Write Σ sums / divisor, and divided by `count` when there is one, to ``float32[1]``."""
+    """Write Σ sums / divisor, divided by `count` if there is one, to ``float32[1]``."""
     launch(_total, (1,), total, sums, count, float(divisor), 1024)
 
 
 @opaque(writes=("x",))
 def launch_scale(x: Tensor, factor: Tensor) -> None:
-    """Multiply a contiguous tensor of two dimensions by a scalar; it isn't read where that is 1."""
+    """Multiply a contiguous two-dimensional tensor by a scalar. If that is 1, the tensor isn't read."""
     (x,) = as_one_row(x)
     rows, block = tile_of(x, WRITTEN_BYTES)
     launch(_scale, (persistent(x, rows, block, WRITTEN_OCCUPANCY),), x, factor.view(1), rows, block)

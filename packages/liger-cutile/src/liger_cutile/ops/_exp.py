@@ -1,4 +1,4 @@
-"""Exponentials in float32, as accurate as the dtype that they are for."""
+"""Float32 exponentials, as accurate as the dtype of the result needs."""
 
 import cuda.tile as ct
 
@@ -7,7 +7,7 @@ LOG2_E = 1.4426950408889634
 
 @ct.function
 def exp_like(x, array):
-    """e^x; for an array of 16 bits by three instructions instead of eight, with an error of 1e-7 · (1 + |x|)."""
+    """e^x. For a 16-bit array it takes three instructions instead of eight, with an error of 1e-7 · (1 + |x|)."""
     if array.dtype == ct.float32:
         return ct.exp(x)
     else:

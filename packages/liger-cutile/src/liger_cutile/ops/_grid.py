@@ -1,7 +1,7 @@
-"""Grids of one block for each of many items, for kernels without a loop over them.
+"""Grids with one block per item, for kernels that don't loop over items.
 
-A block that does one thing needs all that it reads at once. A loop's invariants the compiler reads before it: a block of
-one turn then waits for memory twice.
+A block that does one thing needs all its inputs at once. With a loop, the compiler would read the loop's invariants before it,
+and a block that goes through it once would wait for memory twice.
 """
 
 import cuda.tile as ct
@@ -13,17 +13,17 @@ from liger_cutile.ops._rows import blocks
 
 @ct.function
 def block_number():
-    """The block's item; of a grid of several rows, the last blocks have none."""
+    """The number of the block's item. In a grid of several rows, the last blocks have no item."""
     return ct.bid(0) + ct.bid(1) * ct.num_blocks(0)
 
 
 def one_each(items: int) -> tuple[int, int]:
-    """A grid with a block for each item, in as few rows of blocks as there can be."""
+    """A grid with a block for each item, in as few rows of blocks as possible."""
     return min(items, MOST_BLOCKS), blocks(items, MOST_BLOCKS)
 
 
 def within_grid(tile_rows: int, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
-    """Tensors of one number of rows as they are, or some rows of each at a time: the tiles that a grid takes downwards."""
+    """Tensors with one number of rows: as they are, or, if their tiles exceed a grid's second dimension, some rows at a time."""
     rows, most = next(x.shape[0] for x in tensors if x is not None), MOST_DOWN * tile_rows
     if rows <= most:
         return [tensors]

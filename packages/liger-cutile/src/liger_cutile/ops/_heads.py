@@ -1,4 +1,4 @@
-"""Tensors of heads, ``[B, ., ., D]``, for kernels that index all four dimensions."""
+"""Tensors of heads, ``[B, ., ., D]``, for kernels that index all four of their dimensions."""
 
 import functools
 from typing import cast
@@ -10,33 +10,33 @@ from torch import Tensor
 from liger_cutile.ops._launch import MOST_DOWN
 from liger_cutile.ops._rows import LARGEST, blocks, near, power_of_2
 
-# Columns of heads in a tile: of each half of a head, or pairs of columns.
+# Elements of a tile of heads: of each half, or pairs of neighbouring columns.
 TILE = 2048
 
 
 @ct.function
 def load_heads(array, place, shape, CHECK):
-    """A tile of any number of dimensions, in float32. What lies outside of the array is undetermined.
+    """A tile of any number of dimensions, in float32. Elements outside the array are undefined.
 
-    Without CHECK nothing may lie outside; the bounds cost as many instructions as all else.
+    Without CHECK no element may be outside: checking the bounds takes as many instructions as all the rest.
     """
     return ct.astype(ct.load(array, place, shape, check_bounds=CHECK), ct.float32)
 
 
 @functools.lru_cache
 def tiling(columns: int, rest: int, length: int, q_heads: int, k_heads: int) -> tuple[int, bool, tuple[int, ...]]:
-    """How heads are cut into blocks, each of some tokens and all their heads.
+    """How heads are divided into blocks, each with some tokens and all their heads.
 
     Args:
-        columns: of a head that are rotated.
+        columns: columns of a head that are rotated.
         rest: its other columns.
         length: tokens of a sample.
-        q_heads: heads of q, or 1 where there is no q.
-        k_heads: heads of k, or 1 where there is no k.
+        q_heads: heads of q, or 1 if there is no q.
+        k_heads: heads of k, or 1 if there is no k.
 
     Returns:
-        How many blocks take a sample, whether all their tiles lie inside of q and k, and of a block: its tokens; of q,
-        and of k, how many tiles and their heads; columns of half a head.
+        The number of blocks per sample; whether all their tiles lie inside q and k; and for a block: its tokens, the number of
+        tiles of q and their heads, the same for k, and the columns of half a head.
     """
     half = power_of_2(columns // 2)
     most = max(1, TILE // max(half, power_of_2(rest)))
@@ -48,7 +48,7 @@ def tiling(columns: int, rest: int, length: int, q_heads: int, k_heads: int) -> 
 
 
 def like(x: Tensor | None) -> Tensor | None:
-    """A tensor for what is made of x: without gaps, its second and third dimensions in the order of x's."""
+    """An uninitialised tensor of x's shape, without gaps, whose second and third dimensions lie in the order of x's."""
     if x is None:
         return None
     _, outer, inner, _ = x.stride()
@@ -75,9 +75,9 @@ def far_apart(*tensors: Tensor | None) -> bool:
 
 
 def within_reach(*tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
-    """The tensors as they are; or some samples at a time, or one where anything is too far apart.
+    """The tensors as they are; or some samples at a time, and only one if any stride is too long.
 
-    A tensor of one sample goes with every sample of the others, of which the first tensor that there is has as many.
+    A tensor of one sample goes with every sample of the others. The first tensor that isn't None has all samples.
     """
     samples, apart = next(x.shape[0] for x in tensors if x is not None), far_apart(*tensors)
     if samples <= MOST_DOWN and not apart:
@@ -87,13 +87,13 @@ def within_reach(*tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
 
 
 def samples_of(x: Tensor | None, begin: int, count: int) -> Tensor | None:
-    """Up to `count` samples of a tensor, from `begin` on; of a tensor of one sample, that one.
+    """Up to `count` samples of a tensor, from `begin` on. A tensor with one sample gives that one.
 
-    A single sample is `near`.
+    If `count` is 1, the result is `near`.
     """
     if x is None or x.shape[0] == 1 < count:
         return x
     if count > 1:
         return x[begin : begin + count]
-    # A kernel takes a single sample's distance from the next for a stride all the same.
+    # A kernel takes the stride of a dimension of one sample all the same, so it has to be short as well.
     return near(x[begin % x.shape[0]].expand(1, *x.shape[1:]))

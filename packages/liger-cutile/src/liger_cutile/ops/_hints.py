@@ -1,6 +1,6 @@
-"""Registers for tiles of different sizes.
+"""Register hints for tiles of different sizes.
 
-Without a hint tileiras gives a kernel that uses TMA all registers of a multiprocessor, so that one block runs there.
+Without a hint, tileiras gives a kernel that uses TMA all registers of a multiprocessor, so only one block runs there.
 """
 
 import functools
@@ -14,10 +14,10 @@ from liger_cutile.ops._rows import blocks
 
 @functools.cache
 def resident(kernel: Any, elements: int, tiles: int = 1) -> tuple[Any, int]:
-    """`sized`, and how many of its blocks a multiprocessor has room for: for blocks that take one tile after another.
+    """`sized`, and how many blocks of the kernel fit a multiprocessor: for blocks that take one tile after another.
 
-    Each loads the next tile while it works on one, where new blocks start with nothing to do: on an H200 softmax of
-    8192 x 8192 in bfloat16 takes 0.105 ms backward, and 0.120 as a block for each row.
+    Such a block loads the next tile while it works on one. A new block has nothing to work on while it loads. On an H200,
+    softmax's backward of 8192 x 8192 in bfloat16 takes 0.105 ms, and 0.120 with a block for each row.
     """
     if tiles * elements <= 8192:
         return kernel.replace_hints(occupancy=4), 4
@@ -27,17 +27,16 @@ def resident(kernel: Any, elements: int, tiles: int = 1) -> tuple[Any, int]:
 
 
 def by_turns(kernel: Any, x: Tensor, tile_rows: int, block: int, tiles: int = 1) -> tuple[Any, tuple[int]]:
-    """`resident` for tiles of whole rows of x, and a grid of as many blocks as run at once, or as there are tiles."""
+    """`resident` for tiles of whole rows of x, and a grid with a block for each tile, but at most as many as run at once."""
     kernel, at_once = resident(kernel, tile_rows * block, tiles)
     return kernel, (min(blocks(x.shape[0], tile_rows), sm_count(x.device) * at_once),)
 
 
 def sized(kernel: Any, elements: int, tiles: int = 1) -> Any:
-    """The kernel for so many tiles of so many elements, in float32: compiled for the most blocks on a multiprocessor that
-    don't spill, by what tileiras 13.4 compiles for sm_90.
+    """The kernel for `tiles` float32 tiles of `elements` each, compiled for the most blocks per multiprocessor that don't spill.
 
-    On an H200 layer_norm of 16384 x 8192 in bfloat16, of a block for each row, takes 0.172 ms with four blocks, 0.243 with
-    two and 0.341 with six.
+    The choice follows what tileiras 13.4 compiles for sm_90. On an H200, layer_norm of 16384 x 8192 in bfloat16, with a block
+    for each row, takes 0.172 ms with four blocks, 0.243 with two and 0.341 with six.
     """
     kernel, _ = resident(kernel, elements, tiles)
     return kernel
@@ -45,9 +44,9 @@ def sized(kernel: Any, elements: int, tiles: int = 1) -> Any:
 
 @functools.cache
 def packed(kernel: Any, elements: int) -> Any:
-    """The kernel for a block for each tile of so many elements, loaded by plain instructions: up to eight blocks at once.
+    """The kernel for a block per tile of `elements`, loaded by plain instructions: up to eight blocks at once.
 
-    On an H200 layer_norm in bfloat16 takes 0.137 ms with four blocks of 8192 elements, and 0.147 without a hint; with
-    eight of 4096 0.039 ms, and 0.047.
+    On an H200, layer_norm in bfloat16 takes 0.137 ms with four blocks of 8192 elements, and 0.147 without a hint. With eight
+    blocks of 4096 it takes 0.039, and 0.047 without.
     """
     return kernel.replace_hints(occupancy=min(8, 32768 // elements))

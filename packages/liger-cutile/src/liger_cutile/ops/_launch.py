@@ -35,12 +35,12 @@ ConstBool = ct.Constant[bool]
 MOST_BLOCKS = (1 << 24) - 1
 MOST_DOWN = (1 << 16) - 1
 
-# The interpreter, which runs a kernel at once, has no streams.
+# The interpreter has no streams: it runs a kernel at once.
 _INTERPRETED = os.environ.get("CUTILE_INTERPRET") == "1"
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None) -> None:
-    """Launch a kernel on the current stream of the current device, which core has made that of the tensors.
+    """Launch a kernel on the current stream of the current device. core has made the tensors' device current.
 
     Args:
         kernel: a `ct.kernel`.
@@ -53,5 +53,5 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None
 
 @ct.function
 def given(argument):
-    """Whether an argument is a tensor or a number, and not None; known when the kernel is compiled."""
+    """Whether an argument is a tensor or a number, not None; known when the kernel is compiled."""
     return ct.static_eval(not isinstance(argument, tuple))

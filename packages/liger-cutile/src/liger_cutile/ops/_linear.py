@@ -1,4 +1,4 @@
-"""What linear layers need of cuTile: gradients that were made before the loss's own was known are scaled by it."""
+"""cuTile's part of linear layers: it scales gradients that were made before the gradient of the loss was known."""
 
 import cuda.tile as ct
 from torch import Tensor
@@ -9,7 +9,7 @@ from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import as_one_row, blocks
 from liger_cutile.ops._tiles import load
 
-# Elements of a tile of what is scaled.
+# Elements of a tile that is scaled.
 TILE = 4096
 
 

@@ -1,8 +1,8 @@
 """Statistics of rows of logits, for `logit_statistics` and `fused_linear_logit_statistics`.
 
-One block per row reads its logits once, keeping running maxima and, relative to them, running sums: of exponentials e^d, of
-their squares, and of e^d d for the entropy, log Σ e^d − Σ e^d d / Σ e^d, whose two terms have one sign. The maximum is that
-of logits before the temperature, by whose inverse differences of logits are multiplied.
+One block per row reads its logits once. It keeps running maxima and, relative to them, running sums: of exponentials e^d, of
+their squares, and of e^d d. The entropy is log Σ e^d − Σ e^d d / Σ e^d, whose two terms have one sign. Maxima are of the logits
+before the temperature. Differences of logits are multiplied by its inverse.
 """
 
 import math
@@ -19,9 +19,9 @@ from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, la
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 from liger_cutile.ops._tiles import ZERO, load, load_vector
 
-# Bytes of a tile of logits: of float32 ones, 4096 columns and what is summed beside them don't fit the registers.
+# Bytes of a tile of logits: registers don't hold 4096 float32 columns and the sums beside them.
 ROWS_BYTES = 8192
-# Columns of a tile of the gradient, and its blocks on a multiprocessor.
+# Columns of a tile of the gradient, and blocks per multiprocessor.
 GRADIENT_BLOCK = 4096
 GRADIENT_OCCUPANCY = 3
 # Targets of a row that are looked up at once.
@@ -30,7 +30,7 @@ MOST_TARGETS = 128
 
 @ct.function
 def _tempered(x, inverse):
-    """For a difference of logits, whose rounding is then relative to itself, not to the logits."""
+    """x / temperature, for a difference of logits: its rounding is then relative to the difference, not to the logits."""
     if given(inverse):
         return x * inverse
     else:
@@ -48,7 +48,7 @@ def _cooled(x, temperature):
 
 @ct.function
 def _columns_of(target, row, tile, TARGETS, first_id, columns, ignore_index):
-    """The columns of some targets of a row, or 0; whether they count, and whether they are columns. ``[1, TARGETS]``."""
+    """Columns of some targets of a row, or 0; whether a target counts, and whether it is a column. ``[1, TARGETS]``."""
     place = ct.reshape(ct.arange(TARGETS, dtype=ct.int32), (1, TARGETS))
     label = ct.load(target, (row, tile), (1, TARGETS), padding_mode=ZERO, allow_tma=False)
     counts = (label != ignore_index) & (place < target.shape[1] - tile * TARGETS)
@@ -78,8 +78,8 @@ def _rows(
         count += ct.sum(ct.where(counts, 1, 0))
     counted = count > 0
 
-    # A group's columns are those that a thread loads at once. Each has a maximum of its own, and the loop exchanges
-    # nothing between threads.
+    # A group is the columns that a thread loads at once. Each group has its own maximum, and the loop exchanges nothing between
+    # threads.
     maximum = ct.full((GROUPS, 1), LEAST, ct.float32)
     exp_sum = ct.zeros((GROUPS, 1), ct.float32)
     square_sum = ct.zeros((GROUPS, 1), ct.float32)
@@ -115,7 +115,7 @@ def _rows(
         depth = _tempered(x - higher, inverse)
         term = exp_like(depth, logits)
         if given(entropy):
-            # Of a maximum before the first logit, no sum is left, and the product could be infinite.
+            # The maximum before the first logit leaves no sum, and the product with it could be infinite.
             product_sum = rescale * (product_sum + ct.where(rescale == 0.0, 0.0, fall) * exp_sum)
             product_sum += ct.sum(ct.where(term == 0.0, 0.0, term * depth), axis=1, keepdims=True)
         if given(log_sum_squares):
@@ -248,7 +248,7 @@ def _launch_gradient(
 ) -> None:
     n, columns = dlogits.shape
     block = min(power_of_2(columns), GRADIENT_BLOCK)
-    # Rows alone make too few blocks where they are few.
+    # If rows are few, one block per row would be too few blocks.
     wanted = 2 * GRADIENT_OCCUPANCY * sm_count(dlogits.device)
     parts = min(blocks(columns, block), blocks(wanted, n))
     of_columns = slice(first_column, first_column + columns)

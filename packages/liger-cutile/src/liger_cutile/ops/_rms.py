@@ -1,4 +1,4 @@
-"""The norm of a row by its root mean square, as `rms_norm` rounds it in each of its modes."""
+"""RMS normalisation of a row, rounded as `rms_norm` does in each of its modes."""
 
 import cuda.tile as ct
 
@@ -25,7 +25,7 @@ def load_weight(weight, column, BLOCK, INSIDE):
 
 @ct.function
 def scaled(xs, r, weight, weights, offset, dtype, ROUND, NATIVE):
-    """x · r · (offset + weight), by a tile of the weight."""
+    """x · r · (offset + weight), for a tile of the weight."""
     y = xs * r
     if given(weight):
         scale = rounded(ct.astype(weights, ct.float32) + offset, weight.dtype, NATIVE)
@@ -35,5 +35,5 @@ def scaled(xs, r, weight, weights, offset, dtype, ROUND, NATIVE):
 
 @ct.function
 def unscaled(dys, weight, weights, offset):
-    """The gradient of x · r, by a tile of the weight."""
+    """The gradient of x · r, for a tile of the weight."""
     return dys * (ct.astype(weights, ct.float32) + offset) if given(weight) else dys

@@ -3,15 +3,15 @@
 from torch import Tensor
 
 LARGEST = (1 << 31) - 1
-"""The longest dimension and the longest stride that a kernel takes."""
+"""The largest size of a dimension, and the longest stride, that a kernel takes."""
 
 
 def as_rows(x: Tensor) -> Tensor:
     """A tensor as ``[rows, columns]``, each row's elements adjacent.
 
-    It is a view of `x` wherever x's strides allow: contiguous, or sliced or expanded in any dimension but the last.
-    Otherwise it is a copy. Rows of one element get a column stride of 2: with 1, tileiras 13.4 stores several rows 16 bytes at
-    once, from where they aren't aligned.
+    If x's strides allow, it is a view: x is contiguous, or sliced or expanded in any dimension but the last. Otherwise it is a
+    copy. Rows of one element get a column stride of 2: with 1, tileiras 13.4 stores several rows 16 bytes at once, at unaligned
+    addresses.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a reshape takes the host 2 µs, whatever it does
     apart, adjacent = rows.stride()
@@ -19,14 +19,14 @@ def as_rows(x: Tensor) -> Tensor:
         return rows.as_strided(rows.shape, (apart, 2))
     if adjacent == 1 and apart <= LARGEST:
         return rows
-    # A single row counts as contiguous, however far it is to a next one.
+    # A single row counts as contiguous, whatever its row stride is.
     return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1))
 
 
 def near(x: Tensor) -> Tensor:
-    """x with strides that a kernel takes; a copy where elements are too far apart, but no copy of a contiguous tensor.
+    """x with strides that a kernel takes: a copy if elements are too far apart, but never of a contiguous tensor.
 
-    A dimension of one has any stride, and counts as contiguous with it: here it gets 0 where that is too long.
+    A dimension of size 1 may have any stride and still counts as contiguous. If that stride is too long, it becomes 0 here.
     """
     if max(x.stride()) <= LARGEST:
         return x
@@ -35,9 +35,9 @@ def near(x: Tensor) -> Tensor:
 
 
 def as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of one shape as ``[1, elements]`` where all are contiguous and not too long for it, else as `as_rows`.
+    """Tensors of one shape as ``[1, elements]`` if all are contiguous and that is not too long; otherwise as `as_rows`.
 
-    For kernels that work on each element by itself.
+    For kernels that work element by element.
     """
     if all(x.is_contiguous() for x in tensors) and tensors[0].numel() <= LARGEST:
         return tuple(x.view(1, -1) for x in tensors)
@@ -45,7 +45,7 @@ def as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def power_of_2(size: int, least: int = 16) -> int:
-    """The least power of two that is no less than `size` and `least`, itself one."""
+    """The least power of two that is at least `size` and `least`, which is one itself."""
     return max(least, 1 << (size - 1).bit_length())
 
 
@@ -56,15 +56,15 @@ def whole_rows(columns: int) -> tuple[int, int]:
 
 
 def tiles(rows: int, columns: int, elements: int, most_columns: int = 1024) -> tuple[int, int, int]:
-    """Rows and columns of a tile of so many elements, or fewer, and how many tiles cover a row."""
+    """Rows and columns of a tile of at most `elements` elements, and how many tiles cover a row."""
     block = min(power_of_2(columns), most_columns)
     return min(elements // block, power_of_2(rows, 1)), block, blocks(columns, block)
 
 
 def long_block(columns: int) -> int:
-    """Columns of the tiles of a row that is too long for one, where a multiprocessor holds four blocks.
+    """Columns of the tiles of a row that is too long for one tile, with four blocks per multiprocessor.
 
-    Elements of a row that is no multiple of 16 are loaded one by one, for which registers are short: of 4096 columns
+    If a row's length is no multiple of 16, its elements are loaded one by one, and registers are short: with 4096 columns
     tileiras 13.4 spills up to 26 on sm_90.
     """
     return 4096 if columns % 16 == 0 else 2048

@@ -1,4 +1,4 @@
-"""Rows of residual streams: parts of one stream each, and numbers of a row, one for each stream or pair of them."""
+"""Rows of residual streams: parts of one stream, and numbers of a row, one per stream or pair of streams."""
 
 import cuda.tile as ct
 
@@ -8,7 +8,7 @@ from liger_cutile.ops._tiles import gather, load
 
 @ct.function
 def load_part(array, row, column, BLOCK, INSIDE):
-    """A part of one row, ``[1, BLOCK]``: 0 outside of the array."""
+    """A part of one row, ``[1, BLOCK]``; 0 outside the array."""
     if INSIDE:
         return load(array, (row, column), 1, BLOCK, True)
     else:
@@ -29,7 +29,7 @@ def store_part(array, row, column, tile, INSIDE):
 
 @ct.function
 def by_lanes(tile, LANES):
-    """Sums of the neighbouring columns of each thread."""
+    """The sum of each thread's neighbouring columns."""
     return ct.sum(ct.reshape(tile, (LANES, tile.shape[1] // LANES)), axis=1, keepdims=True)
 
 

@@ -1,4 +1,4 @@
-"""Several sums in one `ct.reduce`: the threads of a block wait for each other once, and not once for each."""
+"""Several sums in one `ct.reduce`, so that the threads of a block wait for each other only once."""
 
 import cuda.tile as ct
 

@@ -1,4 +1,4 @@
-"""Tensors whose rows lie in several dimensions, as rows and columns: a row is found by steps in each dimension."""
+"""Tensors with several dimensions of rows, as rows and columns: a step per dimension leads to a row."""
 
 import math
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from liger_cutile.ops._rows import LARGEST
 
 
 class Table(NamedTuple):
-    """A tensor as ``[rows, columns]``, and how many rows each dimension goes on with: 0 where it is broadcast.
+    """A tensor as ``[rows, columns]``, and each dimension's step in rows; 0 if the tensor is broadcast along it.
 
-    Rows may overlap, where strides have no larger common divisor: a table is only read.
+    Rows may overlap, if the strides have no larger common divisor. So a table is only read.
     """
 
     rows: Tensor
@@ -20,13 +20,13 @@ class Table(NamedTuple):
 
 
 def table_of(tensor: Tensor, columns: int, sizes: Sequence[int], strides: Sequence[int]) -> Table:
-    """A tensor's table. It is a view, but for a copy where rows are too far apart.
+    """A tensor's table. It is a view, or a copy if rows are too far apart.
 
     Args:
-        tensor: its last dimension's elements are adjacent.
-        columns: of them.
-        sizes: of the dimensions before; none is 0.
-        strides: of those, 0 where it is broadcast or its size is 1.
+        tensor: a tensor whose last dimension's elements are adjacent.
+        columns: its last dimension's size.
+        sizes: the sizes of its other dimensions; none is 0.
+        strides: their strides; 0 for a dimension that is broadcast or has size 1.
     """
     step = math.gcd(*strides) or columns
     last = sum((size - 1) * (stride // step) for size, stride in zip(sizes, strides, strict=True))
@@ -40,6 +40,6 @@ def table_of(tensor: Tensor, columns: int, sizes: Sequence[int], strides: Sequen
 
 
 def one_tile(steps: Sequence[int], rows: int) -> bool:
-    """Whether so many neighbours in the last dimension, from a multiple of it on, are one row of a table, or one tile."""
+    """Whether each group of `rows` neighbours along the last dimension is one row of a table, or one tile of it."""
     *others, last = steps
     return rows == 1 or last == 0 or (last == 1 and all(step % rows == 0 for step in others))

@@ -1,6 +1,6 @@
-"""Products of float32 matrices on tensor cores that multiply bfloat16: each operand is the sum of three bfloat16 numbers.
+"""Float32 matrix products on bfloat16 tensor cores: each operand is the sum of three bfloat16 numbers.
 
-`ct.mma` of float32 tiles doesn't use tensor cores.
+For float32 tiles, `ct.mma` doesn't use tensor cores.
 """
 
 import cuda.tile as ct
@@ -8,7 +8,7 @@ import cuda.tile as ct
 
 @ct.function
 def split(a):
-    """Three bfloat16 tiles, whose sum is the tile; the largest first. One tile, if it is bfloat16."""
+    """Three bfloat16 tiles whose sum is the tile, the largest first. A bfloat16 tile gives one."""
     if a.dtype == ct.bfloat16:
         return (a,)
     else:
@@ -29,12 +29,12 @@ def transposed(parts):
 
 @ct.function
 def product(a, b, total, ROUGH=False):
-    """total + a · b, each the parts of a matrix, as exact as in float32; ROUGH: to a relative 2⁻¹⁶.
+    """total + a · b, where a and b are the parts of a matrix, as exact as in float32. ROUGH: to a relative 2⁻¹⁶.
 
-    Tensor cores cut off what they add up, at each step: so a call's sum starts at zero, and is added to `total` with
-    rounding. What is small is added up first.
+    Tensor cores truncate at each step of a sum. So each call's sum starts at zero and is added to `total` with rounding. The
+    smallest products are added up first.
     """
-    sums = total * 0.0  # a zero that isn't known: else the compiler would start at `total`
+    sums = total * 0.0  # a zero that the compiler doesn't know: otherwise it would start at `total`
     if len(a) == 1 and len(b) == 1:
         return total + ct.mma(a[0], b[0], sums)
     elif len(a) == 1:

@@ -1,4 +1,4 @@
-"""Tiles of float32, whatever the array's dtype, with zeros where the array ends."""
+"""Float32 tiles, whatever the array's dtype, with zeros past the array's end."""
 
 import cuda.tile as ct
 
@@ -9,9 +9,9 @@ ZERO = ct.PaddingMode.ZERO
 
 @ct.function
 def load(array, place, ROWS, BLOCK, INSIDE=False):
-    """The tile of ``[ROWS, BLOCK]`` at `place`, its row and column in tiles.
+    """The tile ``[ROWS, BLOCK]`` at `place`, its row and column counted in tiles.
 
-    INSIDE: it crosses no edge, and is loaded by plain instructions.
+    INSIDE: the tile crosses no edge, and is loaded by plain instructions.
     """
     if INSIDE:
         tile = ct.load(array, place, (ROWS, BLOCK), check_bounds=False, allow_tma=False)
@@ -22,7 +22,7 @@ def load(array, place, ROWS, BLOCK, INSIDE=False):
 
 @ct.function
 def load_vector(vector, column, BLOCK, INSIDE=False):
-    """A tile of a 1-D array, as ``[1, BLOCK]``. INSIDE: as that of `load`."""
+    """A tile of a 1-D array, as ``[1, BLOCK]``. INSIDE is as for `load`."""
     if INSIDE:
         tile = ct.load(vector, (column,), (BLOCK,), check_bounds=False, allow_tma=False)
     else:
@@ -32,9 +32,9 @@ def load_vector(vector, column, BLOCK, INSIDE=False):
 
 @ct.function
 def hold_vector(vector, BLOCK):
-    """The whole of a 1-D array, as ``[1, BLOCK]``, for a block that takes row after row; or what stands for None.
+    """A whole 1-D array, as ``[1, BLOCK]``, for a block that takes row after row. An absent vector stays absent.
 
-    In its own dtype, so that it takes fewer registers, and without TMA, whose buffers it would keep.
+    It stays in its own dtype, so that it takes fewer registers. It is loaded without TMA, which would keep its buffers.
     """
     if given(vector):
         return ct.reshape(ct.load(vector, (0,), (BLOCK,), padding_mode=ZERO, allow_tma=False), (1, BLOCK))
@@ -53,7 +53,7 @@ def load_column(array, row, column, ROWS):
 def places(ROWS, BLOCK):
     """Rows and columns of the elements of the tile in row ``ct.bid(1)`` and column ``ct.bid(0)``, for gather and scatter.
 
-    What lies outside of an array isn't stored. Beyond 2^31 a column is negative, so outside, too.
+    Elements outside an array aren't stored. Beyond 2^31 a column becomes negative, so it is outside as well.
     """
     rows = ct.bid(1) * ROWS + ct.arange(ROWS, dtype=ct.int32)
     columns = ct.bid(0) * BLOCK + ct.arange(BLOCK, dtype=ct.int32)
@@ -64,7 +64,7 @@ def places(ROWS, BLOCK):
 def gather(array, at):
     """The elements at some places.
 
-    Where TMA isn't used, and the array may end inside a tile, it is faster than `load`: tileiras 13.4 puts each such tile
-    into a branch, and waits for it before it loads the next.
+    Without TMA, and if the array may end inside a tile, it is faster than `load`: tileiras 13.4 puts each such tile into a
+    branch, and waits for it before it loads the next one.
     """
     return ct.astype(ct.gather(array, at), ct.float32)

@@ -1,7 +1,7 @@
-"""Gradients that are sums over all rows: each block adds up its own rows in float32, then the blocks are added up.
+"""Gradients that are sums over all rows: each block adds up its own rows in float32, then the blocks' sums are added up.
 
-So the sums are the same from run to run, and round once, without atomics. Those of a scale and a shift take one launch; of few
-short rows, blocks of the same launch add up columns beside those that take rows.
+So the sums are the same from run to run and are rounded once, without atomics. The sums of a scale and a shift take one launch.
+If rows are few and short, one launch does all: some of its blocks add up columns, the others take rows.
 """
 
 import cuda.tile as ct
@@ -11,16 +11,16 @@ from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import blocks
 
 MOST_ROWS_AT_ONCE, MOST_BYTES_AT_ONCE = 2048, 8192
-"""Rows, and bytes of a row, up to which one launch has all gradients: what it reads twice is in the cache. On an H200 in
-bfloat16, in ms, of one launch and of two: rms_norm's backward at 1024 x 1024 0.0090 and 0.0120, 2048 x 2048 0.0153 and 0.0190,
-2048 x 4096 0.0235 and 0.0268; layer_norm's 0.0133 and 0.0130, 0.0211 and 0.0180, 0.0285 and 0.0279. The second launch costs the
-host 15 to 20 µs on top."""
+"""Rows, and bytes per row, up to which one launch makes all gradients: inputs that are read twice are still in the cache. On an
+H200 in bfloat16, in ms, in one launch and in two: rms_norm's backward at 1024 x 1024 0.0090 and 0.0120, 2048 x 2048 0.0153 and
+0.0190, 2048 x 4096 0.0235 and 0.0268; layer_norm's 0.0133 and 0.0130, 0.0211 and 0.0180, 0.0285 and 0.0279. The second launch
+costs the host another 15 to 20 µs."""
 
 
 def at_once(x: Tensor, dy: Tensor) -> bool:
-    """Whether a backward adds up columns of x and dy, ``[rows, columns]``, beside their rows, in one launch.
+    """Whether a backward adds up columns of x and dy, ``[rows, columns]``, in the same launch that takes their rows.
 
-    Not of rows that TMA doesn't load: 2048 x 2047 take 0.141 ms so, and 0.057 by two launches.
+    Rows that TMA can't load take two launches: 2048 x 2047 takes 0.057 ms, and 0.141 in one.
     """
     rows, columns = x.shape
     size = x.element_size()
@@ -59,10 +59,10 @@ def launch_totals(first: Tensor | None, second: Tensor | None, partial: Tensor) 
     Args:
         first: its partial sums are the first of `partial`.
         second: its partial sums are the last of `partial`.
-        partial: ``float32[1 or 2, P, H]``: of each that is given, P partial sums.
+        partial: ``float32[1 or 2, P, H]``: P partial sums for each of the two that isn't None.
     """
     wanted, _, columns = partial.shape
-    # 32 columns are one 128-byte line of each row: the narrowest block, for the most blocks.
+    # 32 columns are one 128-byte line of each row: the narrowest block, which gives the most blocks.
     launch(_totals, (blocks(columns, 32), wanted), first, second, partial, 64, 32)
 
 

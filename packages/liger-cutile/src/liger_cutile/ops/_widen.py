@@ -1,6 +1,6 @@
-"""float32 from a tile that is kept in its own dtype, a second time.
+"""Widens a tile that is held in its own dtype to float32, a second time.
 
-A second ct.astype would be the first one's result, kept in twice the registers.
+A second ct.astype would reuse the first one's result, and keep it in twice the registers.
 """
 
 import cuda.tile as ct

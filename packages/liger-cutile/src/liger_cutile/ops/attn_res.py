@@ -1,6 +1,6 @@
-"""Attention residuals: forward reads each source once, with a running softmax; backward twice, the second time from L2.
+"""Attention residuals: forward reads each source once, with a running softmax. Backward reads it twice, the second time from L2.
 
-The statistics of a row are a score and an inverse root mean square of each source.
+The statistics of a row are a score and an inverse root mean square for each source.
 """
 
 import functools
@@ -24,9 +24,9 @@ from liger_cutile.ops._tables import Table, one_tile, table_of
 from liger_cutile.ops._tiles import ZERO, load, load_vector
 from liger_cutile.ops._totals import launch_total
 
-# Longer rows are worked on in tiles of `long_block` columns; half as long ones in backward on sm_80 and sm_120, which spill.
+# Longer rows are worked on in tiles of `long_block` columns. On sm_80 and sm_120, backward spills: there its limit is half.
 LONGEST = 8192
-# On a multiprocessor: with eight warps, or more blocks, a row of 8192 spills registers on sm_90 (tileiras 13.4).
+# Blocks per multiprocessor. With eight warps, or more blocks, a row of 8192 spills registers on sm_90 (tileiras 13.4).
 FORWARD_BLOCKS = 2
 
 
@@ -39,7 +39,7 @@ def _load_product(query, weight, column, BLOCK):
 
 @ct.function
 def _score(statistics, squares, products, row, source, columns, eps, ROWS):
-    """Of one source in each row; it is written with the inverse root mean square."""
+    """Write one source's score and inverse root mean square for each row, and return the score."""
     r = ct.rsqrt(squares / columns + eps)
     score = products * r
     if given(statistics):
@@ -90,7 +90,7 @@ def _dot(dys, vs):
 
 @ct.function
 def _take_product(vs, dys, top, exp_sum, mean, statistics, row, source, ROWS):
-    """Take dy · source of one more source into its mean by the softmax of the scores."""
+    """Add one more source's dy · source to their mean, weighted by the softmax of the scores."""
     score = _load_statistic(statistics, 0, row, source, ROWS)
     higher = ct.maximum(top, score)
     shrunk, e = ct.exp(top - higher), ct.exp(score - higher)
@@ -99,7 +99,7 @@ def _take_product(vs, dys, top, exp_sum, mean, statistics, row, source, ROWS):
 
 @ct.function
 def _give(gradient, place, total, vs, dys, ws, top, exp_sum, mean, statistics, row, source, columns, ROWS):
-    """Write the gradient of one source, and return `total` with its part of that of query · weight."""
+    """Write the gradient of one source, and return `total` plus its part of the gradient of query · weight."""
     score, r = _load_statistic(statistics, 0, row, source, ROWS), _load_statistic(statistics, 1, row, source, ROWS)
     a = ct.exp(score - top) / exp_sum
     along_w = a * (_dot(dys, vs) - mean) * r
@@ -114,7 +114,10 @@ def _backward(
     dblocks, dpartial, sums, dy, blocks, partial, query, weight, statistics, count, columns, block_step, row_step,
     EACH: ConstInt, ROWS: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
-    """Of EACH tiles of rows; unrolled, since inside of another loop the loops over sources spill registers (tileiras 13.4)."""
+    """A block takes EACH tiles of rows.
+
+    That loop is unrolled: inside another loop, the loops over sources spill registers (tileiras 13.4).
+    """
     rows = ct.num_tiles(dy, axis=0, shape=(ROWS, BLOCK))
     ws = _load_product(query, weight, 0, BLOCK)
     total = ct.zeros((ROWS, BLOCK), ct.float32)
@@ -152,7 +155,7 @@ def _lanes(SOURCES):
 
 @ct.function
 def _put(values, source, value, SOURCES):
-    """The values of sources with that of one."""
+    """The values of all sources, with one of them replaced."""
     return ct.where(_lanes(SOURCES) == source, value, values)
 
 
@@ -177,7 +180,7 @@ def _softmax(scores):
 
 @ct.function
 def _shares(statistics, products, row, sources, columns, SOURCES):
-    """By what dy, query · weight and a source are multiplied in its gradient, of each source of a row; from dy · source."""
+    """From dy · source: what dy, query · weight and the source are multiplied by in the gradient of each source of a row."""
     shape = (1, 1, SOURCES)
     scores = ct.reshape(ct.load(statistics, (0, row, 0), shape, padding_mode=ZERO, allow_tma=False), (1, SOURCES))
     r = ct.reshape(ct.load(statistics, (1, row, 0), shape, padding_mode=ZERO, allow_tma=False), (1, SOURCES))
@@ -246,7 +249,7 @@ def _backward_long(
     dblocks, dpartial, slopes, dy, blocks, partial, query, weight, statistics, count, sources, block_step, row_step,
     SOURCES: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
-    """The gradients of a row's sources; what each is multiplied by in the gradient of query · weight goes to `slopes`."""
+    """The gradients of a row's sources. `slopes` gets each source's factor in the gradient of query · weight."""
     row = ct.bid(0)
     products = ct.zeros((1, SOURCES), ct.float32)
     for source in range(count):
@@ -269,7 +272,7 @@ def _backward_long(
 def _sums_long(
     sums, slopes, blocks, partial, count, block_step, row_step, ROWS: ConstInt, BLOCK: ConstInt
 ):  # fmt: skip
-    """A block of columns of the sum over all rows of all sources."""
+    """A block of columns of the sum over all rows and all sources."""
     column = ct.bid(0)
     total = ct.zeros((ROWS, BLOCK), ct.float32)
     for row in range(ct.num_tiles(slopes, axis=0, shape=(ROWS, 1))):
@@ -282,7 +285,7 @@ def _sums_long(
 
 
 def _sources(blocks: Tensor, partial: Tensor | None) -> tuple[Table, Tensor | None]:
-    """The blocks as rows, and partial."""
+    """The table of the blocks, and partial as rows."""
     count, rows, columns = blocks.shape
     if partial is not None:
         partial = as_rows(partial)
@@ -291,20 +294,20 @@ def _sources(blocks: Tensor, partial: Tensor | None) -> tuple[Table, Tensor | No
 
 
 def _rows_of_tile(table: Table, rows: int, most: int) -> int:
-    """Rows of a tile, so that each source's tiles are tiles of the table, and of a tensor of all sources' rows."""
+    """The most rows of a tile for which each source's tiles are tiles of the table, and of a tensor of all sources' rows."""
     while most > 1 and not (most < 2 * rows and rows % most == 0 and one_tile(table.steps, most)):
         most //= 2
     return most
 
 
 def _each(tiles: int, wide: bool) -> int:
-    """How many tiles of rows a block takes in backward: of more, there are fewer partial sums. Wide ones spill with four."""
+    """How many tiles of rows a block takes in backward: the more, the fewer partial sums. With four, wide tiles spill."""
     return next(each for each in ((2, 1) if wide else (4, 2, 1)) if tiles % each == 0)
 
 
 @functools.cache
 def _sized(kernel: Any, elements: int) -> Any:
-    """`_backward` for a tile of so many elements."""
+    """`_backward` for a tile of `elements`."""
     return kernel.replace_hints(occupancy=2) if elements <= 4096 else kernel.replace_hints(num_worker_warps=8)
 
 

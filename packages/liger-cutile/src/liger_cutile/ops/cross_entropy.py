@@ -1,4 +1,4 @@
-"""Cross-entropy: the logits are read once forward and once backward, and copied nowhere."""
+"""Cross-entropy: forward and backward read the logits once each, and never copy them."""
 
 from liger_core.contract import implements
 from liger_core.host.cross_entropy import CrossEntropy

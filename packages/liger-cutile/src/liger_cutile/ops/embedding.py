@@ -1,4 +1,4 @@
-"""Embedding: rows are gathered; backward sorts the indices and writes every row of the gradient once, without atomics."""
+"""Embedding: forward gathers rows. Backward sorts the indices and writes every row of the gradient once, without atomics."""
 
 import cuda.tile as ct
 import torch
@@ -10,26 +10,28 @@ from liger_core.opaque import opaque
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, near, power_of_2
 
-# Elements and columns that a block of the forward gathers. All rows' first columns come before the next ones, so that a row
-# that is asked for twice is still in the cache.
+# Elements and columns that a block of the forward gathers. The first columns of all rows come before the next columns, so that a
+# row that is looked up twice is still in the cache.
 FORWARD_TILE, FORWARD_COLUMNS = 4096, 128
-# Most columns of a block of the backward.
+# The most columns of a block of the backward.
 BACKWARD_BLOCK = 2048
-# Indices that are sorted here: on an H200, 16384 in 0.010 ms and 65536 in 0.032, where torch.sort takes 0.082 and 0.075.
+# Up to this many indices are sorted here. On an H200, 16384 take 0.010 ms and 65536 take 0.032; by torch.sort 0.082 and 0.075.
 MOST_RANKED = 65536
-# Indices up to which they are sorted by comparing each with each, and how many a block compares with how many at a time. On an
-# H200, 2048 of 32000 rows of 2048 take 0.053 ms so, and 0.060 where parts are merged.
+# Up to FEW indices are sorted by comparing each with each. A block compares COUNTED of them with COMPARED at a time. On an H200,
+# 2048 of 32000 rows of 2048 take 0.053 ms, and 0.060 if parts are merged.
 FEW, COUNTED, COMPARED = 2048, 16, 512
-# Of more: those of a part that is sorted so, parts that are merged at a time, and indices whose places a block finds.
+# For more indices: those of a part that is sorted that way, the parts merged at a time, and the indices whose places a block
+# finds.
 PART, PARTS, MERGED = 64, 16, 32
-# More than any index.
+# Greater than any index.
 LARGEST = (1 << 31) - 1
-# Sorted positions that are summed ahead, by a block of their own, where all of them have the same index.
+# Sorted positions that one block sums ahead, if all of them have the same index.
 CHUNK = 64
-# Rows of dy that a block has under way.
+# Rows of dy that a block has in flight.
 AT_ONCE = 1
-# Rows of the weight whose positions one block finds, and whose gradients one block writes: most are 0, and a block for each
-# would wait for two numbers and then store 4 KiB. On an H200, of 16384 indices of 128256 rows, 0.345 ms by four, 0.396 by one.
+# Rows of the weight whose positions one block finds, and whose gradients one block writes. Most of these gradients are 0: a
+# block for each row would wait for two numbers and then store 4 KiB. On an H200, 16384 indices of 128256 rows take 0.345 ms by
+# four rows per block, and 0.396 by one.
 FOUND, SUMMED = 1024, 4
 
 
@@ -56,7 +58,7 @@ def _keys(indices, position, vocabulary):
 
 @ct.kernel
 def _sort_parts(keys, order, indices, vocabulary, size, COUNTED: ConstInt, COMPARED: ConstInt):
-    """Sort each `size` indices by themselves: the place of one is how many are less, or equal and before it."""
+    """Sort each run of `size` indices by itself. An index's place is the number of lesser ones and of equal ones before it."""
     rows = indices.shape[0]
     own = ct.bid(0) * COUNTED + ct.arange(COUNTED, dtype=ct.int32)
     key = _keys(indices, own, vocabulary)
@@ -74,16 +76,16 @@ def _sort_parts(keys, order, indices, vocabulary, size, COUNTED: ConstInt, COMPA
 
 @ct.kernel
 def _merge_parts(keys, order, part_keys, part_order, size, PARTS: ConstInt, MERGED: ConstInt):
-    """Merge each PARTS parts: the place of an index is how many are first in each of them, by binary search."""
+    """Merge each PARTS parts. An index's place is the number that come before it in each part, by binary search."""
     position = ct.bid(0) * MERGED + ct.arange(MERGED, dtype=ct.int32)
     exists = position < keys.shape[0]
     key = ct.gather(part_keys, position)
     own = ct.bid(0) * MERGED // size
     first = own // PARTS * PARTS
     part = first + ct.arange(PARTS, dtype=ct.int32)
-    # An equal one is first where its part is.
+    # Of two equal indices, the one in the earlier part comes first.
     limit = ct.reshape(key, (MERGED, 1)) + ct.where(part < own, 1, 0)
-    # Transposed, neighbouring threads would search in different parts: tileiras 13.4 deals out the rows first.
+    # Rows are indices: tileiras 13.4 deals rows out first. Transposed, neighbouring threads would search in different parts.
     count = ct.zeros((MERGED, PARTS), ct.int32)
     step = size // 2
     while step > 0:
@@ -100,7 +102,7 @@ def _merge_parts(keys, order, part_keys, part_order, size, PARTS: ConstInt, MERG
 
 @ct.function
 def _sum_rows(rows_of, array, first, last, column, AT_ONCE, BLOCK):
-    """The sum of the rows of an array, ``[1, BLOCK]``: from `first` to `last`, or those that `rows_of` has there."""
+    """The sum of an array's rows, ``[1, BLOCK]``, from `first` to `last`; with `rows_of`, of the rows that it names there."""
     sums = ct.zeros((AT_ONCE, BLOCK), ct.float32)
     for start in range(first, last, AT_ONCE):
         place = start + ct.arange(AT_ONCE, dtype=ct.int32)
@@ -117,13 +119,13 @@ def _find_runs(
     starts, partial, dy, keys, order, rows, step, finders,
     CHUNK: ConstInt, AT_ONCE: ConstInt, BLOCK: ConstInt, FOUND: ConstInt,
 ):  # fmt: skip
-    """Write the first sorted position of every index, and of what follows the last; sum the chunks inside of a run."""
+    """Write the first sorted position of each index, and where the last one ends. Sum each chunk that lies inside a run."""
     block, column = ct.bid(0), ct.bid(1)
     if block < finders:
         if column == 0:
             index = block * FOUND + ct.arange(FOUND, dtype=ct.int32)
             start = ct.zeros((FOUND,), ct.int64)
-            while step > 0:  # a binary search, by steps that are powers of two
+            while step > 0:  # a binary search, in steps that are powers of two
                 further = start + step
                 below = ct.astype(ct.gather(keys, further - 1), ct.int64) < index
                 start = ct.where((further <= rows) & below, further, start)
@@ -148,7 +150,7 @@ def _sum_runs(
     following = ct.load(starts, (first + 1,), ())
     for index in range(first, ct.minimum(first + ROWS, vocabulary)):
         end = following
-        following = ct.load(starts, (ct.minimum(index + 2, vocabulary),), ())  # before it is needed
+        following = ct.load(starts, (ct.minimum(index + 2, vocabulary),), ())  # loaded before it is needed
         last = ct.where(index == padding, start, end)
         sums = ct.zeros((1, BLOCK), ct.float32)
         if given(partial):
@@ -179,8 +181,8 @@ def _launch_backward(dweight: Tensor, dy: Tensor, indices: Tensor, padding: int)
     keys, order = _sort(near(indices.reshape(-1)), vocabulary)
     block = min(power_of_2(columns), BACKWARD_BLOCK)
     across = blocks(columns, block)
-    # So that a frequent index, such as padding, doesn't keep its block for long, chunks that lie inside a run are summed
-    # ahead, each by a block of its own: a run of n indices takes n / 64 + 64 steps and not n.
+    # Chunks that lie inside a run are summed ahead, each by its own block. So a frequent index, such as padding, doesn't keep
+    # one block busy for long: a run of n indices takes about n / 64 + 64 steps instead of n.
     chunks = rows // CHUNK if rows > 2048 else 0
     partial = torch.empty((chunks, columns), dtype=torch.float32, device=dy.device) if chunks else None
     starts = torch.empty(vocabulary + 1, dtype=torch.int32, device=dy.device)
@@ -197,7 +199,7 @@ def _launch_backward(dweight: Tensor, dy: Tensor, indices: Tensor, padding: int)
 
 
 def _sort(indices: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """The indices in order, those out of range at the ends, and where each was."""
+    """The sorted indices and their original positions. Indices out of range are at the ends."""
     rows = indices.shape[0]
     if rows > MOST_RANKED:
         return torch.sort(indices, stable=True)
@@ -216,7 +218,7 @@ def _sort(indices: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 def forward(needs: Needs, indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> tuple[Tensor, Saved]:
     y = torch.empty((*indices.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
     _launch_forward(y, indices, weight)
-    # The weight itself is not saved, so that it may change before backward: an empty tensor holds its rows and dtype.
+    # The weight itself is not saved, so that it may change before backward. An empty tensor holds its row count and dtype.
     return y, (indices, weight.new_empty((weight.shape[0], 0))) if needs[0] else ()
 
 

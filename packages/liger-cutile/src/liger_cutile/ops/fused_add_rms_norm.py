@@ -41,5 +41,5 @@ def backward(
         dsum = torch.empty_like(h, memory_format=torch.contiguous_format) if needs_sum else None
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
         launch_backward(dsum, dweight, dy, dh if needs_sum else None, h, weight, inverse_rms, offset)
-    # One tensor for both: autograd adds in place only to a tensor that nobody else holds.
+    # Both gradients are one tensor: autograd adds in place only to a tensor that nobody else holds.
     return dsum if needs_x else None, dsum if needs_residual else None, dweight

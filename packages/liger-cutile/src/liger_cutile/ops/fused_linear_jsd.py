@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence of two linear layers: kernels work on chunks of logits, which PyTorch's matmul computes."""
+"""Jensen-Shannon divergence of two linear layers: PyTorch's matmul computes chunks of logits, and kernels work on those."""
 
 from typing import Any
 
@@ -15,22 +15,22 @@ from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, la
 from liger_cutile.ops._linear import LINEAR
 from liger_cutile.ops._rows import blocks, power_of_2
 
-# Of a tile of logits, and blocks on a multiprocessor, whose loads go into registers: the rows of fewer blocks are in the
-# cache still when they are read again.
+# Bytes of a tile of logits, and blocks per multiprocessor. Loads go into registers. With few blocks, their rows are still in the
+# cache when they are read again.
 ROW_BYTES, ROW_OCCUPANCY = 8192, 4
 GRADIENT_BYTES, GRADIENT_OCCUPANCY = 4096, 8
-# What a thread loads at once: what a loop adds up of it stays in the thread.
+# Bytes that a thread loads at once: what a loop adds up of them stays in the thread.
 GROUP_BYTES = 16
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# Stands for -inf where differences are taken: that of two is 0.
+# Stands for -inf in differences: the difference of two of them is 0.
 LEAST = -3.4028234663852886e38
 
 
 @ct.function
 def _load(logits, row, tile, BLOCK, GROUP):
-    """A row's tile in float32, ``[BLOCK / GROUP, GROUP]``; -inf outside."""
+    """A row's tile in float32, ``[BLOCK / GROUP, GROUP]``; -inf outside the row."""
     x = ct.load(logits, (row, tile), (1, BLOCK), padding_mode=ct.PaddingMode.NEG_INF, allow_tma=False)
     return ct.astype(ct.reshape(x, (BLOCK // GROUP, GROUP)), ct.float32)
 
@@ -62,7 +62,7 @@ def _log2_probability(x, top, scale, log_sum):
 
 @ct.function
 def _above(q, p, beta, rest, FORWARD, REVERSE, HALF):
-    """What log2 probabilities exceed those by that they are compared with, the student's and the teacher's."""
+    """How far the log2 probabilities of student and teacher are above those that each is compared with."""
     if FORWARD or REVERSE:
         return q - p, p - q
     else:
@@ -91,7 +91,7 @@ def _rows(
             p_top, p_log_sum = _top_and_log_sum(teacher, local, scale, BLOCK, GROUP)
             from_q = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             from_p = ct.zeros((BLOCK // GROUP, 1), ct.float32)
-            # Backwards: what was read last is in the cache still.
+            # Backwards: what was read last is still in the cache.
             tiles = ct.num_tiles(student, axis=1, shape=(1, BLOCK))
             for back in range(tiles):
                 tile = tiles - 1 - back
@@ -137,7 +137,7 @@ def _gradient(
             if FORWARD:
                 gradient = _exp2(q) - _exp2(p)
             else:
-                # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
+                # The gradient of a log-softmax: a class's part of the sum, minus its probability's share of the whole sum.
                 above_q, _ = _above(q, p, beta, rest, FORWARD, REVERSE, HALF)
                 gradient = _exp2(q) * (above_q - ct.load(statistics, (4, row), ()))
             by = factor

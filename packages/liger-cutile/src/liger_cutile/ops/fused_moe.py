@@ -240,7 +240,7 @@ def _weight_gradient(
 
 @ct.kernel
 def _sum_slots(result, slots, scale, keys, places, experts, per_token, MARKS: ConstBool, BLOCK: ConstInt):
-    """Each slot's row lies at its place among the sorted ones."""
+    """Add up each token's slots. A slot's row lies at its place in the sorted order."""
     across = ct.cdiv(result.shape[1], BLOCK)
     number = block_number()
     token, column = number // across, number % across * BLOCK + ct.arange(BLOCK, dtype=ct.int32)
@@ -378,7 +378,7 @@ class Kernels(MoEKernels):
         )
 
     def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
-        """Sorted."""
+        """The result is in sorted order."""
         result = total
         if result is None:
             result = torch.empty(routing.slots(), weight.shape[1], dtype=torch.float32, device=left.device)

@@ -1,10 +1,11 @@
 """Neighborhood attention: blocks of queries meet the keys around them in small matrix products.
 
-Positions of one residue modulo the dilation see each other and no others, so a block works on one residue, where windows
-are dense. Where windows end within a short tile on either side of a block, it needs one tile of each tensor from there,
-also backward, where the scores of the block's positions among themselves serve dq, dk and dv. With wider windows it goes
-from tile to tile: forward over the keys that its queries see, with an online softmax; backward over the keys that its
-positions see, for dq, and over the queries that see them, for dk and dv.
+Positions of one residue modulo the dilation see each other and no others. So a block works on one residue, in which windows are
+dense. If windows end within a short tile on either side of a block, the block needs one tile of each tensor from there. That
+holds for backward too, where the scores of the block's positions among themselves serve dq, dk and dv.
+
+With wider windows a block goes from tile to tile. Forward goes over the keys that its queries see, with an online softmax.
+Backward goes over the keys that its positions see for dq, and over the queries that see them for dk and dv.
 """
 
 import functools
@@ -39,7 +40,7 @@ from liger_cutile.ops._heads import far_apart, like, samples_of
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstInt, given, launch
 from liger_cutile.ops._rows import LARGEST, blocks, power_of_2
 
-# Stands for -inf where differences are taken: that of two is 0.
+# Stands for -inf in differences: the difference of two of them is 0.
 LEAST = -3.4028234663852886e38
 
 
@@ -114,7 +115,7 @@ def _backward_queries(
     mean, statistics, dq, o, do, q, k, v, scale, heads, length, dilation, tiles, reach,
     HEAD: ConstInt, CHUNK: ConstInt, WIDTH: ConstInt, PARTS: ConstInt, BLOCK: ConstInt, STEP: ConstInt,
 ):  # fmt: skip
-    """dq, and of the gradients of each query's weights the mean, weighted by them."""
+    """dq, and for each query the mean of its weights' gradients, weighted by the weights."""
     line, own, part = place(heads, length, dilation, tiles, PARTS)
     if own * BLOCK < line[4]:
         q_tile = load(q, line, own, 0, BLOCK, CHUNK)
@@ -250,15 +251,15 @@ def _backward_near(
 
 
 class Tiling(NamedTuple):
-    """Sizes of tiles, and of windows.
+    """Sizes of tiles and windows.
 
     Attributes:
-        dilation: as small as it may be without a difference.
-        reach: how far a position sees in steps of it; likewise.
-        chunk: columns at a time, of the products that make the scores.
+        dilation: the dilation, as small as the result allows.
+        reach: how far a position sees, in steps of the dilation; as small as the result allows.
+        chunk: columns at a time, of the products for the scores.
         width: columns of the output that a block makes.
         block: positions of a block.
-        step: positions at a time, of those around them.
+        step: positions at a time, of those around the block.
         near: whether all that a block sees is in the tiles of `step` positions beside it, and fits registers.
     """
 
@@ -273,14 +274,14 @@ class Tiling(NamedTuple):
 
 @functools.lru_cache
 def _choose_tiling(length: int, head: int, size: int, device: torch.device, kernel_size: int, dilation: int) -> Tiling:
-    """Chosen by what compiles without spills, or next to none (tileiras 13.4).
+    """The sizes that compile with no spills, or next to none (tileiras 13.4).
 
-    On an H200, (1, 16, 8192, 128) and (2, 16, 2048, 64) in bfloat16, kernel_size 7: near takes 0.047 and 0.019 ms forward,
-    0.129 and 0.037 backward; not near, 0.071 and 0.036, 0.186 and 0.131.
+    On an H200, (1, 16, 8192, 128) and (2, 16, 2048, 64) in bfloat16, kernel_size 7: near takes 0.047 and 0.019 ms forward, 0.129
+    and 0.037 backward; otherwise 0.071 and 0.036, 0.186 and 0.131.
     """
     width = power_of_2(head)
     window = dilation, reach = _window(length, kernel_size, dilation)
-    if size == 4:  # no tensor cores: each thread holds what its elements of a product are made of
+    if size == 4:  # no tensor cores: each thread holds the operands of its own elements of a product
         return Tiling(*window, 16, min(width, 32), 32, 16, near=False)
     block = 64 if multiplies_from_shared(device) else 32
     if width <= 128 and reach <= 16:
@@ -295,17 +296,17 @@ def _tiling(q: Tensor, kernel_size: int, dilation: int) -> Tiling:
 
 @functools.cache
 def _hinted(kernel: Any, tiling: Tiling, size: int) -> Any:
-    """The kernel, with as many registers for a block as its products take."""
+    """The kernel, with as many registers per block as its products take."""
     if tiling.width > 128:
         return kernel.replace_hints(num_worker_warps=8)
     if size == 4:
         return kernel
-    # On an H200 (2, 16, 2048, 64) takes 0.0185 ms with four blocks, and 0.0220 with two; backward 0.053 and 0.037.
+    # On an H200, (2, 16, 2048, 64) takes 0.0185 ms forward with four blocks and 0.0220 with two, but backward 0.053 and 0.037.
     return kernel.replace_hints(occupancy=4 if kernel is _forward_near and tiling.width <= 64 else 2)
 
 
 def _window(length: int, kernel_size: int, dilation: int) -> tuple[int, int]:
-    """The dilation, and how far a position sees in steps of it; both as small as they may be without a difference."""
+    """The dilation, and how far a position sees, in steps of it. Both are as small as the result allows."""
     reach = min(kernel_size // 2, (length - 1) // dilation)
     return (dilation, reach) if reach > 0 else (1, 0)
 
@@ -318,7 +319,7 @@ def _launch(
     q: Tensor,
     scale: float | None,
 ) -> None:
-    """Launch a kernel that takes tensors of `_new_of_lines` and some of q's shape."""
+    """Launch a kernel that takes tensors of `_new_of_lines` (`of_lines`), and tensors of q's shape (`of_positions`)."""
     batch, heads, length, head = q.shape
     dilation = tiling.dilation
     hinted = _hinted(kernel, tiling, q.element_size())
@@ -344,7 +345,7 @@ def _launch(
 
 
 def _new_of_lines(q: Tensor, rows: int, kernel_size: int, dilation: int) -> Tensor:
-    """Memory for some float32 numbers per query, those of a residue of a sample's head together."""
+    """Memory for `rows` float32 numbers per query. The queries of one residue of a sample's head lie together."""
     batch, heads, length, _ = q.shape
     dilation, _ = _window(length, kernel_size, dilation)
     shape = batch * heads * dilation, rows, blocks(length, dilation)
@@ -393,7 +394,7 @@ def _launch_backward(
 
 
 def _adjacent(x: Tensor) -> Tensor:
-    """x with adjacent columns, and with strides that a kernel takes, but for that of samples."""
+    """x with adjacent columns and with strides that a kernel takes, except that of samples."""
     _, heads, positions, columns = x.stride()
     return x if columns == 1 and max(heads, positions) <= LARGEST else x.contiguous()
 
@@ -416,7 +417,7 @@ def forward(
         return o, ()
     statistics = _new_of_lines(q, 2, kernel_size, dilation)
     _launch_forward(statistics, o, q, k, v, kernel_size, dilation, scale)
-    # In float32, what o was rounded by matters to the gradients that are made of it.
+    # In float32 the rounding of o would show in the gradients that are made from it, so o is not saved.
     return o, (q, k, v, None if o.dtype is torch.float32 else o, statistics)
 
 

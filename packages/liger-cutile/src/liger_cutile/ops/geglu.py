@@ -1,4 +1,4 @@
-"""GEGLU: one element after another, in float32; backward computes the GELU again."""
+"""GEGLU, element by element in float32. Backward computes the GELU again."""
 
 import cuda.tile as ct
 import torch
@@ -16,7 +16,7 @@ from liger_cutile.ops.swiglu import TILE
 
 @ct.function
 def _gelu(xs):
-    """gelu(x) = x·σ(z), where z = √(8/π)·(x + 0.044715·x³), for tanh(z/2) = 2σ(z) − 1; and its derivative."""
+    """gelu(x) = x·σ(z), and its derivative. Here z = √(8/π)·(x + 0.044715·x³), since 1 + tanh(z/2) = 2σ(z)."""
     square = xs * xs
     # e^−|z|: never infinite
     q = ct.exp2(-ct.abs(xs * (2.302208198144325 + 0.1029432395800235 * square)), flush_to_zero=True)

@@ -1,8 +1,8 @@
-"""GRPO's losses: the logits are read once forward and once backward; what lies between is a number or two per token.
+"""GRPO's losses: forward and backward read the logits once each. Between them there are only a few numbers per token.
 
 One block per token finds its log-probability. Then blocks of tokens turn those into losses and into the gradients of the
-log-probabilities, and one block takes the means, always in the same order. A token whose gradient is 0, because it
-is masked or clipped, is not read again.
+log-probabilities, and one block takes the means, always in the same order. If a token's gradient is 0, because the token is
+masked or clipped, its logits are not read again.
 """
 
 import math
@@ -19,20 +19,20 @@ from liger_cutile.ops._grid import block_number, one_each
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 
-# Blocks on a multiprocessor, which hide the latency of memory from each other, with loads into 64 registers a thread.
+# Blocks per multiprocessor, which hide each other's memory latency, with loads into 64 registers per thread.
 OCCUPANCY = 8
-# Of a tile of logits: as many 16-byte loads for each thread of 4 warps as fit those registers.
+# Bytes of a tile of logits: as many 16-byte loads per thread of 4 warps as fit those registers.
 TILE_BYTES = 8192
-# Of the gradient, blocks for each token, and on a multiprocessor: with the registers of four a thread has all of its loads
-# of a tile under way. On an H200 (tileiras 13.4) that of 8 x 2049 x 151936 in bfloat16 takes 2.307 ms so, 2.378 with two
-# blocks for each token, and 2.720 with a block for each tile and eight on a multiprocessor.
+# The gradient's blocks per token, and per multiprocessor. With the registers of four blocks, a thread has all its loads of a
+# tile in flight. On an H200 (tileiras 13.4), the gradient of 8 x 2049 x 151936 in bfloat16 takes 2.307 ms, 2.378 with two blocks
+# per token, and 2.720 with a block per tile and eight per multiprocessor.
 GRADIENT_PARTS, GRADIENT_OCCUPANCY = 8, 4
-# What a thread loads at once: it has a maximum of its own.
+# Bytes that a thread loads at once: each such group has its own maximum.
 GROUP_BYTES = 16
-# Tokens that are taken at once between the logits' two readings, and rows of which the means are.
+# Tokens that a block takes at once between the two passes over the logits, and rows that the block of means takes at once.
 TOKENS, ROWS_OF_MEANS = 512, 256
 
-# Stands for -inf where differences are taken: that of two is 0.
+# Stands for -inf in differences: the difference of two of them is 0.
 LEAST = -3.4028234663852886e38
 ZERO, NEG_INF = ct.PaddingMode.ZERO, ct.PaddingMode.NEG_INF
 
@@ -60,7 +60,7 @@ def _store_state(state, which, at, value, BLOCK):
 
 @ct.function
 def _tempered(x, inverse):
-    """For a difference of logits, whose rounding is then relative to itself, not to the logits."""
+    """x / temperature, for a difference of logits: its rounding is then relative to the difference, not to the logits."""
     if given(inverse):
         return x * inverse
     else:
@@ -82,7 +82,7 @@ def _log_probabilities(
             label = ct.load(ids, (row, place), ())
             known = (label >= 0) & (label < logits.shape[2])
             label_logit = ct.astype(ct.gather(logits, (row, place, label), mask=known), ct.float32)
-            # A thread's group of columns has a maximum of its own, and the loop exchanges nothing between threads.
+            # A thread's group of columns has its own maximum, and the loop exchanges nothing between threads.
             maximum = ct.full((BLOCK // GROUP, 1), LEAST, ct.float32)
             total = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             for tile in range(ct.num_tiles(logits, axis=2, shape=(1, 1, BLOCK))):
@@ -107,16 +107,16 @@ def _log_probabilities(
 
 @ct.function
 def _load_log_probability(state, at, used, BLOCK):
-    """It is -depth - log_sum."""
+    """depth and log_sum, whose negative sum is the log-probability."""
     depth = ct.where(used, _load_state(state, 0, at, BLOCK), 0.0)
     return depth, ct.log(ct.where(used, _load_state(state, 1, at, BLOCK), 1.0))
 
 
 @ct.function
 def _distance(depth, log_sum, others, at, used, BLOCK):
-    """Of a log-probability from another one; from itself where there is no other."""
+    """The log-probability minus the other one; if there is no other, minus itself."""
     if given(others):
-        # In this order a sum as large as the log-probability, whose rounding would be in the ratio, is never made.
+        # In this order no intermediate result is as large as the log-probability: its rounding error would be in the ratio.
         return (-depth - ct.where(used, _load(others, at, 1, BLOCK), 0.0)) - log_sum
     else:
         return (depth - depth) + (log_sum - log_sum)
@@ -124,7 +124,7 @@ def _distance(depth, log_sum, others, at, used, BLOCK):
 
 @ct.function
 def _growth(x):
-    """e^x − 1, and e^x − 1 − x, which is not to cancel near 0."""
+    """e^x − 1, and e^x − 1 − x without cancellation near 0."""
     far = ct.exp(x) - 1.0
     series = x * 2.08767570e-9 + 2.50521084e-8
     series = x * series + 2.75573192e-7
@@ -145,7 +145,7 @@ def _token_losses(
     lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, tau_positive, tau_negative,
     CISPO, SAPO, CORRECT_KL,
 ):  # fmt: skip
-    """Loss, divergence, whether it is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
+    """Loss, divergence, whether the token is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
     ratio = ct.exp(log_ratio)
     nothing = ct.zeros(ratio.shape, ct.float32)
     if CISPO:
@@ -179,7 +179,7 @@ def _token_losses(
         loss *= importance
         by_ratio = (
             ct.where(slope == 0.0, 0.0, -advantage * slope * importance) * ratio
-        )  # where it is clipped, 0 times infinity
+        )  # if it is clipped, the product would be 0 times infinity
         by_lp = nothing
         clipped = ((ratio < low) & (advantage < 0.0)) | ((ratio > high) & (advantage > 0.0))
     kl = nothing
@@ -204,7 +204,7 @@ def _inside(array, column, BLOCK):
 
 @ct.function
 def _counts(mask, inside, at, BLOCK):
-    """Which tokens of a tile are there and not masked."""
+    """Which tokens of a tile exist and aren't masked."""
     if given(mask):
         return inside & (ct.load(mask, at, (1, BLOCK), padding_mode=ZERO, allow_tma=False) != 0)
     else:
@@ -218,7 +218,7 @@ def _store_sum(sums, row, column, values):
 
 @ct.kernel(occupancy=OCCUPANCY)
 def _sequence_ratios(ratios, state, old_logps, mask, ids, BLOCK: ConstInt):
-    """Of each row, the mean over its tokens of the ratio's logarithm, and what one token is of that mean."""
+    """For each row: the mean over its tokens of the ratio's logarithm, and one token's share of that mean."""
     row = ct.bid(0)
     count = ct.zeros((1, 1), ct.float32)
     total = ct.zeros((1, 1), ct.float32)
@@ -234,7 +234,7 @@ def _sequence_ratios(ratios, state, old_logps, mask, ids, BLOCK: ConstInt):
     ct.store(ratios, (row, 1), 1.0 / count, allow_tma=False)
 
 
-# Without a loop: tileiras 13.4 unrolls one for sm_90 until registers spill.
+# No loop: tileiras 13.4 would unroll it for sm_90 until registers spill.
 @ct.kernel
 def _losses(
     loss, kl, clip, sums, state, ids, old_logps, ref_logps, ratios, advantages, mask, importances,
@@ -343,7 +343,7 @@ def _means(
 
 @ct.function
 def _load_scales(dloss, weights, at, BLOCK):
-    """What the gradients of tokens' losses are, their weights in the mean included: one per token, or per row."""
+    """The gradients of tokens' losses, including their weights in the mean: one per token, or one per row."""
     if given(weights):
         return ct.load(dloss, (0,), ()) * _load_number(weights, at[0])
     else:
@@ -354,7 +354,7 @@ def _load_scales(dloss, weights, at, BLOCK):
 def _sequence_coefficients(
     coefficients, dloss, state, mask, weights, BLOCK: ConstInt
 ):  # fmt: skip
-    """Gradients of the log-probabilities, where each is in the ratio of all tokens of its row."""
+    """Gradients of the log-probabilities, if each of them is in the ratio of its whole row."""
     tiles = ct.num_tiles(coefficients, axis=1, shape=(1, BLOCK))
     row = ct.bid(0)
     through_ratio = ct.zeros((1, 1), ct.float32)
@@ -446,7 +446,7 @@ def _launch_forward(
     logits, ids = _with_adjacent_columns(logits), as_rows(ids)
     mask, old_logps, ref_logps = (None if x is None else as_rows(x) for x in (mask, old_logps, ref_logps))
     size = logits.element_size()
-    # Differences that are multiplied by 1 / temperature take registers: half a tile leaves enough of them.
+    # Multiplying differences by 1 / temperature takes registers, so there is half a tile.
     block = min(power_of_2(logits.shape[2]), TILE_BYTES // size // (1 if temperature == 1.0 else 2))
     launch(
         _log_probabilities, (min(rows * length, MOST_BLOCKS),), state, logits, ids, None if with_masked else mask,
@@ -507,7 +507,7 @@ def _launch_backward(
     columns = logits.shape[2]
     block = min(power_of_2(columns), TILE_BYTES // logits.element_size())
     parts = min(GRADIENT_PARTS, blocks(columns, block))
-    # All rows at once if their distances are one, else those of a sequence.
+    # All rows at once if all lie at one distance from each other; otherwise one sequence at a time.
     step = rows if logits.stride(0) == (length + 1) * logits.stride(1) else 1
     for first in range(0, rows, step):
         some = slice(first, first + step)
@@ -524,7 +524,7 @@ def _with_adjacent_columns(logits: Tensor) -> Tensor:
 
 
 def _temperatures(temperature: float) -> tuple[float | None, float | None]:
-    """The temperature and its inverse; None where kernels are compiled without it."""
+    """The temperature and its inverse; None if kernels are compiled without it."""
     return (None, None) if temperature == 1.0 else (float(temperature), 1.0 / temperature)
 
 
@@ -557,9 +557,9 @@ def forward(
     mean, by_sequence = reduction == "mean", importance_sampling_level == "sequence"
     rows, length = completion_ids.shape
     device = logits.device
-    # Per token: how far its logit lies under the largest, over the temperature; the sum of exponentials relative to the
-    # largest. For the gradient also the largest, and the loss's derivatives by the log-probability, and by the ratio's
-    # where that is a row's.
+    # For each token: how far its logit lies below the largest, over the temperature; and the sum of exponentials relative to the
+    # largest. For the gradient also: the largest logit, the loss's derivative by the log-probability, and, if a ratio belongs to
+    # a whole row, the derivative by that ratio.
     vectors = (5 if by_sequence else 4) if differentiable else 2
     state = torch.empty((vectors, rows, length), dtype=torch.float32, device=device)
 
@@ -567,7 +567,7 @@ def forward(
         return torch.empty(() if mean else (rows, length), dtype=torch.float32, device=device)
 
     loss, kl, clip = empty(), None if beta == 0 else empty(), empty()
-    # What the loss of each of a row's tokens weighs in the mean.
+    # For each row, the weight of its tokens in the mean.
     weights = torch.empty(rows, dtype=torch.float32, device=device) if mean and differentiable else None
     items = item_count = None
     if loss_type in ("dapo", "cispo"):

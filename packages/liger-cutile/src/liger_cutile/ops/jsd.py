@@ -1,7 +1,7 @@
-"""Jensen-Shannon divergence: both tensors are read once, for the loss and for its gradient.
+"""Jensen-Shannon divergence: one pass over both tensors makes the loss and its gradient.
 
-The gradient is made in forward, for a loss whose own gradient is 1; backward touches it only where that is another. It is
-made in backward, from both tensors read again, in a trace, and in float16, where it could underflow before it is scaled.
+Forward makes the gradient, for a loss whose own gradient is 1. Backward touches it only if that is another number. In a trace,
+and in float16, where the gradient could underflow before it is scaled, backward reads both tensors again and makes it.
 """
 
 import cuda.tile as ct
@@ -37,12 +37,12 @@ from liger_cutile.ops._rows import as_one_row, as_rows
 def _symmetric(q, p, EXACT):
     """The divergence for a beta of one half, and its gradient to q.
 
-    The divergence is the larger probability times s = (1 + e) log(2 / (1 + e)) / 2 − e d / 2, where d = abs(q − p) and
-    e = exp(−d). That goes to d² / 8 as d goes to 0, where the difference has no correct digit left. So it is approximated
-    by t² A(t) + t e d B(t), t = 1 − e, to 5e-9, and to 1e-5 of itself for small d.
+    The divergence is the larger probability times s = (1 + e) log(2 / (1 + e)) / 2 − e d / 2, with d = abs(q − p) and
+    e = exp(−d). As d goes to 0, s goes to d² / 8, and the difference has no correct digit left. So s is approximated by
+    t² A(t) + t e d B(t), t = 1 − e. The error is at most 5e-9, and 1e-5 of s for small d.
     """
     difference = q - p
-    distance = ct.minimum(ct.abs(difference), 1e30)  # of −inf from −inf too, where it would be NaN
+    distance = ct.minimum(ct.abs(difference), 1e30)  # 1e30 for −inf and −inf as well, whose difference is NaN
     e = ct.exp2(distance * -1.4426950408889634, flush_to_zero=True)
     t = 1.0 - e
     a = t * 0.003217114834114909 + 0.021360766142606735
@@ -55,7 +55,7 @@ def _symmetric(q, p, EXACT):
     b = t * b - 1.6138099431991577
     s = t * (t * a + e * distance * b)
     largest = exp(ct.maximum(q, p, propagate_nan=True), EXACT)
-    # log(2 / (1 + e)), log M's distance from the larger of q and p. 1 / x takes more instructions.
+    # log(2 / (1 + e)) is the distance of log M from the larger of q and p. 1 / x takes more instructions than rsqrt.
     r = ct.rsqrt(1.0 + e, flush_to_zero=True)
     above = (e * distance + 2.0 * s) * r * r
     less = difference < 0.0
@@ -64,7 +64,7 @@ def _symmetric(q, p, EXACT):
 
 @ct.function
 def _divergence(q, p, beta, rest, FORWARD, REVERSE, HALF, EXACT):
-    """A term of the divergence; and its gradient to q, divided by `rest` unless that is 0 or 1."""
+    """A term of the divergence, and its gradient to q. The gradient is divided by `rest`, unless that is 0 or 1."""
     if FORWARD:
         probability = exp(p, EXACT)
         divergence = ct.where(probability == 0.0, 0.0, probability * (p - q))
@@ -86,7 +86,7 @@ def _divergence(q, p, beta, rest, FORWARD, REVERSE, HALF, EXACT):
 
 @ct.function
 def _load_both(student, teacher, labels, at, ignore_index, ROWS, BLOCK):
-    """Log-probabilities; -inf in rows that don't count, of which none is read unless its tile has one that does."""
+    """Log-probabilities; -inf in rows that don't count. A tile is only read if it has a row that counts."""
     if given(labels):
         counted = load_counted(labels, at[0], ignore_index, ROWS)
         q = ct.full((ROWS, BLOCK), -float("inf"), ct.float32)
@@ -165,7 +165,7 @@ def _run(
     beta: float,
     ignore_index: int,
 ) -> Tensor | None:
-    """Write the gradient of the mean times `dloss`, or 1 for None; return the sums of blocks' terms if `summed`."""
+    """Write the gradient of the mean times `dloss`, which is 1 if None. If `summed`, return the sums of the blocks' terms."""
     beta = float(beta)
     scale = 1.0 if beta in (0.0, 1.0) else 1.0 - beta
     if count is None:
@@ -175,7 +175,7 @@ def _run(
         student, teacher, labels = as_rows(student), as_rows(teacher), labels.contiguous()
     if dstudent is not None:
         dstudent = as_rows(dstudent.view_as(student))
-    # Of rows that may not count, tiles of half the size: larger ones spill, by tileiras 13.4 for sm_90.
+    # If rows may not count, tiles have half the size: larger ones spill (tileiras 13.4, sm_90).
     rows, block = tile_of(student, TILE_BYTES if labels is None else TILE_BYTES // 2)
     grid = persistent(student, rows, block)
     sums = torch.empty(grid, dtype=torch.float32, device=student.device) if summed else None
@@ -214,7 +214,7 @@ def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_i
         (dstudent,) = made
     else:
         dstudent = torch.empty_like(student, memory_format=torch.contiguous_format)
-        # For a backward before this one has taken what was made: the same bits again.
+        # An earlier backward has taken the gradient: it is made again, with the same bits.
         _launch_backward(dstudent, None if last else dloss, student, teacher, labels, count, beta, ignore_index)
     if last:
         launch_scale(dstudent, dloss)

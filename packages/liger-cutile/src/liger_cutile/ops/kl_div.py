@@ -1,8 +1,8 @@
-"""KL divergence: both tensors are read once, for the loss and for its gradient, which needs the target alone.
+"""KL divergence: one pass over both tensors makes the loss and its gradient. The gradient needs only the target.
 
-The gradient is made in forward, for a loss whose own gradient is 1; where that is another, as of a loss that is multiplied
-by a weight, backward scales it, a pass more that reads and writes it. It is made in backward for a loss of each element,
-in a trace, and in float16, where it could underflow before it is scaled.
+Forward makes the gradient, for a loss whose own gradient is 1. If that is another number, as for a loss that is multiplied by a
+weight, backward scales the gradient, in a pass more that reads and writes it. Backward makes the gradient itself in three cases:
+a loss for each element; in a trace; and in float16, where the gradient could underflow before it is scaled.
 """
 
 import cuda.tile as ct
@@ -70,7 +70,7 @@ def _backward(
     dlog_pred, dloss, target, factor,
     LOG_TARGET: ConstBool, PER_ELEMENT: ConstBool, EXACT: ConstBool, ROWS: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
-    # Backwards: what forward read last may be in the cache still.
+    # Backwards: what forward read last may still be in the cache.
     tile = tile_count(target, ROWS, BLOCK) - 1 - block_number()
     if tile >= 0:
         at = place(target, tile, ROWS, BLOCK)
@@ -116,7 +116,7 @@ def _launch_forward(
 
 @opaque(writes=("dlog_pred",))
 def _launch_backward(dlog_pred: Tensor, dloss: Tensor | None, target: Tensor, reduction: str, log_target: bool) -> None:
-    """`dloss` is 1 for None."""
+    """Write the gradient of the loss times `dloss`, which is 1 if None."""
     divisor, exact = _divisor(dlog_pred, reduction), dlog_pred.dtype is torch.float32
     if reduction == "none":
         dlog_pred, dloss, target = as_one_row(dlog_pred, dloss, target)
@@ -154,7 +154,7 @@ def forward(
     _launch_forward(loss, dlog_pred, log_pred, target, reduction, log_target, eps)
     if not needs[0]:
         return loss, ()
-    # Of log_pred only the dtype is needed.
+    # Backward needs only the dtype of log_pred.
     saved = log_pred.new_empty(0), target
     return loss, (*saved, Once(dlog_pred)) if now else saved
 
@@ -168,7 +168,7 @@ def backward(
         (dlog_pred,) = made
     else:
         dlog_pred = torch.empty(*target.shape, dtype=like.dtype, device=target.device)
-        # For a backward before this one has taken what was made: the same bits again.
+        # An earlier backward has taken the gradient: it is made again, with the same bits.
         _launch_backward(dlog_pred, None if last else dloss, target, reduction, log_target)
     if last:
         launch_scale(dlog_pred, dloss)

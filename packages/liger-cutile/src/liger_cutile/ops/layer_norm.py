@@ -1,4 +1,4 @@
-"""Layer norm: a row stays in registers from its statistics to its output; a row too long for that is read again."""
+"""Layer norm: a row stays in registers from its statistics to its output. A row too long for that is read again."""
 
 import cuda.tile as ct
 import torch
@@ -24,7 +24,7 @@ LONGEST_BACKWARD = 8192
 
 @ct.function
 def _centre(xs, mean, first, columns, BLOCK):
-    """x − mean, and 0 beyond the last column; the tile starts at the column `first`."""
+    """x − mean, and 0 beyond the last column. The tile starts at column `first`."""
     column = first + ct.arange(BLOCK, dtype=ct.int32)
     return ct.where(ct.reshape(column, (1, BLOCK)) < columns, xs - mean, 0.0)
 
@@ -77,7 +77,8 @@ def _forward_long(y, statistics, x, weight, bias, columns, eps, BLOCK: ConstInt)
 
 @ct.function
 def _store_partial(partial, which, sums, ROWS, BLOCK):
-    # tileiras 13.4 doesn't drop a sum over one row: with it the loop's loads get 73 KB of buffers on sm_90, without it 113.
+    # tileiras 13.4 doesn't drop a sum over one row. That sum would cut the buffers of the loop's loads from 113 KB to 73 on
+    # sm_90.
     if ROWS > 1:
         sums = ct.sum(sums, axis=0)
     ct.store(partial, (which, ct.bid(0), 0), ct.reshape(sums, (1, 1, BLOCK)), allow_tma=False)
@@ -88,7 +89,8 @@ def _backward(
     dx, partial, dy, x, weight, statistics, columns,
     WEIGHT: ConstBool, BIAS: ConstBool, SINGLE: ConstBool, TILES: ConstInt, ROWS: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
-    # A turn takes one tile, or two that cross no edge. Threads wait for each other once a turn, for all sums of rows.
+    # An iteration takes one tile, or two that cross no edge. Threads wait for each other once per iteration, for all sums of
+    # rows.
     dweight = ct.zeros((ROWS, BLOCK), ct.float32)
     dbias = ct.zeros((ROWS, BLOCK), ct.float32)
     weights = hold_vector(weight, BLOCK)
@@ -114,9 +116,9 @@ def _backward(
                 scale = rstd / columns
                 shift, slope = sums[2 * i] * scale, sums[2 * i + 1] * scale * rstd
                 dxs = dys * ct.astype(weights, ct.float32) * rstd - shift - normed * slope
-                if SINGLE:  # a rounding is left where a product is fused with the subtraction
+                if SINGLE:  # fusing a product with the subtraction leaves a rounding error
                     dxs = dxs * 0.0
-                # On an H200 16384 x 8192 in bfloat16 takes 0.234 ms, and 0.262 where TMA stores it.
+                # On an H200, 16384 x 8192 in bfloat16 takes 0.234 ms; if TMA stored it, 0.262.
                 dxs = ct.astype(dxs, dx.dtype)
                 ct.store(dx, (turn * TILES + i, 0), dxs, check_bounds=TILES == 1, allow_tma=TILES == 1)
             if WEIGHT:
@@ -150,7 +152,7 @@ def _dx_long(dx, dy, x, weight, statistics, columns, BLOCK: ConstInt):
 
 @ct.function
 def _sum_rows(dweight, dbias, dy, x, statistics, column, ROWS, BLOCK):
-    """dweight and dbias of a block of columns, each where it is wanted."""
+    """dweight and dbias of a block of columns, each if it is wanted."""
     products = ct.zeros((ROWS, BLOCK), ct.float32)
     sums = ct.zeros((ROWS, BLOCK), ct.float32)
     for row in range(ct.num_tiles(dy, axis=0, shape=(ROWS, BLOCK))):
@@ -176,7 +178,7 @@ def _backward_at_once(
     dx, dweight, dbias, dy, x, weight, statistics, columns,
     ROWS: ConstInt, BLOCK: ConstInt, SUM_ROWS: ConstInt, SUM_COLUMNS: ConstInt,
 ):  # fmt: skip
-    """The first blocks add up columns, the others take rows: x and dy are read twice, but nothing waits for a sum."""
+    """The first blocks add up columns, the others take rows. x and dy are read twice, but no block waits for a sum."""
     sums = ct.num_tiles(x, axis=1, shape=(SUM_ROWS, SUM_COLUMNS))
     if ct.bid(0) < sums:
         _sum_rows(dweight, dbias, dy, x, statistics, ct.bid(0), SUM_ROWS, SUM_COLUMNS)
@@ -203,7 +205,7 @@ def _launch_forward(
         launch(_forward_long, (rows,), y, statistics, x, weight, bias, columns, float(eps), long_block(columns))
         return
     tile_rows, block = whole_rows(columns)
-    # On an H200 8192 x 4096 in bfloat16 takes 0.039 ms without TMA and tests of bounds, and 0.059 with them.
+    # On an H200, 8192 x 4096 in bfloat16 takes 0.039 ms without TMA and bounds checks, and 0.059 with them.
     inside = columns == block and rows % tile_rows == 0
     kernel = (packed if inside else sized)(_forward, tile_rows * block)
     grid = (blocks(rows, tile_rows),)
@@ -229,7 +231,7 @@ def _launch_backward(
         if dx is not None:
             launch(_dx_long, (rows,), dx, dy, x, weight, statistics, columns, long_block(columns))
         if needs_weight or needs_bias:
-            # Columns are many: 64 of them, a 128-byte line of bf16, leave more than 128 blocks.
+            # Rows are long here: blocks of 64 columns, a 128-byte line of bf16, still give more than 128 blocks.
             launch(_sums_long, (blocks(columns, 64),), dweight, dbias, dy, x, statistics, 64, 64)
         return
     tile_rows, block = whole_rows(columns)
@@ -241,7 +243,8 @@ def _launch_backward(
             columns, tile_rows, block, *sums,
         )  # fmt: skip
         return
-    # On an H200 8192 x 4096 in bfloat16 takes 0.065 ms by two rows at a time, and 0.070 by one. Of other dtypes two spill.
+    # On an H200, 8192 x 4096 in bfloat16 takes 0.065 ms with two rows at a time, and 0.070 with one. In other dtypes two rows
+    # spill.
     tiles = 2 if columns == block and tile_rows == 1 and rows % 2 == 0 and x.dtype is torch.bfloat16 else 1
     backward, resident = persistent(_backward, tile_rows * block)
     grid, partial = blocks(rows, tiles * tile_rows), None

@@ -37,7 +37,7 @@ def _rotate(
     BACKWARD: ConstBool, CHECK: ConstBool, TOKENS: ConstInt, Q_TILES: ConstInt, Q_HEADS: ConstInt, K_TILES: ConstInt,
     K_HEADS: ConstInt, PAIRS: ConstInt,
 ):  # fmt: skip
-    # One by one: tileiras 13.4 splits a tile this small as it loads it, 16 bytes at once from where they aren't aligned.
+    # Loaded one by one: tileiras 13.4 splits a tile this small as it loads it, 16 bytes at once from unaligned addresses.
     token = ct.reshape(ct.bid(0) * TOKENS + ct.arange(TOKENS, dtype=ct.int32), (TOKENS, 1, 1, 1))
     column = ct.reshape(2 * ct.arange(PAIRS, dtype=ct.int32), (1, 1, PAIRS, 1))
     real, imaginary = gather(freqs, (token, column)), gather(freqs, (token, column + 1))
@@ -64,7 +64,7 @@ def _launch(
 
 
 def _as_real(freqs_cis: Tensor) -> Tensor:
-    """``[S, D/2, 2]``. Not in the launch: PyTorch 2.11's Inductor can't lower a custom operator with complex arguments."""
+    """``[S, D/2, 2]``, made before the launch: PyTorch 2.11's Inductor can't lower custom operators with complex arguments."""
     return torch.view_as_real(freqs_cis.resolve_conj()) if freqs_cis.is_complex() else freqs_cis
 
 

@@ -1,4 +1,4 @@
-"""Statistics of logits: the logits are read once forward and once backward, and copied nowhere."""
+"""Statistics of logits: forward and backward read the logits once each, and never copy them."""
 
 from liger_core.contract import implements
 from liger_core.host.logit_statistics import Statistics

@@ -1,6 +1,7 @@
-"""Mixing of residual streams: a block has all streams of a row, so that each is read once; backward goes along the row.
+"""Mixing of residual streams: a block has all streams of a row, so that each is read once. Backward loops along the row.
 
-Streams are loops that are unrolled when a kernel is compiled; new ones, or old ones in backward, up to four to a block.
+Loops over streams are unrolled when a kernel is compiled. A block makes up to four streams: new ones in forward, old ones in
+backward.
 """
 
 import cuda.tile as ct
@@ -15,10 +16,10 @@ from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 from liger_cutile.ops._streams import by_lanes, load_number, load_part, store_part, store_sums
 
-# Most columns of a block's tiles, of one stream each.
+# The most columns of a block's tiles, each of one stream.
 FORWARD_COLUMNS = 1024
 BACKWARD_COLUMNS = 512
-# Most streams that a block makes, of a number that divides theirs.
+# The most streams that a block makes. Their number divides that of all streams.
 MOST_STREAMS = 4
 # Neighbouring columns of a thread, which it adds up by itself until the row ends.
 EACH = 4
@@ -45,7 +46,7 @@ def _backward(
     df, dx, dpost, dres, dy, f, x, post, res,
     STREAMS: ConstInt, MADE: ConstInt, BLOCK: ConstInt, LANES: ConstInt, INSIDE: ConstBool,
 ):  # fmt: skip
-    """All of df and dpost, and of the old streams from the block's first one on dx and dres."""
+    """All of df and dpost; and dx and dres of the old streams from the block's first one on."""
     row, first = ct.bid(0), ct.bid(1) * MADE
     zeros = ct.zeros((LANES, 1), ct.float32)
     of_pairs, of_streams = (), ()

@@ -1,7 +1,7 @@
 """RMS norm with a scale and a shift per group of rows: rms_norm's passes, with sums for each group.
 
-In backward a block takes rows of one group after another. It adds up dy · x/rms, which both dscale and dweight are made of,
-and dy.
+In backward a block takes rows of one group after another. It adds up dy, and dy · x/rms, from which both dscale and dweight are
+made.
 """
 
 import functools
@@ -25,19 +25,19 @@ from liger_cutile.ops._tables import Table, one_tile, table_of
 from liger_cutile.ops._tiles import ZERO, hold_vector, load
 from liger_cutile.ops._totals import launch_total
 
-# Longer rows are worked on in tiles of `long_block` columns: twice as long, a row spills registers on sm_90 (tileiras 13.4). So
-# does one of LONGEST_BACKWARD on sm_80.
+# Longer rows are worked on in tiles of `long_block` columns. A row of twice LONGEST_FORWARD spills registers on sm_90 (tileiras
+# 13.4), and one of LONGEST_BACKWARD on sm_80.
 LONGEST_FORWARD = 16384
 LONGEST_BACKWARD = 8192
-# Columns of those tiles in dx, and rows of tiles of 64 columns in the sums: with more, sm_80 spills.
+# Columns of the tiles for dx, and rows of the 64-column tiles for the sums. With more, sm_80 spills.
 DX_COLUMNS, SUMMED_ROWS = 2048, 32
-# Longer rows that fill their tile take a block each, without TMA, as in rms_norm.
+# As in rms_norm, longer rows that fill their tile take a block each, without TMA.
 LONGEST_HELD = 4096
 
 
 @ct.function
 def _place(row, k1, k2, m1, m2, s0, s1, s2):
-    """Where the scale or the shift of a tile of rows is."""
+    """The place of the scale or the shift of a tile of rows."""
     third, second = k2 * m2, k1 * m1
     return row // third // second * s0 + row // third % second * s1 + row % third * s2
 
@@ -134,7 +134,7 @@ def _first_row(group, k1, k2, m1, m2):
 
 @ct.function
 def _from_first(member, k1, k2, m1, m2):
-    """How many tiles after a group's first one its others are."""
+    """How many tiles a member of a group lies after the group's first tile."""
     return (member // m2 // m1 * (k1 * m1) + member // m2 % m1) * (k2 * m2) + member % m2
 
 
@@ -150,8 +150,9 @@ def _backward(
     k1, k2, m1, m2, s0, s1, s2, offset,
     SCALE_ROWS: ConstInt, GROUP_ROWS: ConstInt, ROWS: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
-    """An item is a share of a group's rows, whose sums go to `products` and `shifts`; or a whole group, and `dweights` gets each
-    block's part of dweight.
+    """A block takes items, each a share of a group's rows or a whole group.
+
+    The sums of a share go to `products` and `shifts`. For whole groups, `dweights` gets each block's part of dweight.
     """
     summed = given(products) or given(dscale) or given(dweights)
     weights = hold_vector(weight, BLOCK)
@@ -224,7 +225,7 @@ def _sum_chunks(partial, group, column, CHUNKS, BLOCK):
 def _add_up(
     dweights, dscale, dshift, products, shifts, weight, scale, k1, k2, s0, s1, s2, offset, CHUNKS: ConstInt, BLOCK: ConstInt
 ):  # fmt: skip
-    """Add up a block of columns of what the blocks of `_backward` wrote for one group."""
+    """Add up a block of columns of the sums that the blocks of `_backward` wrote for one group."""
     column, group = ct.bid(0), ct.bid(1)
     if given(products):
         sums = _sum_chunks(products, group, column, CHUNKS, BLOCK)
@@ -291,13 +292,13 @@ def _sums_long(
 
 
 class _Tiling(NamedTuple):
-    """Tiles of rows, of which each has rows that are neighbours in the third dimension of `Places`.
+    """Tiles of rows. The rows of a tile are neighbours in the third dimension of `Places`.
 
     Attributes:
-        rows: of a tile.
-        sizes: k1, k2, m1 and m2: of the second and third dimensions, in tiles.
+        rows: rows of a tile.
+        sizes: k1, k2, m1 and m2: sizes of the second and third dimensions, in tiles.
         group_rows: how many groups a tile has.
-        groups, members: tiles of all groups, and of one.
+        groups, members: tiles of all groups, and tiles of one group.
     """
 
     rows: int
@@ -308,7 +309,7 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(kept: Sequence[int], shared: Sequence[int], tables: Sequence[Table], most: int) -> _Tiling:
-    """Tiles of at most so many rows."""
+    """Tiles of at most `most` rows."""
     before, size = kept[0] * shared[0] * kept[1] * shared[1], kept[2] * shared[2]
     rows = most
     while rows > 1 and not (
@@ -321,7 +322,7 @@ def _tiling(kept: Sequence[int], shared: Sequence[int], tables: Sequence[Table],
 
 
 def _in_tiles(table: Table, rows: int) -> tuple[tuple[int, int, int], int]:
-    """A table's steps in its own tiles, and their rows."""
+    """A table's steps, counted in its own tiles, and the rows of such a tile."""
     first, second, third = table.steps
     if third == 0 or rows == 1:
         return table.steps, 1
@@ -370,7 +371,7 @@ def _launch_forward(
 
 @functools.cache
 def _persistent(elements: int) -> tuple[Any, int]:
-    """As `persistent`, for one more sum."""
+    """As `_persistent.persistent`, for one more sum."""
     if elements <= 4096:
         return _backward.replace_hints(occupancy=2), 2
     return _backward.replace_hints(num_worker_warps=8), 1
@@ -406,7 +407,7 @@ def _launch_backward(
                 float(offset), DX_COLUMNS,
             )  # fmt: skip
         if sums:
-            # 64 columns, a 128-byte line of bf16, leave more than 128 blocks.
+            # 64 columns, a 128-byte line of bf16, give more than 128 blocks.
             tiling = _tiling(kept, shared, (table,), SUMMED_ROWS)
             steps, scale_rows = _in_tiles(table, tiling.rows)
             launch(

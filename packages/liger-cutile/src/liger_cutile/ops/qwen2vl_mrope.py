@@ -15,7 +15,7 @@ from liger_cutile.ops.rope import _columns, _rotate_heads
 
 @ct.function
 def _load_angles(table, batch, token, plane, column, CHECK):
-    """Of each column in its plane, float32: the cosines or sines of one half."""
+    """The cosines or sines of one half, in float32, each column's from its plane."""
     angles = ct.gather(table, (plane, batch, token, column), check_bounds=CHECK)
     return ct.astype(angles, ct.float32)
 
@@ -34,7 +34,7 @@ def _rotate(
     cos2 = _load_angles(cos, batch, token, plane, COLUMNS // 2 + column, CHECK)
     sin1 = _load_angles(sin, batch, token, plane, column, CHECK)
     sin2 = _load_angles(sin, batch, token, plane, COLUMNS // 2 + column, CHECK)
-    if BACKWARD:  # the transpose: by the negative angle, where both halves have the same
+    if BACKWARD:  # the transpose: by the negative angle, if both halves have the same angles
         sin1, sin2 = -sin2, -sin1
     if given(q):
         _rotate_heads(yq1, yq2, (), q, cos1, cos2, sin1, sin2, COLUMNS, Q_TILES, Q_HEADS, TOKENS, HALF, 0, CHECK)

@@ -1,4 +1,4 @@
-"""Squared ReLU: one element after another, in float32; backward rectifies again."""
+"""Squared ReLU, element by element in float32. Backward rectifies again."""
 
 import cuda.tile as ct
 import torch
@@ -20,7 +20,7 @@ TILE = 1024
 def _forward(y, x, up, ROWS: ConstInt, BLOCK: ConstInt):
     at = places(ROWS, BLOCK)
     xs = gather(x, at)
-    # No maximum, which would lose a NaN.
+    # No ct.maximum: it would lose a NaN.
     ys = ct.where(xs <= 0.0, 0.0, xs * xs)
     if given(up):
         ys = ys * gather(up, at)

@@ -1,4 +1,4 @@
-"""RMS norm: a row stays in registers from its statistics to its output; a row too long for that is read twice.
+"""RMS norm: a row stays in registers from its statistics to its output. A row too long for that is read twice.
 
 Blocks take row after row, and hold the weight meanwhile.
 """
@@ -20,24 +20,26 @@ from liger_cutile.ops._tiles import ZERO, hold_vector, load, load_vector
 from liger_cutile.ops._totals import at_once, launch_total, sum_tile
 from liger_cutile.ops._widen import widen_again
 
-# Longer rows are worked on in tiles of `long_block` columns: twice as long, a row spills registers on sm_90 (tileiras 13.4).
+# Longer rows are worked on in tiles of `long_block` columns. Rows twice as long spill registers on sm_90 (tileiras 13.4).
 LONGEST_FORWARD = 16384
 LONGEST_BACKWARD = 8192
-# Longer rows leave fewer blocks room for the weight. If they fill their tile, a block for each row, without TMA, is faster:
-# 0.135 ms on an H200 at 16384 x 8192 in bfloat16, and 0.144 as here; at 8192 x 4096 0.045, and 0.040.
+# Longer rows leave room for the weight in fewer blocks. If they fill their tile, a block for each row, without TMA, is faster:
+# on an H200 at 16384 x 8192 in bfloat16 it takes 0.135 ms, and blocks that take row after row 0.144. At 8192 x 4096: 0.045 and
+# 0.040.
 LONGEST_HELD = 4096
-# The same with a residual, for which blocks that take row after row wait longer: on an H200 in bfloat16 0.071 ms at 8192 x
-# 4096, and 0.073; 0.070 at 16384 x 2048, and 0.073; 0.073 at 65536 x 512, and 0.075.
+# The same with a residual, with which blocks that take row after row wait longer. On an H200 in bfloat16, a block for each row
+# and blocks that take row after row take, in ms: 0.071 and 0.073 at 8192 x 4096, 0.070 and 0.073 at 16384 x 2048, 0.073 and
+# 0.075 at 65536 x 512.
 LONGEST_HELD_FUSED = 256
 
 
 @ct.function
 def _load_first(h, x, residual, place, ROWS, BLOCK, INSIDE):
-    """x, or x + residual as it is rounded; that is written to h."""
+    """x, or the rounded x + residual, which is then written to h."""
     xs = load(x, place, ROWS, BLOCK, INSIDE)
     if given(residual):
         sums = ct.astype(xs + load(residual, place, ROWS, BLOCK, INSIDE), h.dtype)
-        # Not by TMA: of two such stores in a loop, tileiras 13.4 lets one's buffer be written again before it is read.
+        # Not by TMA: if a loop has two such stores, tileiras 13.4 lets one's buffer be overwritten before it is read.
         ct.store(h, place, sums, check_bounds=not INSIDE, allow_tma=False)
         return ct.astype(sums, ct.float32)
     else:
@@ -55,7 +57,7 @@ def _load_again(h, x, place, BLOCK):
 
 @ct.function
 def _load_rows(h, inverse_rms, x, residual, row, columns, eps, NATIVE, ROWS, BLOCK, INSIDE):
-    """What `_load_first` returns of whole rows, and their inverse RMS, which is written too."""
+    """What `_load_first` returns for whole rows, and their inverse RMS, which is written as well."""
     xs = _load_first(h, x, residual, (row, 0), ROWS, BLOCK, INSIDE)
     squares = ct.sum(rounded(xs * xs, x.dtype, NATIVE), axis=1, keepdims=True)
     r = inverse_rms_of(squares, columns, eps, x.dtype, NATIVE)
@@ -109,7 +111,7 @@ def _forward_long(
 def _backward(
     dx, partial, dy, dh, x, weight, inverse_rms, columns, offset, PAIRS: ConstBool, ROWS: ConstInt, BLOCK: ConstInt
 ):  # fmt: skip
-    # In PAIRS, of the longest rows, x and dy are held in their own dtype, and one row of dweight.
+    # PAIRS: for the longest rows, x and dy are held in their own dtype, beside one row of dweight.
     dweight = ct.zeros((1 if PAIRS else ROWS, BLOCK), ct.float32)
     weights = hold_vector(weight, BLOCK)
     for row in range(ct.bid(0), ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(0)):
@@ -176,7 +178,7 @@ def _backward_at_once(
     dx, dweight, dy, dh, x, weight, inverse_rms, columns, offset,
     ROWS: ConstInt, BLOCK: ConstInt, SUM_ROWS: ConstInt, SUM_COLUMNS: ConstInt,
 ):  # fmt: skip
-    """The first blocks add up columns, the others take rows: x and dy are read twice, but nothing waits for a sum."""
+    """The first blocks add up columns, the others take rows. x and dy are read twice, but no block waits for a sum."""
     sums = ct.num_tiles(x, axis=1, shape=(SUM_ROWS, SUM_COLUMNS))
     if ct.bid(0) < sums:
         _sum_rows(dweight, dy, x, inverse_rms, ct.bid(0), SUM_ROWS, SUM_COLUMNS)
@@ -204,7 +206,7 @@ def launch_forward(
     offset: float,
     casting_mode: str,
 ) -> None:
-    """Write the norm of x, or that of h = x + residual and h; and the inverse RMS of each row."""
+    """Write the norm of x; or h = x + residual and the norm of h. Write the inverse RMS of each row."""
     y, x = as_rows(y), as_rows(x)
     h, residual = (None if t is None else as_rows(t) for t in (h, residual))
     rows, columns = x.shape
@@ -233,7 +235,7 @@ def launch_backward(
     inverse_rms: Tensor,
     offset: float,
 ) -> None:
-    """Write dx, with `dh` added to it if there is one, and dweight."""
+    """Write dx, plus `dh` if there is one, and dweight."""
     dy, x = as_rows(dy), as_rows(x)
     dx, dh = (None if t is None else as_rows(t) for t in (dx, dh))
     rows, columns = x.shape
@@ -244,7 +246,7 @@ def launch_backward(
             block = long_block(columns)
             launch(_dx_long, (rows,), dx, dy, dh, x, weight, inverse_rms, columns, float(offset), block)
         if dweight is not None:
-            # Columns are many: 64 of them, a 128-byte line of bf16, leave more than 128 blocks.
+            # Rows are long here: blocks of 64 columns, a 128-byte line of bf16, still give more than 128 blocks.
             launch(_dweight_long, (blocks(columns, 64),), dweight, dy, x, inverse_rms, 64, 64)
         return
     tile_rows, block = whole_rows(columns)
@@ -256,8 +258,8 @@ def launch_backward(
             columns, float(offset), tile_rows, block, *sums,
         )  # fmt: skip
         return
-    # On an H200 16384 x 8192 in bfloat16 takes 0.229 ms in pairs, and 0.246 row by row. Rows that don't fill
-    # their tile spill in pairs, and where dweight isn't wanted some do on sm_100.
+    # On an H200, 16384 x 8192 in bfloat16 takes 0.229 ms in pairs, and 0.246 row by row. In pairs, rows that don't fill their
+    # tile spill; if dweight isn't wanted, some rows do on sm_100.
     pairs = columns == LONGEST_BACKWARD and x.dtype is torch.bfloat16 and dweight is not None
     if pairs:
         tile_rows = 2

@@ -32,13 +32,13 @@ def _rotate(
     Q_TILES: ConstInt, Q_HEADS: ConstInt, K_TILES: ConstInt, K_HEADS: ConstInt, HALF: ConstInt, REST: ConstInt,
 ):  # fmt: skip
     at = (ct.bid(1) if BATCHED else 0, ct.bid(0), 0)
-    # One row of the tables for all heads.
+    # One row of the tables serves all heads.
     shape = (1, 1, TOKENS, HALF)
     cos1 = ct.reshape(load_heads(cos.slice(2, 0, COLUMNS // 2), at, (1, TOKENS, HALF), CHECK), shape)
     cos2 = ct.reshape(load_heads(cos.slice(2, COLUMNS // 2, COLUMNS), at, (1, TOKENS, HALF), CHECK), shape)
     sin1 = ct.reshape(load_heads(sin.slice(2, 0, COLUMNS // 2), at, (1, TOKENS, HALF), CHECK), shape)
     sin2 = ct.reshape(load_heads(sin.slice(2, COLUMNS // 2, COLUMNS), at, (1, TOKENS, HALF), CHECK), shape)
-    if BACKWARD:  # the transpose: by the negative angle, where both halves have the same
+    if BACKWARD:  # the transpose: by the negative angle, if both halves have the same angles
         sin1, sin2 = -sin2, -sin1
     if given(q):
         _rotate_heads(yq1, yq2, q_rest, q, cos1, cos2, sin1, sin2, COLUMNS, Q_TILES, Q_HEADS, TOKENS, HALF, REST, CHECK)
@@ -73,7 +73,8 @@ def _launch_samples(
 def _columns(y: Tensor | None, columns: int) -> tuple[Tensor | None, ...]:
     """The two halves that are rotated, and the rest, if there is any.
 
-    Apart, they are written in any order: a kernel that gets one tensor waits for one half before it writes the other.
+    As separate arrays they are written in any order. A kernel that got one tensor would wait for one half before it wrote the
+    other.
     """
     if y is None:
         return None, None, None

@@ -20,13 +20,13 @@ from liger_cutile.ops._sums import add_two
 from liger_cutile.ops._tiles import load
 from liger_cutile.ops._widen import widen_again
 
-# Longer rows are worked on in tiles of LONG_BLOCK columns: twice as long, a row spills registers on sm_90 (tileiras 13.4).
+# Longer rows are worked on in tiles of LONG_BLOCK columns. Rows twice as long spill registers on sm_90 (tileiras 13.4).
 LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
 LONGEST_IN_PARTS = 32768
 LONG_BLOCK = 4096
 
-# Stands for -inf where differences are taken: that of two is 0.
+# Stands for -inf in differences: the difference of two of them is 0.
 LEAST = -3.4028234663852886e38
 
 
@@ -34,11 +34,11 @@ LEAST = -3.4028234663852886e38
 def _forward(y, x, columns, ROWS: ConstInt, BLOCK: ConstInt):
     lanes = ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
     for row in range(ct.bid(0), ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(0)):
-        # TMA pads with zeros alone.
+        # TMA can only pad with zeros.
         xs = ct.where(lanes < columns, load(x, (row, 0), ROWS, BLOCK), -math.inf)
         e = exp_like(xs - ct.max(xs, axis=1, keepdims=True), x)
         ys = e * (1.0 / ct.sum(e, axis=1, keepdims=True))
-        # On an H200 8192 x 32768 in bfloat16 takes 0.284 ms, and 0.302 where TMA stores it.
+        # On an H200, 8192 x 32768 in bfloat16 takes 0.284 ms; if TMA stored it, 0.302.
         ct.store(y, (row, 0), ct.astype(ys, y.dtype), allow_tma=False)
 
 
@@ -59,7 +59,7 @@ def _forward_long(y, x, columns, BLOCK: ConstInt):
     highest = ct.max(maximum, axis=1, keepdims=True)
     scale = 1.0 / ct.sum(total * ct.exp(maximum - highest), axis=1, keepdims=True)
     for back in range(tiles):
-        column = tiles - 1 - back  # what was read last is in the cache still
+        column = tiles - 1 - back  # backwards: what was read last is still in the cache
         xs = load(x, (row, column), 1, BLOCK)
         ct.store(y, (row, column), ct.astype(exp_like(xs - highest, x) * scale, y.dtype))
 
@@ -69,19 +69,19 @@ def _backward(dx, dy, y, ROWS: ConstInt, BLOCK: ConstInt):
     for row in range(ct.bid(0), ct.num_tiles(y, axis=0, shape=(ROWS, BLOCK)), ct.num_blocks(0)):
         ys = load(y, (row, 0), ROWS, BLOCK)
         dys = load(dy, (row, 0), ROWS, BLOCK)
-        # By the sum of y, which is 1 but for its rounding: so a constant dy gives 0.
+        # Divided by the sum of y, which is 1 but for rounding, so that a constant dy gives 0.
         mean = ct.sum(ys * dys, axis=1, keepdims=True) / ct.sum(ys, axis=1, keepdims=True)
         ct.store(dx, (row, 0), ct.astype(ys * (dys - mean), dx.dtype))
 
 
 @ct.function
 def _load_part(array, place, BLOCK):
-    """Of a row that fills its tiles, in the array's dtype."""
+    """A part of a row that fills its tiles, in the array's dtype."""
     return ct.load(array, place, (1, BLOCK), check_bounds=False, allow_tma=False)
 
 
-# Held in bfloat16, a row of 32768 elements is 128 registers a thread. On an H200 8192 of them take 0.41 ms, and 0.53 where
-# they are read twice.
+# Held in bfloat16, a row of 32768 elements takes 128 registers per thread. On an H200, 8192 such rows take 0.41 ms; read twice,
+# 0.53.
 @ct.kernel(num_worker_warps=8)
 def _backward_parts(dx, dy, y, PARTS: ConstInt, BLOCK: ConstInt):
     row = ct.bid(0)
@@ -136,7 +136,7 @@ def _launch_backward(dx: Tensor, dy: Tensor, y: Tensor) -> None:
     dx, dy, y = as_rows(dx), as_rows(dy), as_rows(y)
     rows, columns = y.shape
     if columns > LONGEST_BACKWARD:
-        # Loaded one by one, as at a row's ragged end, or as float16, a row in parts spills.
+        # A row in parts spills if its elements are loaded one by one, as at a ragged end, or are float16.
         if columns <= LONGEST_IN_PARTS and columns % LONG_BLOCK == 0 and y.dtype is torch.bfloat16:
             launch(_backward_parts, (rows,), dx, dy, y, columns // LONG_BLOCK, LONG_BLOCK)
         else:

@@ -1,12 +1,12 @@
-"""Sparsemax: Newton's method finds tau on the greatest elements of groups of columns, and a look at the row proves it.
+"""Sparsemax: Newton's method finds tau on the greatest elements of groups of columns, and a look at the whole row proves it.
 
-tau is the root of f(tau) = Σ max(x − tau, 0) − 1, which is convex. Newton's steps from its left, tau ← (sum of those above
-tau − 1) / (their number), stay on its left, and it is exact when their number doesn't fall any more. A step divides the
-product of f and its slope by four or more, so steps are few for any row.
+tau is the root of f(tau) = Σ max(x − tau, 0) − 1, which is convex. A step of Newton's method is tau ← (sum of the elements above
+tau − 1) / (their number). Steps that start left of the root stay left of it. Once the number doesn't fall any more, tau is
+exact. A step divides the product of f and its slope by at least four, so every row needs few steps.
 
-The root for a part of a row is on the left of the row's. So the first steps are over the greatest element of each group
-of columns, and their root is the row's own unless two of a group are in the support: seldom, and then steps go on with
-all. A row stays in registers, a long one in bfloat16 and in parts; one too long for that is read twice.
+The root for a part of a row is left of the row's own root. So the first steps take only the greatest element of each group of
+columns. Their root is the row's own unless two elements of a group are in the support. That is rare, and then steps go on with
+all elements. A row stays in registers; a long row does so in bfloat16 and in parts. A row too long for that is read twice.
 """
 
 import functools
@@ -27,20 +27,21 @@ from liger_cutile.ops._sums import add_two
 from liger_cutile.ops._tiles import load
 from liger_cutile.ops._widen import widen_again
 
-# Longer rows are worked on in tiles of LONG_BLOCK columns, with registers for four blocks on a multiprocessor: on an H200
-# 4096 rows of 32768 columns in bfloat16 take 0.199 ms forward; in registers, in float32, of which one block takes all, 0.251.
+# Longer rows are worked on in tiles of LONG_BLOCK columns, with the registers of four blocks per multiprocessor. On an H200,
+# 4096 rows of 32768 columns in bfloat16 take 0.199 ms forward. Held in float32 they leave room for one block only, and take
+# 0.251.
 LONGEST = 16384
 LONG_BLOCK = 4096
-# Rows of bfloat16 that are whole parts are held as they are loaded. On an H200 4096 rows of 8192 columns take 0.043 ms
-# forward and 0.051 backward, and 0.051 and 0.069 in float32; of 32768 0.146 and 0.204, and 0.198 and 0.210 read twice.
-# Of other dtypes, and of 6144 columns, tileiras 13.4 spills tens of registers.
+# bfloat16 rows that are whole parts are held in that dtype. On an H200, 4096 rows of 8192 columns take 0.043 ms forward and
+# 0.051 backward; in float32 0.051 and 0.069. Of 32768 columns they take 0.146 and 0.204; read twice 0.198 and 0.210. In other
+# dtypes, and with 6144 columns, tileiras 13.4 spills tens of registers.
 SHORTEST_IN_PARTS = 8192
 LONGEST_IN_PARTS = 32768
 
 
 @ct.function
 def _sum_rows(a, b):
-    """The sums of the rows of two tiles, at once: this is where threads wait for each other."""
+    """The sums of the rows of two tiles. Threads wait for each other here, so both are summed at once."""
     return ct.reduce((a, b), 1, add_two, (0.0, 0.0), keepdims=True)
 
 
@@ -51,9 +52,10 @@ def _any(rows):
 
 @ct.function
 def _newton(z, tau, count):
-    """Steps from tau for as long as the number of elements above it falls, at first from `count`; and that number.
+    """Take Newton's steps from tau while the number of elements above it falls, at first below `count`. Return both.
 
-    NaN is above, so it spreads. Quotients are rounded to nearest: what equals tau in exact arithmetic equals it here.
+    NaN counts as above, so it spreads. Quotients are rounded to nearest: an element that equals tau in exact arithmetic equals
+    it here.
     """
     active = True
     while active:
@@ -68,14 +70,14 @@ def _newton(z, tau, count):
 
 @ct.function
 def _newton_of_best(best, top):
-    """tau of a part of each row, relative to `top`, the row's greatest element; and how many of the part are above."""
+    """tau of a part of each row, relative to `top`, the row's greatest element; and how many elements of the part exceed it."""
     zeros = ct.zeros(top.shape, ct.float32)
     return _newton(best - top, zeros - 1.0, zeros + math.inf)
 
 
 @ct.function
 def _store(y, place, above, INSIDE=False):
-    """max(above, 0). What is greater than 0 stays so when it is rounded: backward tells the support by that."""
+    """Store max(above, 0). A result greater than 0 stays so when it is rounded: backward finds the support by that."""
     result = ct.maximum(above, 0.0, propagate_nan=True)
     if y.dtype == ct.float16:
         result = ct.where(above > 0.0, ct.maximum(above, 5.9604644775390625e-08), result)
@@ -84,7 +86,7 @@ def _store(y, place, above, INSIDE=False):
 
 @ct.function
 def _load_part(array, place, BLOCK):
-    """Of a row that fills its parts, in the array's dtype."""
+    """A part of a row that fills its parts, in the array's dtype."""
     return ct.load(array, place, (1, BLOCK), check_bounds=False, allow_tma=False)
 
 
@@ -98,7 +100,7 @@ def _add_above(totals, counts, z, tau):
 def _forward(y, x, columns, ROWS: ConstInt, BLOCK: ConstInt, GROUP: ConstInt):
     row = ct.bid(0)
     lanes = ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
-    # TMA pads with zeros alone.
+    # TMA can only pad with zeros.
     z = ct.where(lanes < columns, load(x, (row, 0), ROWS, BLOCK), -math.inf)
     best = ct.max(ct.reshape(z, (ROWS, BLOCK // GROUP, GROUP)), axis=2)
     top = ct.max(best, axis=1, keepdims=True)
@@ -128,7 +130,7 @@ def _forward_parts(y, x, PARTS: ConstInt, BLOCK: ConstInt):
         totals, counts = _add_above(totals, counts, ct.astype(parts[i], ct.float32) - top, tau)
     total, above = _sum_rows(totals, counts)
     active = _any(above != count)
-    while active:  # two of a lane's columns are in the support: a step from the whole row, which is read again
+    while active:  # two of a lane's columns are in the support: a step over the whole row, which is read again
         tau = (total - 1.0) / above
         count = above
         totals, counts = zeros, zeros
@@ -158,7 +160,7 @@ def _forward_long(y, x, columns, BLOCK: ConstInt, GROUP: ConstInt):
         totals = ct.zeros((BLOCK // GROUP, 1), ct.float32)
         counts = ct.zeros((BLOCK // GROUP, 1), ct.float32)
         for back in range(tiles):
-            tile = tiles - 1 - back  # what was read last is in the cache still
+            tile = tiles - 1 - back  # backwards: what was read last is still in the cache
             z = ct.where(lanes < columns - tile * BLOCK, load(x, (row, tile), 1, BLOCK), -math.inf) - top
             above = z - tau
             taken = ct.reshape(ct.where(above <= 0.0, 0.0, z), (BLOCK // GROUP, GROUP))
@@ -176,7 +178,7 @@ def _forward_long(y, x, columns, BLOCK: ConstInt, GROUP: ConstInt):
 
 @ct.function
 def _load_support(dy, y, row, column, ROWS, BLOCK):
-    """Where y is in the support, and dy there; most of dy is outside, and not read."""
+    """Whether y is in the support, and dy there. Most of dy is outside the support and isn't read."""
     support = load(y, (row, column), ROWS, BLOCK) > 0.0
     rows = row * ROWS + ct.reshape(ct.arange(ROWS, dtype=ct.int32), (ROWS, 1))
     columns = column * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
@@ -193,7 +195,7 @@ def _backward(dx, dy, y, ROWS: ConstInt, BLOCK: ConstInt):
 
 @ct.function
 def _load_groups(dy, support, row, column, BLOCK, GROUP):
-    """dy of one row, by groups of columns: 0 for a group that has none of the support, and isn't read."""
+    """dy of one row, by groups of columns. A group with no element in the support is 0, and isn't read."""
     groups = (1, BLOCK // GROUP, GROUP)
     wanted = ct.max(ct.reshape(ct.where(support, 1, 0), groups), axis=2, keepdims=True) > 0
     columns = ct.reshape(column * BLOCK + ct.arange(BLOCK, dtype=ct.int32), groups)
@@ -243,7 +245,7 @@ def _backward_long(dx, dy, y, BLOCK: ConstInt):
 def _in_parts(kernel: Any, columns: int, dtype: torch.dtype, block: int, occupancy: int) -> tuple[Any, int, int] | None:
     """The kernel for rows that are held in parts, the number of parts and their columns; None for other rows.
 
-    `block` and `occupancy` are those of the shortest such rows.
+    `block` and `occupancy` are those for the shortest such rows.
     """
     hints = {"occupancy": occupancy}
     if columns > SHORTEST_IN_PARTS:

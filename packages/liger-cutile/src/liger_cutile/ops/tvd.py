@@ -1,4 +1,4 @@
-"""Total variation distance: both tensors are read once, and what backward needs of them, a sign, kept in two bits."""
+"""Total variation distance: both tensors are read once. Backward needs only the sign of each difference, kept in two bits."""
 
 import cuda.tile as ct
 import torch
@@ -30,7 +30,7 @@ from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows
 
 SIGNS = 16
-"""Signs in an int32: 1 for a positive difference, 2 for a negative one."""
+"""Signs in an int32, two bits each: 1 for a positive difference, 2 for a negative one."""
 
 
 @ct.function
@@ -40,7 +40,7 @@ def _shifts():
 
 @ct.function
 def _difference(p, q, labels, at, ignore_index, ROWS, BLOCK):
-    """p − q; 0 in rows that don't count, of which none is read unless its tile has one that does."""
+    """p − q; 0 in rows that don't count. A tile is only read if it has a row that counts."""
     if given(labels):
         counted = load_counted(labels, at[0], ignore_index, ROWS)
         difference = ct.zeros((ROWS, BLOCK), ct.float32)
@@ -73,7 +73,7 @@ def _backward(dp, dloss, signs, count, divisor, PER_ELEMENT: ConstBool, ROWS: Co
     tile = block_number()
     if tile < tile_count(dp, ROWS, BLOCK):
         at = place(dp, tile, ROWS, BLOCK)
-        # Of a tile of few integers, tileiras 13.4 loads two at a time that don't lie side by side.
+        # Loaded by gather: with ct.load, tileiras 13.4 loads a tile of few integers two at a time, even if they aren't adjacent.
         rows = at[0] * ROWS + ct.arange(ROWS, dtype=ct.int32)
         groups = at[1] * (BLOCK // SIGNS) + ct.arange(BLOCK // SIGNS, dtype=ct.int32)
         packed = ct.gather(signs, (ct.reshape(rows, (ROWS, 1)), ct.reshape(groups, (1, BLOCK // SIGNS))))
@@ -115,7 +115,7 @@ def _launch_forward(
 @opaque(writes=("dp",))
 def _launch_backward(dp: Tensor, dloss: Tensor, signs: Tensor, count: Tensor | None, reduction: str) -> None:
     dp, dloss = as_rows(dp), as_rows(dloss) if reduction == "none" else dloss.view(1)
-    rows, block = tile_of(dp, 2 * WRITTEN_BYTES)  # on an H200, 4096 x 128256 bf16 take 0.321 ms, with half of it 0.382
+    rows, block = tile_of(dp, 2 * WRITTEN_BYTES)  # on an H200, 4096 x 128256 bf16 takes 0.321 ms, with half of it 0.382
     launch(
         _backward, one_each(tiles_of(dp, rows, block)), dp, dloss, signs, count, _divisor(dp, reduction, count),
         reduction == "none", rows, block,
@@ -123,7 +123,7 @@ def _launch_backward(dp: Tensor, dloss: Tensor, signs: Tensor, count: Tensor | N
 
 
 def _divisor(p: Tensor, reduction: str, count: Tensor | None) -> float:
-    """What Σ abs(p − q) is divided by, besides the `count` of rows."""
+    """The divisor of Σ abs(p − q), besides the `count` of rows."""
     rows, columns = p.shape
     counted = 1 if count is not None else rows
     return 2.0 * {"batchmean": counted, "mean": counted * columns}.get(reduction, 1)
@@ -149,7 +149,7 @@ def forward(
     counts = labels is not None and reduction in ("batchmean", "mean")
     count = torch.empty(1, dtype=torch.float32, device=p.device) if counts else None
     _launch_forward(loss, signs, count, p, q, labels, reduction, ignore_index)
-    # Of p only the dtype and the number of columns are needed.
+    # Backward needs only the dtype and the number of columns of p.
     return loss, (p.new_empty((0, columns)), signs, count) if needs[0] else ()
 
 

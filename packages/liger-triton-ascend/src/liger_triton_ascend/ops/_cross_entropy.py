@@ -1,8 +1,8 @@
 """Cross-entropy of rows of logits, for `cross_entropy` and `fused_linear_cross_entropy`.
 
-Rows that fit the Unified Buffer are read once, several together. Of a longer row each lane keeps a maximum and a sum of
-exponentials, which are reduced once. The maximum and the logarithm of the sum are all that the gradient needs besides
-the logits. Both are kept, not their sum: near 1e4 its rounding is an error of 5e-4 in every probability.
+Rows that fit the Unified Buffer are read once, several together. For a longer row each lane keeps a maximum and a sum of
+exponentials, which are reduced once. Besides the logits, the gradient needs only the maximum and the logarithm of the sum. They
+are kept apart: if they were added, rounding a total near 1e4 would be an error of 5e-4 in every probability.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from liger_triton_ascend.ops._long_rows import long_row_blocks
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
 from liger_triton_ascend.tiling import get_npu_core_count
 
-# Tiles alive, by the estimate for float32, and how many more there are with an option.
+# Float32 tiles alive, by the estimate, and how many more with an option.
 FORWARD_TILES, FORWARD_SOFTCAP = 6, 6
 FORWARD_LONG_TILES, FORWARD_LONG_SOFTCAP, FORWARD_LONG_SMOOTHING = 4.5, 4, 2
 BACKWARD_TILES, BACKWARD_SOFTCAP = 7, 6
@@ -33,7 +33,7 @@ def _cap(x, softcap):
         u = x / softcap
         q = tl.exp(-2.0 * tl.abs(u))
         r = 1.0 / (1.0 + q)
-        # Near 0 the exponential has no correct digit left. The polynomial is a minimax fit of (tanh(u) - u) / u³.
+        # Near 0 no digit of `tail` is correct. The polynomial is a minimax fit of (tanh(u) - u) / u³.
         square = u * u
         series = 0.020639074966311455 - 0.005704974289983511 * square
         series = series * square - 0.05373971164226532
@@ -52,7 +52,7 @@ def _finish(
     top, exp_sum, label_logit, label_weight, pivot, weighted, winner, label_smoothing, lse_square_scale,
     WEIGHTED: tl.constexpr, ADD_Z_LOSS: tl.constexpr, TOKEN_SCALING: tl.constexpr,
 ):  # fmt: skip
-    """Write the results of one row or of several, from what their logits come to."""
+    """Write the results of one row or several, from the sums over their logits."""
     exp_sum = tl.where(known, exp_sum, float("nan"))
     log_sum = tl.log(exp_sum)
     nll = (top - label_logit) + log_sum
@@ -67,7 +67,7 @@ def _finish(
     if lse_square_scale is not None:
         z_loss = (top + log_sum) * (top + log_sum) * lse_square_scale
     if TOKEN_SCALING:
-        # Not of nll, whose rounding is many times that of its parts.
+        # Computed from nll's parts: nll itself is rounded much more coarsely than they are.
         probability = tl.exp(label_logit - top) / exp_sum
         loss *= probability
         z_loss *= probability
@@ -108,7 +108,7 @@ def _rows(
         wide = tl.load(target + first + flat, flat < count, other=ignore_index)
         counted = wide != ignore_index
         known = (wide >= 0) & (wide < columns)
-        label = tl.where(known, wide, -2).to(tl.int32)  # the vector unit compares no int64
+        label = tl.where(known, wide, -2).to(tl.int32)  # the vector unit doesn't compare int64
         is_label = column == label[:, None]
         xs = tl.load(logits + row * row_stride + column, inside, other=float("-inf")).to(tl.float32)
         if bias is not None:
@@ -123,7 +123,7 @@ def _rows(
         label_weight = label_logit * 0.0 + 1.0
         if weight is not None:
             label_weight = tl.sum(tl.where(is_label, weights, 0.0), 1)
-        # Sums of logits are taken relative to the label's, so that a large offset common to all doesn't cancel in them.
+        # Sums of logits are relative to the label's logit, so that a large offset common to all logits doesn't cancel in them.
         pivot = tl.where(tl.abs(label_logit) < float("inf"), label_logit, 0.0)
         weighted = pivot
         if label_smoothing is not None:
@@ -188,7 +188,7 @@ def _rows_long(
         exp_sum = tl.sum(total * tl.exp(maximum - top), 0)
         winner = columns - 1
         if hits is not None or predicted is not None:
-            # Read again, so that the loop above carries no column of each lane's maximum.
+            # The row is read again for this, so that the loop above needn't carry the column of each lane's maximum.
             highest = tl.max(best, 0)
             nearest = tl.full((LANES,), columns - 1, tl.int32)
             for start in range(0, end, BLOCK):
@@ -211,8 +211,9 @@ def _row_scales(
     statistics, scales, at, inside, rows, vocabulary, label_smoothing, lse_square_scale,
     WEIGHTED: tl.constexpr, TOKEN_SCALING: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Of one row or of several: the largest logit, 1 / Σ exp, and the factors of a gradient's parts: of the label, of
-    each class, of the z-loss.
+    """For one row or several: the largest logit, 1 / Σ exp, and the gradient's factors.
+
+    There is a factor for the label, one for each class, and one for the z-loss.
     """
     top = tl.load(statistics + at, inside)
     exp_sum = tl.load(statistics + rows + at, inside)
@@ -220,7 +221,7 @@ def _row_scales(
         scale = tl.load(scales + at, inside)
         z_scale = scale
     else:
-        z_scale = tl.load(scales) + exp_sum * 0.0  # one for each row, as all else is
+        z_scale = tl.load(scales) + exp_sum * 0.0  # one for each row, like all the others
         scale = tl.load(scales + 1) + exp_sum * 0.0
     if TOKEN_SCALING:
         probability = tl.load(statistics + 3 * rows + at, inside)
@@ -244,7 +245,7 @@ def _slope(
     xs, is_label, weights, mass, top, inverse, label_scale, uniform, by_z, softcap,
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of logits, given what `_row_scales` says of their rows."""
+    """The gradient of logits, from their rows' `_row_scales`."""
     capped, derivative = _cap(xs, softcap)
     probability = tl.exp(capped - top) * inverse
     dx = label_scale * tl.where(is_label, probability - 1.0, probability)
@@ -300,7 +301,7 @@ def _gradient_long(
     ignore_index, label_smoothing, lse_square_scale, softcap,
     TOKEN_SCALING: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes spans of columns, whole rows where there are enough of them."""
+    """Each program takes spans of columns. If there are enough rows, a span is a whole row."""
     lane = tl.arange(0, BLOCK)
     spans = tl.cdiv(columns, span)
     mass = vocabulary * 1.0
@@ -341,7 +342,7 @@ def _gradient_long(
 
 class _Kernels(CrossEntropyKernels):
     def statistics(self, options: Options) -> int:
-        """As of other languages, and the label's class weight in between."""
+        """As in other languages, plus the label's class weight in between."""
         return 4
 
     def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
@@ -364,7 +365,7 @@ class _Kernels(CrossEntropyKernels):
             _rows[(programs,)](*arguments, **flags, ROWS=tile_rows, BLOCK=block)
 
     def incoming(self, dloss: Tensor | None, totals: Tensor | None, target: Tensor) -> Tensor:
-        """What the gradients of the rows' z-losses and of the rest are multiplied with: two numbers, or one per row."""
+        """The factors of the gradients of the rows' z-losses and of the rest: two numbers, or one per row."""
         if dloss is None:
             return torch.ones(2, dtype=torch.float32, device=target.device) if totals is None else totals[0] / totals
         if totals is not None:
@@ -395,7 +396,7 @@ class _Kernels(CrossEntropyKernels):
         if block < columns:
             cores = get_npu_core_count(logits.device)
             blocks = (columns + block - 1) // block
-            sharers = min(blocks, max(1, cores // count))  # of a row, where there are fewer rows than cores
+            sharers = min(blocks, max(1, cores // count))  # programs per row, if there are fewer rows than cores
             span = (blocks + sharers - 1) // sharers * block
             programs = min(count * sharers, cores)
             _gradient_long[(programs,)](*arguments, span, *chosen, **flags, BLOCK=block)

@@ -1,10 +1,11 @@
 """Divergences of rows of logits from a teacher's, and the cross-entropy of labels beside them.
 
-A vocabulary seldom fits the Unified Buffer, so each program takes one row after another, block by block: for what the softmaxes
-need, and for the losses. What the gradient needs besides the logits are six numbers per row.
+A vocabulary seldom fits the Unified Buffer, so each program takes one row after another, block by block: first for the
+softmaxes, then for the losses. Besides the logits, the gradient needs six numbers per row.
 
-Log-probabilities of student and teacher are compared by their logits' difference, with that of the rows' largest and of their
-sums: each is near 10, and the difference of two rounded ones has few correct digits where they are nearly equal, or a wrong sign.
+Log-probabilities of student and teacher are compared by the difference of their logits, of the rows' largest logits and of the
+sums. The log-probabilities themselves are near -10: if they are nearly equal, the difference of two rounded ones has few correct
+digits or the wrong sign.
 """
 
 import triton
@@ -19,8 +20,8 @@ from liger_triton_ascend.ops._logit_statistics import _load_biased
 from liger_triton_ascend.ops._long_rows import long_row_blocks
 from liger_triton_ascend.ops._rows import as_rows
 
-# Tiles alive, by the estimate for float32: of the loops that add up exponentials, of the one that adds up losses, and of
-# the gradient.
+# Float32 tiles alive, by the estimate: in the loops that add up exponentials, in the one that adds up losses, and in the
+# gradient.
 SUM_TILES = 9
 FORWARD_TILES = 16
 BACKWARD_TILES = 16
@@ -33,14 +34,14 @@ FORWARD, REVERSE, TVD, COSINE, GIVEN, LOG = (
 
 @triton.jit
 def _load(row, bias, softcap, column, inside):
-    """Logits with bias and softcap; -inf outside."""
+    """Logits with bias and softcap; -inf outside the row."""
     x = _load_biased(row, bias, column, inside, float("-inf"))
     return x if softcap is None else tl.where(inside, _cap(x, softcap)[0], float("-inf"))
 
 
 @triton.jit
 def _top_and_sum(row, bias, softcap, columns, scale, BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """The largest logit of a row, and Σ exp(scale · (logit − largest)); a `scale` of None is 1."""
+    """The largest logit of a row, and Σ exp(scale · (logit − largest)). A `scale` of None is 1."""
     lane = tl.arange(0, BLOCK)
     maximum, total = no_exponentials(LANES)
     for start in range(0, columns, BLOCK):
@@ -55,7 +56,7 @@ def _top_and_sum(row, bias, softcap, columns, scale, BLOCK: tl.constexpr, LANES:
 
 @triton.jit
 def _above(difference, beta, rest, KIND: tl.constexpr, HALF: tl.constexpr):
-    """What log-probabilities exceed those by that they are compared with, the student's and the teacher's."""
+    """How far the log-probabilities of student and teacher are above those that each is compared with."""
     if KIND <= REVERSE:
         return difference, -difference
     else:
@@ -64,32 +65,32 @@ def _above(difference, beta, rest, KIND: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _log_ratio(q_sum, p_sum):
-    """log(q_sum / p_sum); NaN where one is 0, as of a row that is all -inf."""
+    """log(q_sum / p_sum). It is NaN if a sum is 0, as for a row that is all -inf."""
     return tl.log(tl.where((q_sum > 0.0) & (p_sum > 0.0), q_sum / p_sum, float("nan")))
 
 
 @triton.jit
 def _difference(x, y, tops, scale, ratio):
-    """log q − log p of the probabilities of logits x and y; finite, and 0 where both are."""
+    """log q − log p for logits x and y. It is finite, and 0 if both are -inf."""
     found = ((finite(x) - finite(y)) - tops) * scale - ratio
     return finite(tl.minimum(found, 1e30, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def _order(difference):
-    """1, -1 or 0, by the difference's sign."""
+    """The sign of the difference: 1, -1 or 0."""
     return tl.where(difference > 0.0, 1.0, tl.where(difference < 0.0, -1.0, difference))
 
 
 @triton.jit
 def _apart(q, p, t):
-    """abs(q − p), of nearly equal ones by the difference t of their logarithms."""
+    """abs(q − p). If the two are nearly equal, it is computed from t, the difference of their logarithms."""
     return tl.abs(tl.where(tl.abs(t) < 0.25, p * expm1_near(t), q - p))
 
 
 @triton.jit
 def _given(target, column, inside, eps, KIND: tl.constexpr):
-    """Probabilities that stand in place of the teacher's logits, and their logarithms; 0 outside."""
+    """Given probabilities, which replace the teacher's logits, and their logarithms; 0 outside the row."""
     t = tl.load(target + column, inside, other=float("-inf") if KIND == LOG else 0.0).to(tl.float32)
     if KIND == LOG:
         return tl.exp(t), t
@@ -170,7 +171,7 @@ def _rows(
             loss = tl.where(end > 0, 1.0 - cosine, 0.0)
             of_tops, of_sums = by_teacher, tl.where(zero, 0.0, cosine / of_student)
         elif KIND >= GIVEN:
-            # With the logarithm of the student's sum, 1 but for rounding: of close distributions the loss is as small.
+            # The logarithm removes the rounding of the student's sum: for close distributions the loss is as small as it.
             loss = tl.where(end > 0, of_teacher + of_student * tl.log(of_others), 0.0)
         elif KIND == TVD:
             loss = 0.5 * of_teacher
@@ -194,7 +195,7 @@ def _rows(
         tl.store(statistics + rows + at, q_log_sum)
         tl.store(statistics + 2 * rows + at, of_tops)
         tl.store(statistics + 3 * rows + at, of_sums)
-        # By the sum of the probabilities, which is 1 but for the rounding of its logarithm: that then cancels.
+        # Divided by the sum of the probabilities, which is 1 but for the rounding of its logarithm. That rounding then cancels.
         tl.store(statistics + 4 * rows + at, of_student / of_others)
         tl.store(statistics + 5 * rows + at, hard_log_sum)
 
@@ -231,7 +232,7 @@ def _gradient(
             if KIND >= GIVEN:
                 p, _ = _given(p_row, column, inside, beta, KIND)
                 q = tl.exp((x - q_top) * scale - q_log_sum)
-                # A row's probabilities of the target, by the student's, which add up to 1 but for rounding.
+                # `whole_sum` is the target's sum divided by the student's, which is 1 but for rounding.
                 gradient = tl.load(by_soft + at * SOFT_STEP) * scale * (q * whole_sum - p)
             elif by_soft is not None:
                 by = tl.load(by_soft + at * SOFT_STEP)
@@ -245,7 +246,7 @@ def _gradient(
                         gradient = by * (q - tl.exp(finite((y - of_teacher) * scale - of_student)))
                     else:
                         difference = _difference(x, y, of_teacher, scale, of_student)
-                        # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
+                        # The gradient of a log-softmax: a class's part of the sum, minus its share of the whole sum.
                         if KIND == TVD:
                             by *= 0.5
                             part = _order(difference)
@@ -261,12 +262,12 @@ def _gradient(
                 probability -= tl.where(lane == tl.where(here, place, -1).to(tl.int32), 1.0, 0.0)
                 gradient += tl.load(by_hard + at * HARD_STEP) * probability
             tl.store(dq_row + column, gradient * derivative, inside)
-        for start in range(end, columns, BLOCK):  # all of a row that doesn't count, or nothing
+        for start in range(end, columns, BLOCK):  # the whole row if it doesn't count, otherwise nothing
             tl.store(dq_row + start + lane, tl.zeros((BLOCK,), tl.float32), start + lane < columns)
 
 
 def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]]:
-    """Runtime arguments of both kernels, and their constants."""
+    """Runtime arguments and constants of both kernels."""
     beta = options.beta
     values = options.ignore_index, 1.0 / options.temperature, beta, 1.0 - beta, *options[3:5]
     return values, {"KIND": KINDS[options.divergence], "HALF": beta == 0.5}

@@ -1,6 +1,6 @@
-"""What `kl_div`, `tvd` and the divergences of Jensen and Shannon share: two tensors of one shape are read tile by tile.
+"""Code that `kl_div`, `tvd` and the Jensen-Shannon divergences share: two tensors of one shape are read tile by tile.
 
-Each program adds up the terms of its own tiles in float32, lane by lane, and stores one sum; PyTorch adds up those. So the
+Each program adds up the terms of its own tiles in float32, lane by lane, and stores one sum. PyTorch adds up those sums. So the
 total is the same from run to run, without atomics.
 """
 
@@ -27,13 +27,13 @@ def counted_rows(labels, tile, rows, blocks, ignore_index, ROWS: tl.constexpr):
 
 @triton.jit
 def finite(logprob):
-    """-1e30 for -inf: its exponential is 0 just so, and differences and products with it are no NaN."""
+    """-1e30 for -inf: its exponential is 0 as well, and differences and products with it aren't NaN."""
     return tl.maximum(logprob, -1e30, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _log_mean(e):
-    """log((1 + e) / 2) for e of 0 to 1; right to 6e-9, and to the rounding of float32."""
+    """log((1 + e) / 2) for e from 0 to 1; right to 6e-9, and to the rounding of float32."""
     t = 1.0 - e
     r = t * 0.003556931158527732 - 0.009804983623325825
     r = t * r + 0.015441100113093853
@@ -47,29 +47,29 @@ def _log_mean(e):
 
 @triton.jit
 def expm1_near(x):
-    """exp(x) − 1, for x of −0.25 to 0.25."""
+    """exp(x) − 1, for x from −0.25 to 0.25."""
     series = x * (0.008333334 + x * 0.0013888889)
     return x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + series))))
 
 
 @triton.jit
 def above_mixture(difference, beta, rest, HALF: tl.constexpr):
-    """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
+    """q − m and p − m, where exp m = beta exp p + rest exp q. HALF: both weights are one half.
 
-    The difference of q and p is finite. Where it is 0, both results are 0.
+    The difference q − p has to be finite. If it is 0, both results are 0.
     """
     e = tl.exp(-tl.abs(difference))
     if HALF:
-        # Without e near 1: there its rounding is off for all elements alike, by more than log M differs.
+        # No e near 1: its rounding there is the same for all elements, and larger than the differences of log M.
         half = tl.abs(difference) * 0.5
         square = half * half
         log_cosh = square * (0.5 - square * (0.08333333 - square * (0.022222223 - square * 0.006746032)))
         above = tl.where(half < 0.25, half - log_cosh, -_log_mean(e))
         return tl.minimum(difference, 0.0) + above, tl.minimum(-difference, 0.0) + above
     else:
-        # By the smaller weight alone: rounded, the two don't add up to 1. M is taken relative to the part with the larger weight,
-        # heavy, by v = M / heavy − 1: by series of it where the other weight is near 0, and log M is nearly log heavy. Where v is
-        # large, M is taken relative to the light part.
+        # Only the smaller weight is used: the two rounded weights don't add up to 1. `heavy` is the part with the larger weight,
+        # `light` the other. M is taken relative to heavy, by v = M / heavy − 1. If v is near 0, log M is nearly log heavy, and a
+        # series of v gives the difference. If v is large, M is taken relative to light.
         weight = tl.minimum(beta, rest)
         light = tl.where(beta <= rest, -difference, difference)
         v = weight * tl.where(tl.abs(light) < 0.25, expm1_near(light), tl.exp(tl.minimum(light, 80.0)) - 1.0)
@@ -84,7 +84,7 @@ def above_mixture(difference, beta, rest, HALF: tl.constexpr):
 
 
 def count_of(x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
-    """The number of rows of x that count, or 1 when none does; a float32 scalar."""
+    """The number of rows of x that count, or 1 if none does; a float32 scalar."""
     if labels is None:
         return torch.full((), x.shape[0], dtype=torch.float32, device=x.device)
     return (labels != ignore_index).sum(dtype=torch.float32).clamp(min=1.0)

@@ -1,20 +1,19 @@
 """Sums of exponentials of rows longer than the Unified Buffer.
 
-A block of a row is folded to a number of lanes, each of which keeps a maximum of its own, and a sum relative to that. So
-nothing in the loop over blocks crosses lanes, and the sums are scaled to a new maximum once for all that a lane gets of a
-block.
+A block of a row is folded to a number of lanes. Each lane keeps its own maximum, and a sum relative to it. So the loop over
+blocks exchanges nothing between lanes, and a lane's sum is rescaled once per block, for all its elements there.
 """
 
 import triton
 import triton.language as tl
 
 LANES = 1024
-"""4 KiB of float32: a maximum and a sum of them take little beside the tiles of 4096 or 8192 that are folded to them."""
+"""4 KiB of float32: the lanes' maxima and sums take little beside the tiles of 4096 or 8192 that are folded to them."""
 
 
 @triton.jit
 def tempered(x, scale):
-    """x · scale; for a difference of logits, whose rounding is then relative to itself, not to the logits."""
+    """x · scale, for a difference of logits: its rounding is then relative to the difference, not to the logits."""
     return x if scale is None else x * scale
 
 
@@ -27,7 +26,7 @@ def no_exponentials(LANES: tl.constexpr):
 
 @triton.jit
 def add_exponentials(maximum, total, xs, scale):
-    """The lanes' maxima and sums with another block in them, of which each lane gets a column."""
+    """The lanes' maxima and sums with another block in them. Each lane takes a column of `xs`."""
     higher = tl.maximum(maximum, tl.max(xs, 0))
     total = total * tl.exp(tempered(maximum - higher, scale))
     return higher, total + tl.sum(tl.exp(tempered(xs - higher[None, :], scale)), 0)
@@ -35,7 +34,7 @@ def add_exponentials(maximum, total, xs, scale):
 
 @triton.jit
 def top_and_sum(row, columns, scale, BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """The largest element of a row, and Σ exp(scale · (x − largest)); a `scale` of None is 1."""
+    """The largest element of a row, and Σ exp(scale · (x − largest)). A `scale` of None is 1."""
     lane = tl.arange(0, BLOCK)
     maximum, total = no_exponentials(LANES)
     for start in range(0, columns, BLOCK):

@@ -1,4 +1,4 @@
-"""What linear layers need of an NPU: matrix products, and a kernel that scales gradients by that of the loss."""
+"""The NPU's part of linear layers: matrix products, and a kernel that scales gradients by that of the loss."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from liger_core.host.linear import Linear
 from liger_triton_ascend.ops._rows import element_tiles
 
 TILES = 4
-"""Alive, by the estimate: of float32 and of bfloat16, one that is read and one that is written, each of them twice."""
+"""Float32 and bfloat16 tiles alive, by the estimate: one that is read and one that is written, each twice."""
 
 
 @triton.jit
@@ -23,8 +23,8 @@ def _scale(y, x, factor, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(y + offset, tl.load(x + offset, offset < size).to(tl.float32) * factor, offset < size)
 
 
-# A matmul of half-precision operands with a float32 result, which torch_npu registers since 2.10. Not its sum with a float32
-# tensor, which can't be traced before pytorch#179634.
+# torch_npu has a matmul of half-precision operands with a float32 result since 2.10. The one that adds to a float32 tensor can't
+# be traced before pytorch#179634, so it is not used.
 _FLOAT32_RESULT = torch.__version__ >= (2, 10)
 
 
@@ -33,7 +33,7 @@ class _Linear(Linear):
     """Columns, in a 2-byte dtype, of the 512 bytes that a cube unit's loads from memory are fastest at multiples of."""
 
     def scale(self, y: Tensor, x: Tensor, dloss: Tensor, divisor: Tensor | None) -> None:
-        """As of other languages; in place, nothing is written if the factor is 1."""
+        """As in other languages. In place, nothing is written if the factor is 1."""
         factor = dloss if divisor is None else dloss / divisor.view(-1)[0]
         programs, _, block = element_tiles(x, 1, x.numel(), TILES)
         _scale[(programs,)](y, x, factor, x.numel(), IN_PLACE=y is x, BLOCK=block)

@@ -1,9 +1,9 @@
 """Statistics of rows of logits, for `logit_statistics` and `fused_linear_logit_statistics`.
 
-Each program takes one row after another, in blocks: a row of logits seldom fits the Unified Buffer. Each lane keeps a
-maximum and, relative to it, sums: of exponentials e^d, of their squares, and of e^d d for the entropy,
-log Σ e^d − Σ e^d d / Σ e^d, whose two terms have one sign. They are reduced once. The maximum is that of logits before the
-temperature, by whose inverse differences of logits are multiplied.
+Each program takes one row after another, in blocks: a row of logits seldom fits the Unified Buffer. Each lane keeps a maximum
+and, relative to it, sums: of exponentials e^d, of their squares, and of e^d d. They are reduced once. The entropy is
+log Σ e^d − Σ e^d d / Σ e^d, whose two terms have one sign. Maxima are of the logits before the temperature. Differences of logits
+are multiplied by its inverse.
 """
 
 import triton
@@ -17,7 +17,7 @@ from liger_triton_ascend.ops._long_rows import long_row_blocks
 from liger_triton_ascend.ops._rows import as_rows
 from liger_triton_ascend.tiling import get_npu_core_count
 
-# Tiles alive, by the estimate for float32, and how many more there are with an option.
+# Float32 tiles alive, by the estimate, and how many more with an option.
 FORWARD_TILES, FORWARD_SOFTCAP, FORWARD_TOTAL = 6.5, 4, 2
 BACKWARD_TILES, BACKWARD_SOFTCAP = 7, 6
 
@@ -38,7 +38,7 @@ def _cooled(x, temperature):
 
 @triton.jit
 def _rescaled(product_sum, exp_sum, fall, rescale):
-    """Σ e^d d, when each d is less by `fall`. Of a maximum before the first logit, no sum is left."""
+    """Σ e^d d, if each d becomes less by `fall`. The maximum before the first logit leaves no sum."""
     return rescale * (product_sum + tl.where(rescale == 0.0, 0.0, fall) * exp_sum)
 
 
@@ -115,7 +115,7 @@ def _rows(
             squares = tl.log(tl.sum(square_sum * (rescale * rescale), 0)) - 2.0 * log_sum
             tl.store(log_sum_squares + at, tl.where(counted > 0, squares, 0.0))
         if best is not None:
-            # Read again, so that the loop above carries no column of each lane's maximum.
+            # The row is read again for this, so that the loop above needn't carry the column of each lane's maximum.
             largest = tl.max(highest, 0)
             nearest = tl.full((LANES,), columns - 1, tl.int32)
             for start in range(0, end, BLOCK):
@@ -139,7 +139,7 @@ def _gradient(
     row_stride, target_stride, k_stride, columns, targets, first_row, first_column, count, rows, span, first_id,
     ignore_index, softcap, inverse, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes spans of columns, whole rows where there are enough of them."""
+    """Each program takes spans of columns. If there are enough rows, a span is a whole row."""
     lane = tl.arange(0, BLOCK)
     spans = tl.cdiv(columns, span)
     if bias is not None:
@@ -221,7 +221,7 @@ class _Kernels(StatisticsKernels):
         _, block = long_row_blocks(logits, count, columns, tiles)
         cores = get_npu_core_count(logits.device)
         blocks = (columns + block - 1) // block
-        sharers = min(blocks, max(1, cores // count))  # of a row, where there are fewer rows than cores
+        sharers = min(blocks, max(1, cores // count))  # programs per row, if there are fewer rows than cores
         span = (blocks + sharers - 1) // sharers * block
         _gradient[(min(count * sharers, cores),)](
             dlogits, logits, labels.bias, target, labels.weight, kept, dlse, dpicked, dentropy, dtotal, row_stride,

@@ -1,4 +1,4 @@
-"""Blocks of rows that are taken one after another, since they don't fit the Unified Buffer, or seldom do."""
+"""Blocks of rows that don't fit the Unified Buffer, or seldom do, so they are taken one block after another."""
 
 from torch import Tensor
 
@@ -7,13 +7,13 @@ from liger_triton_ascend.tiling import get_npu_core_count
 
 
 def long_row_blocks(like: Tensor, rows: int, columns: int, alive: float) -> tuple[int, int]:
-    """How a grid of vector cores goes over rows, each of which takes whole ones.
+    """How a grid of vector cores goes over rows. Each program takes whole rows.
 
     Args:
-        like: on the device.
-        rows: how many.
-        columns: how many.
-        alive: blocks in float32 that a kernel holds at once.
+        like: a tensor on the device.
+        rows: number of rows.
+        columns: number of columns.
+        alive: float32 blocks that a kernel holds at once.
 
     Returns:
         Programs, one per row and at most one per core; columns of a block, a power of two.

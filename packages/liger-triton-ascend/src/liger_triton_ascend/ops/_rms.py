@@ -1,4 +1,4 @@
-"""The norm of a row by its root mean square, as `rms_norm` rounds it in each of its modes."""
+"""RMS normalisation of a row, rounded as `rms_norm` does in each of its modes."""
 
 import triton
 import triton.language as tl

@@ -6,34 +6,35 @@ from liger_core.host.rows import as_rows as as_rows
 from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
 
 MARGIN = 0.8
-"""Of the Unified Buffer. The compiler keeps temporaries there that the count of a kernel's tiles leaves out."""
+"""The share of the Unified Buffer that tiles may take. The compiler keeps temporaries there, which a count of tiles leaves
+out."""
 
 LEAST = 16
-"""Columns of a tile: one aligned block of 32 bytes in float16 or bfloat16."""
+"""The fewest columns of a tile: one aligned block of 32 bytes in float16 or bfloat16."""
 
 LEAST_SHARED = 512
-"""Columns of a tile of a row that cores share: 1 KiB in bfloat16. Of a longer row not fewer, to transfer it in few pieces;
-not measured."""
+"""The fewest columns of a tile of a row that cores share, if the row is that long: 1 KiB in bfloat16, so that it is transferred
+in few pieces. Not measured."""
 
 TILES_A_CORE = 4
-"""At least, where there are as many rows: so that transfers overlap with work, and cores finish together; not measured."""
+"""The fewest tiles per core, if there are enough rows, so that transfers overlap with work and cores finish together. Not
+measured."""
 
 
 def row_tiles(like: Tensor, rows: int, columns: int, alive: float) -> tuple[int, int, int]:
     """How a grid of vector cores goes over rows that are each worked on as a whole.
 
-    A tile is as many whole rows as fit the Unified Buffer, though few enough for all cores to have some; or a part of one
-    row, where not even that fits.
+    A tile is as many whole rows as fit the Unified Buffer, but few enough for all cores to have some. If not even one row fits,
+    it is a part of one row.
 
     Args:
-        like: on the device.
-        rows: how many.
-        columns: how many.
-        alive: tiles in float32 that a kernel holds at once.
+        like: a tensor on the device.
+        rows: number of rows.
+        columns: number of columns.
+        alive: float32 tiles that a kernel holds at once.
 
     Returns:
-        Programs, at most one per core; rows of a tile; columns of a tile, which are fewer than `columns` where no row
-        fits.
+        Programs, at most one per core; rows of a tile; columns of a tile, which are fewer than `columns` if no row fits.
     """
     cores = get_npu_core_count(like.device)
     tile_rows, block = _tile(rows // (TILES_A_CORE * cores), columns, alive)
@@ -41,8 +42,9 @@ def row_tiles(like: Tensor, rows: int, columns: int, alive: float) -> tuple[int,
 
 
 def element_tiles(like: Tensor, rows: int, columns: int, alive: float) -> tuple[int, int, int]:
-    """How a grid of vector cores goes over rows whose elements don't depend on each other: as `row_tiles` says, but that
-    cores share a row where there are fewer rows than cores.
+    """How a grid of vector cores goes over rows whose elements don't depend on each other.
+
+    It is as `row_tiles`, but cores share a row if there are fewer rows than cores.
 
     Returns:
         Programs, at most one per core; rows of a tile; columns of a tile.

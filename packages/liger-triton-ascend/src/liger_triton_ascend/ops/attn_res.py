@@ -1,7 +1,7 @@
-"""Attention residuals: a row that fits is read once, with a running softmax over its sources, and backward twice.
+"""Attention residuals: forward reads a row that fits once, with a running softmax over its sources. Backward reads it twice.
 
-Of longer rows, forward makes the scores, then the mean; backward the products of dy with the sources, then the gradients. What
-lies between, a number for each source of a row, is PyTorch's: a core that reads what it wrote would have to wait for memory.
+For longer rows, forward makes the scores, then the mean. Backward makes the products of dy with the sources, then the gradients.
+PyTorch takes the step between, on one number for each source of a row: a core that read its own writes would wait for memory.
 """
 
 import torch
@@ -15,8 +15,8 @@ from liger_core.host.attn_res import AttnRes, AttnResKernels
 from liger_triton_ascend.ops._rows import element_tiles, row_tiles
 from liger_triton_ascend.tiling import get_npu_core_count
 
-# Tiles in float32 that are alive at once, by the suite's estimate of the Unified Buffer, two of each that is transferred. Of
-# backward they are 8, and 10 in float32, which is 160 of 192 KiB for a row of 4096: with 9 it is still taken as a whole.
+# Float32 tiles alive at once, by the suite's estimate of the Unified Buffer, with two for each tile that is transferred. The
+# backward has 8, or 10 in float32. 10 would be 160 of 192 KiB for a row of 4096. With 9 such a row is still taken as a whole.
 FORWARD_TILES = 7
 BACKWARD_TILES = 9
 LONG_TILES = 9
@@ -33,7 +33,7 @@ def _load_product(query, weight, column, inside):
 
 @triton.jit
 def _higher(top, exp_sum, score):
-    """The maximum of the scores with one more, the sum of exponentials before it relative to that, and its own exponential."""
+    """The new maximum, the sum of exponentials so far relative to it, and the exponential of the new score."""
     higher = tl.maximum(top, score)
     shrunk, e = tl.exp(top - higher), tl.exp(score - higher)
     return higher, shrunk, e, exp_sum * shrunk + e
@@ -83,7 +83,7 @@ def _forward(
 
 @triton.jit
 def _take_product(vs, dys, top, exp_sum, mean, statistics, row, rows, source):
-    """Take dy · source of one more source into its mean by the softmax of the scores."""
+    """Add one more source's dy · source to their mean, weighted by the softmax of the scores."""
     score = tl.load(statistics + source * rows + row, row < rows, other=0.0)
     top, shrunk, e, exp_sum = _higher(top, exp_sum, score)
     return top, exp_sum, mean * shrunk + e * tl.sum(dys * vs, 1)
@@ -94,7 +94,7 @@ def _give(
     gradient, sums, total, vs, dys, ws, top, inverse, mean, statistics, row, rows, source, sources, columns, column, inside,
     first_row,
 ):  # fmt: skip
-    """Write the gradient of one source, and return `total` with its part of that of query · weight."""
+    """Write the gradient of one source, and return `total` plus its part of the gradient of query · weight."""
     score = tl.load(statistics + source * rows + row, row < rows, other=0.0)
     r = tl.load(statistics + (sources + source) * rows + row, row < rows, other=0.0)
     a = tl.exp(score - top) * inverse
@@ -157,7 +157,7 @@ def _backward(
 def _scores_long(
     scores, inverse_rms, x, query, weight, items, rows, columns, block_stride, row_stride, eps, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Of each row of each of some sources."""
+    """The score and inverse root mean square of each row of each of some sources."""
     for index in range(tl.program_id(0), items, tl.num_programs(0)):
         item = tl.cast(index, tl.int64)
         at = item // rows * block_stride + item % rows * row_stride
@@ -195,7 +195,7 @@ def _mean_long(
 
 @triton.jit
 def _products_long(products, dy, x, items, rows, columns, dy_stride, block_stride, row_stride, BLOCK: tl.constexpr):
-    """dy · source, of each row of each of some sources."""
+    """dy · source, for each row of each of some sources."""
     for index in range(tl.program_id(0), items, tl.num_programs(0)):
         item = tl.cast(index, tl.int64)
         row = item % rows
@@ -213,7 +213,7 @@ def _gradients_long(
     dx, dy, x, query, weight, shares, along_w, along_v, items, parts, rows, columns, count, dy_stride, block_stride, row_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row of some sources."""
+    """The gradients of a part of a row of some sources."""
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = tl.cast(item // parts, tl.int64)
         column = item % parts * BLOCK + tl.arange(0, BLOCK)
@@ -232,7 +232,7 @@ def _gradients_long(
 def _sums_long(
     sums, along_w, blocks, partial, rows, columns, count, block_stride, row_stride, partial_stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Each program adds up rows of its own, one block of columns after another."""
+    """Each program adds up its own rows, one block of columns after another."""
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
@@ -251,7 +251,7 @@ def _sums_long(
 
 
 class _Kernels(AttnResKernels):
-    """Statistics lie as ``[2, sources, rows]``, since a tile has adjacent rows."""
+    """Statistics lie as ``[2, sources, rows]``, because a tile has adjacent rows."""
 
     def forward(
         self,

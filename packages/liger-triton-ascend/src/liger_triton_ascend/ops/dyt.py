@@ -10,7 +10,7 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._rows import as_rows, element_tiles
 from liger_triton_ascend.tiling import get_npu_core_count
 
-# Tiles in float32 by the estimate of the Unified Buffer, for elements of 2 and of 4 bytes.
+# Float32 tiles by the estimate of the Unified Buffer, for elements of 2 and of 4 bytes.
 FORWARD_TILES = {2: 7, 4: 10}
 BACKWARD_TILES = {2: 11, 4: 14}
 
@@ -23,7 +23,7 @@ def _tanh(u, EXACT: tl.constexpr):
     tail = (1.0 - q) * r
     tail = tl.where(u < 0.0, -tail, tail)
     square = u * u
-    # Near 0, q has no correct digit left beside 1.
+    # Near 0, 1 − q has no correct digit.
     if EXACT:
         near = tl.abs(u) < 0.625
         series = 0.020639074966311455 - 0.005704974289983511 * square  # a minimax fit of (tanh(u) - u) / u³
@@ -38,7 +38,7 @@ def _tanh(u, EXACT: tl.constexpr):
 
 @triton.jit
 def _load_alpha(alpha):
-    """alpha in float32, within ±1e30: infinity times the 0 beside what there is would be NaN in the sums."""
+    """alpha in float32, within ±1e30: infinity times the zeros past the rows and columns would be NaN in the sums."""
     a = tl.load(alpha).to(tl.float32)
     return tl.where(tl.abs(a) > 1e30, tl.where(a > 0.0, 1e30, -1e30), a)
 
@@ -148,7 +148,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...
 
 
 def _divide(x: Tensor, rows: int, columns: int, tile_rows: int, block: int) -> tuple[int, int]:
-    """Strips of rows that a block of columns is divided into, so that each core has a part; and how many parts."""
+    """Strips of rows that a block of columns is divided into, so that each core has a part; and the number of parts."""
     blocks, tiles = (columns + block - 1) // block, (rows + tile_rows - 1) // tile_rows
     strips = min(tiles, max(1, get_npu_core_count(x.device) // blocks))
     return strips, strips * blocks

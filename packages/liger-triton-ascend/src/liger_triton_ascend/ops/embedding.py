@@ -1,4 +1,4 @@
-"""Embedding: rows are gathered; backward sorts the indices, and each core sums the rows of dy that share an index."""
+"""Embedding: forward gathers rows. Backward sorts the indices, and each core sums the rows of dy that share an index."""
 
 import torch
 import triton
@@ -10,20 +10,20 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._rows import as_rows, element_tiles, row_tiles
 from liger_triton_ascend.tiling import get_npu_core_count
 
-# Tiles in float32 by the estimate of the Unified Buffer.
+# Float32 tiles by the estimate of the Unified Buffer.
 FORWARD_TILES = 3
 BACKWARD_TILES = 5
 LEAST_POSITIONS = 16
-"""Sorted positions that are worth a core of their own, and the second launch that they take then."""
+"""The fewest sorted positions that are worth a core of their own and the second launch that they then need."""
 EXACT = 1 << 24
-"""Integers below have a float32 of their own: the sort instruction takes only floats."""
+"""float32 represents all integers below this one exactly: the sort instruction takes only floats."""
 
 
 @triton.jit
 def _look_up(
     y, indices, weight, rows, vocabulary, columns, strips, row_stride, column_stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row after another: a gather of several would compare each column's index with the bound, as an integer."""
+    """Take one row after another: gathering several would compare each column's index with the bound, as an integer."""
     blocks = tl.cdiv(columns, BLOCK)
     for part in range(tl.program_id(0), strips * blocks, tl.num_programs(0)):
         strip = tl.cast(part // blocks, tl.int64)
@@ -53,7 +53,7 @@ def _sum_runs(
     dweight, edges, edge_keys, dy, keys, order, rows, vocabulary, columns, strips, dy_stride, padding_idx,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of each run of equal keys, but the first and the last of a strip to the edges, if there are any."""
+    """Write the sum of each run of equal keys. With edges, a strip's first and last run go there."""
     blocks = tl.cdiv(columns, BLOCK)
     for part in range(tl.program_id(0), strips * blocks, tl.num_programs(0)):
         strip = tl.cast(part // blocks, tl.int64)
@@ -98,7 +98,7 @@ def forward(needs: Needs, indices: Tensor, weight: Tensor, *, padding_idx: int |
     _look_up[(programs,)](
         y, indices.contiguous(), weight, rows, vocabulary, columns, strips, *weight.stride(), BLOCK=block
     )
-    # The weight itself is not saved, so that it may change before backward: an empty tensor holds its rows and dtype.
+    # The weight itself is not saved, so that it may change before backward. An empty tensor holds its row count and dtype.
     return y, (indices, weight.new_empty((vocabulary, 0))) if needs[0] else ()
 
 
@@ -113,8 +113,8 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, padding_idx: int | None)
         padding_idx += vocabulary
     block = row_tiles(dy, 1, columns, BACKWARD_TILES)[2]
     blocks = (columns + block - 1) // block
-    # Each core takes as many positions as the next, however often an index occurs. A run may go on in the next strip,
-    # so what is at the edges of strips is summed in a second launch.
+    # All cores take equally many positions, however often an index occurs. A run may go on in the next strip, so a second launch
+    # sums what is at the edges of strips.
     strips = min(get_npu_core_count(dy.device) // blocks, rows // LEAST_POSITIONS)
     if strips > 1:
         edges = dy.new_zeros((2 * strips, columns), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer: kernels work on chunks of logits, which PyTorch's matmul computes."""
+"""Cross-entropy of a linear layer: PyTorch's matmul computes chunks of logits, and kernels work on those."""
 
 from liger_core.contract import implements
 from liger_core.host.fused_linear_cross_entropy import FusedLinearCrossEntropy

@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence of two linear layers: kernels work on chunks of logits, which PyTorch's matmul computes.
+"""Jensen-Shannon divergence of two linear layers: PyTorch's matmul computes chunks of logits, and kernels work on those.
 
 A vocabulary seldom fits the Unified Buffer, so each program takes one row after another, block by block.
 """
@@ -18,8 +18,8 @@ from liger_triton_ascend.ops._exponentials import LANES, top_and_sum
 from liger_triton_ascend.ops._linear import LINEAR
 from liger_triton_ascend.ops._long_rows import long_row_blocks
 
-# Tiles alive, by the estimate for float32: of the loops that add up exponentials, of the one that adds up divergences, and
-# of the gradient.
+# Float32 tiles alive, by the estimate: in the loops that add up exponentials, in the one that adds up divergences, and in the
+# gradient.
 SUM_TILES = 4.5
 FORWARD_TILES = 10
 BACKWARD_TILES = 9
@@ -33,7 +33,7 @@ def _log_probability(row, column, inside, top, scale, log_sum):
 
 @triton.jit
 def _above(q, p, beta, rest, FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr):
-    """What log-probabilities exceed those by that they are compared with, the student's and the teacher's."""
+    """How far the log-probabilities of student and teacher are above those that each is compared with."""
     if FORWARD or REVERSE:
         return q - p, p - q
     else:
@@ -84,7 +84,8 @@ def _rows(
             tl.store(statistics + rows + at, q_log_sum)
             tl.store(statistics + 2 * rows + at, p_top)
             tl.store(statistics + 3 * rows + at, p_log_sum)
-            # By the sum of the probabilities, which is 1 but for the rounding of its logarithm: that then cancels.
+            # Divided by the sum of the probabilities, which is 1 but for the rounding of its logarithm. That rounding then
+            # cancels.
             tl.store(statistics + 4 * rows + at, from_student if FORWARD else from_student / tl.sum(all_q, 0))
 
 
@@ -116,16 +117,16 @@ def _gradient(
             if FORWARD:
                 gradient = tl.exp(q) - tl.exp(p)
             else:
-                # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
+                # The gradient of a log-softmax: a class's part of the sum, minus its probability's share of the whole sum.
                 above_q, _ = _above(q, p, beta, rest, FORWARD, REVERSE, HALF)
                 gradient = tl.exp(q) * (above_q - from_student)
             tl.store(dq_row + column, factor * gradient, inside)
-        for start in range(end, columns, BLOCK):  # all of a row that doesn't count, or nothing
+        for start in range(end, columns, BLOCK):  # the whole row if it doesn't count, otherwise nothing
             tl.store(dq_row + start + lane, tl.zeros((BLOCK,), tl.float32), start + lane < columns)
 
 
 def _options(given: Given) -> tuple[tuple[int, float, float, float], dict[str, bool]]:
-    """Runtime arguments of both kernels, and their constants."""
+    """Runtime arguments and constants of both kernels."""
     beta = given.beta
     kind = {"FORWARD": beta == 0, "REVERSE": beta == 1, "HALF": beta == 0.5}
     return (given.ignore_index, 1.0 / given.temperature, beta, 1.0 - beta), kind

@@ -1,4 +1,4 @@
-"""KL divergence of a linear layer from given probabilities: the kernels of `_distillation` work on chunks of logits."""
+"""KL divergence of a linear layer from given probabilities: `_distillation`'s kernels work on chunks of logits."""
 
 from liger_core.contract import implements
 from liger_core.host.fused_linear_kl_div import FusedLinearKLDiv

@@ -1,7 +1,7 @@
 """Mixture of experts: blocks of sorted slots meet blocks of their expert's weights on the cube unit.
 
-PyTorch gathers rows before a kernel and the sums for slots after it: a gather inside would read rows past their mask. Blocks
-that are left over have no rows, so no branch is taken. The gradient of a weight is one core's sum over the expert's slots.
+PyTorch gathers rows before a kernel and sums up slots after it: a gather inside a kernel would read rows past their mask. Blocks
+that are left over have no rows, so that kernels need no branch. One core sums a weight's gradient over the expert's slots.
 """
 
 import torch
@@ -17,13 +17,13 @@ from liger_triton_ascend.ops.geglu import _gelu
 from liger_triton_ascend.tiling import get_npu_core_count
 
 ROWS, COLUMNS, DEPTH = 32, 64, 64
-"""Of a block of slots, of the columns that it meets and of what is summed at a time. `_gradient` has twelve tiles of rows and
-columns alive in float32, 96 KiB by the estimate of the Unified Buffer. Not measured."""
+"""Slots of a block, columns of a block, and how many products are summed at a time. `_gradient` has twelve float32 tiles of ROWS
+by COLUMNS alive, 96 KiB by the estimate of the Unified Buffer. Not measured."""
 SUMMED, WHOLE = 128, 1 << 30
-"""Slots whose terms of a weight's gradient are added one after another, in float32 and else: of n terms such a sum is off by √n
-roundings, where PyTorch's product divides them among several sums."""
+"""Slots whose terms of a weight's gradient are added one after another, in float32 and in other dtypes. A sum of n terms made so
+is off by √n roundings. PyTorch's product divides the terms among several sums."""
 SUM_TILES = 4
-"""Of `_sum_slots`, alive in float32, by the same estimate."""
+"""Float32 tiles of `_sum_slots` alive, by the same estimate."""
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _activate(gates, GELU: tl.constexpr):
 
 @triton.jit
 def _block(starts, tile_experts, tile_starts, tile, experts, ROWS: tl.constexpr):
-    """A block's expert, its sorted slots, ``[ROWS, 1]``, and which of them it has: none, if it is left over."""
+    """A block's expert, its sorted slots, ``[ROWS, 1]``, and which of them exist. A block that is left over has none."""
     found = tl.load(tile_experts + tile)
     expert = tl.minimum(found, experts - 1)
     last = tl.where(found < experts, tl.load(starts + expert + 1), 0)
@@ -77,7 +77,7 @@ def _up(
                 rounded = kept_gates.to(factors.dtype.element_ty).to(tl.float32)
                 if limit is not None:
                     rounded = tl.where(rounded > limit, limit, rounded)
-                # To the first order: what is left of the gate, times the change of the activation by it.
+                # A first-order correction: what rounding took from the gate, times the derivative of the activation.
                 kept_ups += tl.where(acts == 0.0, 0.0, ups * (gates - rounded) * (slopes / acts))
         if limit is not None:
             kept_ups = tl.where(ups > limit, float("inf"), tl.where(ups < -limit, float("-inf"), kept_ups))
@@ -95,7 +95,7 @@ def _product(
     left_row, weight_expert, weight_row, weight_column,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The result is sorted."""
+    """The result is in sorted order."""
     blocks = tl.cdiv(tl.cast(columns, tl.int64), COLUMNS)
     for part in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
         expert, row, here = _block(starts, tile_experts, tile_starts, part // blocks, experts, ROWS)
@@ -162,7 +162,7 @@ def _weight_gradient(
     result, left, right, starts, experts, rows, columns, result_expert, result_row, result_column, left_row, right_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Sums over so many slots, a span, are summed up."""
+    """The product of an expert's slots. It adds up sums over SPAN slots each."""
     blocks = tl.cdiv(tl.cast(columns, tl.int64), COLUMNS)
     each = tl.cdiv(tl.cast(rows, tl.int64), ROWS) * blocks
     for part in range(tl.program_id(0), experts * each, tl.num_programs(0)):
@@ -189,7 +189,7 @@ def _weight_gradient(
 def _sum_slots(
     result, slots, scale, keys, places, experts, tokens, per_token, columns, MARKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Each slot's row lies at its place among the sorted ones."""
+    """Add up each token's slots. A slot's row lies at its place in the sorted order."""
     blocks = tl.cdiv(tl.cast(columns, tl.int64), BLOCK)
     for part in range(tl.program_id(0), tokens * blocks, tl.num_programs(0)):
         token = tl.cast(part // blocks, tl.int64)

@@ -1,9 +1,12 @@
 """Neighborhood attention: blocks of positions meet their neighbours at one offset after another, on the vector unit.
 
-The neighbours of adjacent positions at one offset are adjacent, whatever the dilation: so each block is read as it lies.
-A window of 7 would fill a tenth of the matrix products of blocks of 64, whose results the cube unit can hand to a vector
-unit through global memory only; and products of float32 keep their digits. Forward keeps an online softmax. Backward makes
-dq, from the neighbours that a position sees, then dk and dv, from those that see it.
+Whatever the dilation, the neighbours of adjacent positions at one offset are adjacent. So each block is read as it lies.
+
+The cube unit would be a poor fit. In matrix products of blocks of 64, a window of 7 would use about 10 % of the results, and the
+cube unit can hand them to a vector unit only through global memory. The vector unit's float32 products also keep their digits.
+
+Forward keeps an online softmax. Backward makes dq from the neighbours that a position sees, then dk and dv from those that see
+it.
 """
 
 from typing import Any
@@ -18,7 +21,7 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._rows import row_tiles
 from liger_triton_ascend.tiling import get_npu_core_count
 
-# Tiles alive, by the estimate for float32.
+# Float32 tiles alive, by the estimate.
 FORWARD_TILES = 7.5
 BACKWARD_TILES = 10
 
@@ -43,7 +46,7 @@ def _store(x, value, row, exists, distance, column, head):
 
 @triton.jit
 def _add_dots(products, a, b, a_row, b_row, a_exists, b_exists, a_distance, b_distance, head, BLOCK: tl.constexpr):
-    """Products of rows of a with rows of b, those of their first BLOCK columns given."""
+    """Products of rows of a with rows of b. `products` already has those of the first BLOCK columns."""
     for start in range(BLOCK, head, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
         a_next = _load(a, a_row, a_exists, a_distance, column, head)
@@ -98,7 +101,7 @@ def _forward(
         o_at = o + batch * o_batch + at_head * o_head
         _store(o_at, sums * (1.0 / total)[:, None], row, exists, o_token, part, head)
         if statistics is not None:
-            # The parts of the columns all write the same.
+            # All parts of the columns write the same values.
             at = statistics + (batch * heads + at_head) * 3 * length + row
             tl.store(at, maximum, exists)
             tl.store(at + length, total, exists)
@@ -111,7 +114,7 @@ def _backward_queries(
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dq, and the mean of the gradients of each query's weights, weighted by them."""
+    """dq, and for each query the mean of its weights' gradients, weighted by the weights."""
     column = tl.arange(0, BLOCK)[None, :]
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         batch, at_head, first, start = _place(tile, length, heads, parts, ROWS, BLOCK)
@@ -127,7 +130,7 @@ def _backward_queries(
         maximum = tl.load(at, exists, other=0.0)
         inverse = 1.0 / tl.load(at + length, exists, other=1.0)
         mean = tl.zeros((ROWS,), tl.float32)
-        # dq is Σ w (dw − mean) k, in one pass: Σ w dw k, less the mean times Σ w k.
+        # dq is Σ w (dw − mean) k. One pass makes it as Σ w dw k, minus the mean times Σ w k.
         slopes = tl.zeros((ROWS, BLOCK), tl.float32)
         keys = tl.zeros((ROWS, BLOCK), tl.float32)
         for offset in range(-reach, reach + 1):
@@ -186,7 +189,7 @@ def _backward_keys(
             if WIDE:
                 products = _add_dots(products, q_at, k_at, by, row, by_exists, exists, q_token, k_token, head, BLOCK)
             maximum = tl.load(statistics_at + by, by_exists, other=0.0)
-            total = tl.load(statistics_at + length + by, by_exists, other=float("inf"))  # for a weight of 0
+            total = tl.load(statistics_at + length + by, by_exists, other=float("inf"))  # infinity gives a weight of 0
             weights = tl.exp(scale * products - maximum) * (1.0 / total)
             if dk is not None:
                 dweights = tl.sum(do_tile * v_tile, 1)
@@ -220,9 +223,9 @@ def _launch(
     """Launch a kernel.
 
     Args:
-        alive: tiles in float32 that it holds at once.
-        results: what it writes.
-        strided: one of the results, whose strides all have, and what it reads.
+        alive: float32 tiles that it holds at once.
+        results: the tensors that it writes.
+        strided: one of the results, which has the strides of all of them, and the tensors that it reads.
     """
     like, *read = strided
     batch, heads, length, head = like.shape
@@ -232,7 +235,7 @@ def _launch(
     parts = (head + block - 1) // block
     tiles = batch * heads * ((length + rows - 1) // rows) * parts
     strides = [stride for x in strided for stride in (x.stride(0), x.stride(1), x.stride(2))]
-    # No more offsets than there are positions that far away.
+    # There may be fewer positions than the window reaches.
     reach = min(kernel_size // 2, (length - 1) // dilation)
     launched[(min(tiles, get_npu_core_count(like.device)),)](
         *results, *read, head**-0.5 if scale is None else float(scale), tiles, parts, heads, length, head,
@@ -270,7 +273,7 @@ def forward(
     statistics = None
     if True in needs:
         batch, heads, length, _ = q.shape
-        # The maximum of each query's scores, the sum of their exponentials, and in backward a mean.
+        # For each query: the maximum of its scores, the sum of their exponentials, and, in backward, a mean.
         statistics = torch.empty((batch, heads, 3, length), dtype=torch.float32, device=q.device)
     _launch(_forward, FORWARD_TILES, (o, statistics), (o, q, k, v), kernel_size, dilation, scale)
     return o, () if statistics is None else (q, k, v, statistics)

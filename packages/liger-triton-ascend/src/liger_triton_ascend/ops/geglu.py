@@ -1,4 +1,4 @@
-"""GEGLU: one element after another, in float32; backward computes the GELU again."""
+"""GEGLU, element by element in float32. Backward computes the GELU again."""
 
 import torch
 import triton
@@ -9,14 +9,14 @@ from liger_core import geglu
 from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._rows import as_rows, element_tiles
 
-# Tiles in float32 that are alive at once, by the suite's estimate of the Unified Buffer, two of each that is transferred.
+# Float32 tiles alive at once, by the suite's estimate of the Unified Buffer, with two for each tile that is transferred.
 FORWARD_TILES = 7
 BACKWARD_TILES = 10
 
 
 @triton.jit
 def _gelu(xs):
-    """gelu(x) = x·σ(z), where z = √(8/π)·(x + 0.044715·x³), for tanh(z/2) = 2σ(z) − 1; and its derivative."""
+    """gelu(x) = x·σ(z), and its derivative. Here z = √(8/π)·(x + 0.044715·x³), since 1 + tanh(z/2) = 2σ(z)."""
     square = xs * xs
     q = tl.exp(-tl.abs(xs * (1.5957691216057308 + 0.07135481627260025 * square)))  # e^−|z|: never infinite
     r = 1.0 / (1.0 + q)

@@ -1,6 +1,6 @@
-"""Group norm: tiles of whole groups where they fit the Unified Buffer; a longer group is measured, then normalised.
+"""Group norm: if groups fit the Unified Buffer, tiles have whole ones. A longer group is measured, then normalised.
 
-A group is one run of memory: its channels follow each other.
+The channels of a group follow each other, so a group is one contiguous range of memory.
 """
 
 import torch
@@ -14,7 +14,7 @@ from liger_triton_ascend.ops._rows import MARGIN, as_rows
 from liger_triton_ascend.ops.layer_norm import measure, ones_below
 from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
 
-# Tiles in float32 by the estimate of the Unified Buffer: 7 to measure a long group, no more than 6 for the rest.
+# Float32 tiles by the estimate of the Unified Buffer: 7 to measure a long group, at most 6 for the rest.
 FORWARD_TILES = 7
 BACKWARD_TILES = 7
 
@@ -70,7 +70,7 @@ def _measure(moments, x, rows, groups, size, x_stride, parts, part_size, BLOCK: 
 
 @triton.jit
 def _merge(moments, row, rows, size, eps, parts, part_size, PARTS: tl.constexpr):
-    """The mean of a group and 1 / √(variance + eps), from the moments of its parts. Source: as `measure`'s."""
+    """The mean of a group and 1 / √(variance + eps), from the moments of its parts. Its source is that of `measure`."""
     part = tl.arange(0, PARTS)
     means = tl.load(moments + row * parts + part, part < parts, other=0.0)
     squares = tl.load(moments + (rows + row) * parts + part, part < parts, other=0.0)
@@ -158,8 +158,9 @@ def _sum(
     sums, partial_weight, partial_bias, dy, x, weight, statistics, rows, groups, channels, length, dy_stride, x_stride,
     parts, part_size, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write dweight and dbias of each channel in each sample, of a part of the positions; and the sums of dy and of
-    dy times normalised x over the channels of a group, scaled by the weight.
+    """Write dweight and dbias of each channel in each sample, and two sums over the channels of a group, scaled by the weight.
+
+    The sums are of dy and of dy times normalised x. All are over one part of the positions.
     """
     size = tl.cast(channels, tl.int64) * length
     for item in range(tl.program_id(0), rows * parts, tl.num_programs(0)):
@@ -313,19 +314,19 @@ def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int]:
 
 
 def _tile(most: int, groups: int, channels: int, length: int, alive: float) -> tuple[int, int, int]:
-    """Groups of a sample, channels and positions of a tile, of which `alive` in float32 fit: the last first."""
+    """Groups of a sample, channels and positions of a tile, of which `alive` fit in float32: the last grows first."""
     shape = (max(1, min(most, groups)), channels, length)
     return compute_default_tiling_strategy(MARGIN, 4, alive, [shape], [(0, 1, 2)])[0]
 
 
 def _divide(most: int, size: int, least: int) -> tuple[int, int]:
-    """How many cores share a group, at most, and how much of its `size` each takes: a multiple of `least`."""
+    """How many cores share a group, at most `most`, and how much of its `size` each takes, a multiple of `least`."""
     part_size = _ceil_div(_ceil_div(size, max(1, most)), least) * least
     return _ceil_div(size, part_size), part_size
 
 
 def _as_samples(x: Tensor) -> tuple[Tensor, int]:
-    """A tensor whose samples lie at one distance from each other, each contiguous; and that distance, in elements."""
+    """A tensor whose samples are contiguous and lie at one distance from each other; and that distance, in elements."""
     return (x, x.numel() // x.shape[0]) if x.is_contiguous() else as_rows(x.flatten(1))
 
 

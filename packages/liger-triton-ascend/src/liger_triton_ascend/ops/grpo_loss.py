@@ -1,8 +1,8 @@
-"""GRPO's losses: the logits are read once forward and once backward; what lies between is a number or two per token.
+"""GRPO's losses: forward and backward read the logits once each. Between them there are only a few numbers per token.
 
-Each program finds the log-probabilities of one token after another: a row of logits seldom fits the Unified Buffer. Then
-rows of tokens become losses, their sums, and the gradients of the log-probabilities; PyTorch makes means of the sums. A
-token whose gradient is 0, because it is masked or clipped, is not read again.
+Each program finds the log-probabilities of one token after another: a row of logits seldom fits the Unified Buffer. Then rows of
+tokens become losses, their sums, and the gradients of the log-probabilities. PyTorch makes means of the sums. If a token's
+gradient is 0, because the token is masked or clipped, its logits are not read again.
 """
 
 import torch
@@ -15,7 +15,7 @@ from liger_core.ops.grpo_loss import grpo_loss
 from liger_triton_ascend.ops._exponentials import LANES, tempered, top_and_sum
 from liger_triton_ascend.ops._long_rows import long_row_blocks
 
-# Tiles alive, by the estimate for float32.
+# Float32 tiles alive, by the estimate.
 FORWARD_TILES = 4.5
 LOSS_TILES = 14
 BACKWARD_TILES = 7
@@ -48,30 +48,30 @@ def _log_probabilities(
 
 @triton.jit
 def _load(x, at, inside, used):
-    """x where it is used, else 0: what is masked may be NaN."""
+    """x if it is used, otherwise 0: a masked value may be NaN."""
     return tl.where(used, tl.load(x + at, inside, other=0.0).to(tl.float32), 0.0)
 
 
 @triton.jit
 def _load_log_probability(state, tokens, at, inside, used):
-    """It is -depth - log_sum."""
+    """depth and log_sum, whose negative sum is the log-probability."""
     exp_sum = tl.where(used, tl.load(state + tokens + at, inside, other=1.0), 1.0)
     return _load(state, at, inside, used), tl.log(exp_sum)
 
 
 @triton.jit
 def _distance(depth, log_sum, others, at, inside, used):
-    """Of a log-probability from another one; from itself where there is no other."""
+    """The log-probability minus the other one; if there is no other, minus itself."""
     if others is None:
         return (depth - depth) + (log_sum - log_sum)
     else:
-        # In this order a sum as large as the log-probability, whose rounding would be in the ratio, is never made.
+        # In this order no intermediate result is as large as the log-probability: its rounding error would be in the ratio.
         return (-depth - _load(others, at, inside, used)) - log_sum
 
 
 @triton.jit
 def _growth(x):
-    """exp(x) − 1, whose digits near 0 are those of the divergence."""
+    """exp(x) − 1. Near 0 its digits are the divergence's, so a series gives it there."""
     series = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * (0.008333334 + x * 0.0013888889)))))
     return tl.where(tl.abs(x) < 0.25, series, tl.exp(x) - 1.0)
 
@@ -81,7 +81,7 @@ def _token_losses(
     lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, tau,
     CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr,
 ):  # fmt: skip
-    """Loss, divergence, whether it is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
+    """Loss, divergence, whether the token is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
     ratio = tl.exp(log_ratio)
     if CISPO:
         by_lp = -tl.minimum(ratio, high, propagate_nan=tl.PropagateNan.ALL) * advantage * importance
@@ -112,7 +112,7 @@ def _token_losses(
         loss *= importance
         by_ratio = (
             tl.where(slope == 0.0, 0.0, -advantage * slope * importance) * ratio
-        )  # where it is clipped, 0 times infinity
+        )  # if it is clipped, the product would be 0 times infinity
         by_lp = tl.zeros_like(ratio)
         clipped = ((ratio < low) & (advantage < 0.0)) | ((ratio > high) & (advantage > 0.0))
     kl = tl.zeros_like(ratio)
@@ -136,7 +136,7 @@ def _losses(
     CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr, BY_SEQUENCE: tl.constexpr,
     BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, USE_MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Losses of all tokens of a row, stored, or added up in `sums`: with divergences, clips, and tokens that count."""
+    """Store the losses of all tokens of a row, or add them up in `sums` with divergences, clips and tokens that count."""
     tokens = tl.cast(rows, tl.int64) * length
     lane = tl.arange(0, BLOCK)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -225,7 +225,7 @@ def _gradient(
         dx_row = dlogits + tl.cast(position, tl.int64) * columns
         coefficient = tl.load(coefficients + position)
         end = tl.where(coefficient == 0.0, 0, columns)
-        token = tl.minimum(batch * length + place, tokens - 1)  # of a last position, which has none, any
+        token = tl.minimum(batch * length + place, tokens - 1)  # a last position has no token: it takes any
         top = tl.load(state + 2 * tokens + token)
         inverse_sum = 1.0 / tl.load(state + tokens + token)
         label = tl.minimum(tl.load(ids + token), columns).to(tl.int32)
@@ -237,7 +237,7 @@ def _gradient(
             probability = tl.exp(tempered(x - top, inverse)) * inverse_sum
             ours = tl.where(lane == label - start, 1.0 - probability, -probability)
             tl.store(dx_row + column, coefficient * ours, inside)
-        for start in range(end, columns, BLOCK):  # all of a row, or nothing
+        for start in range(end, columns, BLOCK):  # the whole row, or nothing
             tl.store(dx_row + start + lane, tl.zeros((BLOCK,), tl.float32), start + lane < columns)
 
 
@@ -246,7 +246,7 @@ def _with_adjacent_columns(logits: Tensor) -> Tensor:
 
 
 def _temperatures(temperature: float) -> tuple[float | None, float | None]:
-    """The temperature and its inverse; None where kernels are compiled without it."""
+    """The temperature and its inverse; None if kernels are compiled without it."""
     return (None, None) if temperature == 1.0 else (float(temperature), 1.0 / temperature)
 
 
@@ -257,7 +257,7 @@ def _weights(
     max_completion_length: int | None,
     num_items_in_batch: int | float | Tensor | None,
 ) -> Tensor:
-    """What the sum of a row's losses weighs in the mean; per row, or for all.
+    """The weight in the mean of the sum of a row's losses: one per row, or one for all.
 
     Args:
         row_tokens: tokens of each row that count.
@@ -308,9 +308,9 @@ def forward(
     columns, device = logits.shape[2], logits.device
     ids, advantages = completion_ids.contiguous(), advantages.contiguous()
     mask = None if completion_mask is None else (completion_mask.contiguous() != 0).float()
-    # Per token: how far its logit lies under the largest, over the temperature; the sum of exponentials relative to the
-    # largest. For the gradient also the largest, and the loss's derivatives by the log-probability, and by the ratio's
-    # where that is a row's.
+    # For each token: how far its logit lies below the largest, over the temperature; and the sum of exponentials relative to the
+    # largest. For the gradient also: the largest logit, the loss's derivative by the log-probability, and, if a ratio belongs to
+    # a whole row, the derivative by that ratio.
     vectors = (5 if by_sequence else 4) if differentiable else 2
     state = torch.empty((vectors, rows, length), dtype=torch.float32, device=device)
     if length > 0:
@@ -368,12 +368,12 @@ def backward(
     if length == 0:
         return (torch.zeros_like(logits),)
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    # What the gradient of each token's loss is, its weight in the mean included.
+    # The gradient of each token's loss, including its weight in the mean.
     scale = dloss if weights is None else (dloss * weights).expand(rows)[:, None]
     coefficients = torch.zeros((rows, length + 1), dtype=torch.float32, device=logits.device)
     torch.mul(scale, state[3], out=coefficients[:, :length])
     if importance_sampling_level == "sequence":
-        # Each token is in the ratio of all tokens of its row.
+        # Each token is in the ratio of its whole row.
         through_ratio = (scale * state[4]).sum(1, keepdim=True)
         coefficients[:, :length] += through_ratio if mask is None else through_ratio * mask
     x = _with_adjacent_columns(logits)

@@ -1,7 +1,7 @@
-"""Jensen-Shannon divergence: both tensors are read once, for the loss and for its gradient.
+"""Jensen-Shannon divergence: one pass over both tensors makes the loss and its gradient.
 
-The gradient is made in forward, for a loss whose own gradient is 1; backward touches it only where that is another. It is
-made in backward, from both tensors read again, in a trace, and in float16, where it could underflow before it is scaled.
+Forward makes the gradient, for a loss whose own gradient is 1. Backward touches it only if that is another number. In a trace,
+and in float16, where the gradient could underflow before it is scaled, backward reads both tensors again and makes it.
 """
 
 import torch
@@ -16,19 +16,19 @@ from liger_triton_ascend.ops._linear import LINEAR
 from liger_triton_ascend.ops._rows import as_rows, element_tiles
 
 TILES = 10
-"""Alive, by the estimate for float32 and a beta of one half; other betas have as many or fewer."""
+"""Float32 tiles alive, by the estimate, for a beta of one half. Other betas have as many or fewer."""
 
 
 @triton.jit
 def _symmetric(q, p):
-    """The divergence for a beta of one half, and its gradient to q, divided by that.
+    """The divergence for a beta of one half, and its gradient to q, divided by that beta.
 
-    The divergence is the larger probability times s = (1 + e) log(2 / (1 + e)) / 2 − e d / 2, where d = abs(q − p) and
-    e = exp(−d). That goes to d² / 8 as d goes to 0, where the difference has no correct digit left. So it is approximated
-    by t² A(t) + t e d B(t), t = 1 − e, to 5e-9, and to 1e-5 of itself for small d.
+    The divergence is the larger probability times s = (1 + e) log(2 / (1 + e)) / 2 − e d / 2, with d = abs(q − p) and
+    e = exp(−d). As d goes to 0, s goes to d² / 8, and the difference has no correct digit left. So s is approximated by
+    t² A(t) + t e d B(t), t = 1 − e. The error is at most 5e-9, and 1e-5 of s for small d.
     """
     difference = q - p
-    distance = tl.minimum(tl.abs(difference), 1e30)  # of −inf from −inf too, where it would be NaN
+    distance = tl.minimum(tl.abs(difference), 1e30)  # 1e30 for −inf and −inf as well, whose difference is NaN
     e = tl.exp(-distance)
     t = 1.0 - e
     a = t * 0.003217114834114909 + 0.021360766142606735
@@ -41,7 +41,7 @@ def _symmetric(q, p):
     b = t * b - 1.6138099431991577
     s = t * (t * a + e * distance * b)
     largest = tl.exp(tl.maximum(q, p, propagate_nan=tl.PropagateNan.ALL))
-    # log(2 / (1 + e)), log M's distance from the larger of q and p.
+    # log(2 / (1 + e)) is the distance of log M from the larger of q and p.
     above = (e * distance + 2.0 * s) / (1.0 + e)
     less = difference < 0.0
     return largest * s, tl.where(less, largest * e, largest) * tl.where(less, above - distance, above)
@@ -49,7 +49,7 @@ def _symmetric(q, p):
 
 @triton.jit
 def _divergence(q, p, beta, rest, FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr):
-    """A term of the divergence; and its gradient to q, divided by `rest` unless that is 0 or 1."""
+    """A term of the divergence, and its gradient to q. The gradient is divided by `rest`, unless that is 0 or 1."""
     if FORWARD:
         probability = tl.exp(p)
         return tl.where(probability == 0.0, 0.0, probability * (p - q)), -probability
@@ -95,7 +95,7 @@ def _run(
 def _launch(
     student: Tensor, teacher: Tensor, labels: Tensor | None, scale: Tensor | None, beta: float, ignore_index: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of all rows' divergences; and with a `scale`, that times its gradient."""
+    """The sum of all rows' divergences. With a `scale`, its gradient times `scale` as well."""
     dstudent = None if scale is None else torch.empty_like(student, memory_format=torch.contiguous_format)
     flat = labels is None and student.is_contiguous() and teacher.is_contiguous()
     rows, columns = (1, student.numel()) if flat else student.shape
@@ -135,6 +135,6 @@ def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_i
     if not rest:
         return (_launch(*given, dloss / count, beta, ignore_index)[1],)
     made = rest[0].take()
-    # A backward before this one has taken it: the same bits again.
+    # If an earlier backward has taken the gradient, it is made again, with the same bits.
     dstudent = _launch(*given, 1.0 / count, beta, ignore_index)[1] if made is None else made[0]
     return (LINEAR.scaled(dstudent, student.dtype, dloss, None, own=True),)

@@ -1,4 +1,4 @@
-"""KL divergence: both tensors are read once; backward needs the target alone."""
+"""KL divergence: forward reads both tensors once. Backward needs only the target."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._divergences import place
 from liger_triton_ascend.ops._rows import as_rows, element_tiles
 
-# Tiles alive, by the estimate for float32.
+# Float32 tiles alive, by the estimate.
 FORWARD_TILES = 6
 BACKWARD_TILES = 4
 
@@ -88,7 +88,7 @@ def forward(
     )  # fmt: skip
     if losses is None:
         losses = sums.sum() / _divisor(height, width, reduction)
-    # Of log_pred only the dtype is needed.
+    # Backward needs only the dtype of log_pred.
     return losses, (log_pred.new_empty(0), target) if needs[0] else ()
 
 

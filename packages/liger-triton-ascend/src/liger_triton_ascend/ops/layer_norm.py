@@ -1,4 +1,4 @@
-"""Layer norm: rows that fit the Unified Buffer are read once; longer ones twice, with running moments the first time."""
+"""Layer norm: rows that fit the Unified Buffer are read once. Longer ones are read twice, first for running moments."""
 
 import torch
 import triton
@@ -9,8 +9,8 @@ from liger_core import layer_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
 
-# By the estimate of the Unified Buffer, of tiles in float32: forward 5 and one for the padding, of a long row 7; backward
-# 9 in bfloat16, and 10 in float32, which is 160 of 192 KiB for a row of 4096: with one fewer it is still read once.
+# Float32 tiles by the estimate of the Unified Buffer. Forward has 5 and one for the padding, and 7 for a long row. Backward has
+# 9 in bfloat16, and 10 in float32. 10 would be 160 of 192 KiB for a row of 4096. With one fewer such a row is still read once.
 FORWARD_TILES = 7
 BACKWARD_TILES = 9
 
@@ -19,14 +19,14 @@ BACKWARD_TILES = 9
 def measure(x, size, BLOCK: tl.constexpr):
     """The mean of `size` adjacent elements, and the sum of their squared distances from it, read once.
 
-    Each lane has moments of its own, so that nothing in the loop waits for a reduction. Sources: Welford, Note on a
-    Method for Calculating Corrected Sums of Squares and Products, 1962; for the lanes together, Chan, Golub and LeVeque,
-    Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+    Each lane has its own moments, so that nothing in the loop waits for a reduction. Sources: Welford, Note on a Method for
+    Calculating Corrected Sums of Squares and Products, 1962. For merging the lanes: Chan, Golub and LeVeque, Updating Formulae
+    and a Pairwise Algorithm for Computing Sample Variances, 1979.
     """
     lane = tl.arange(0, BLOCK)
     mean = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
-    before = (size - 1) // BLOCK  # the last block may be a part of one
+    before = (size - 1) // BLOCK  # whole blocks; the last block may be partial
     for block in range(0, before):
         xs = tl.load(x + tl.cast(block, tl.int64) * BLOCK + lane).to(tl.float32)
         distance = xs - mean
@@ -39,7 +39,7 @@ def measure(x, size, BLOCK: tl.constexpr):
     mean += distance * (1.0 / (before + 1))
     squares += distance * (xs - mean)
     count = inside + before
-    # About the mean of the lanes, so that a large mean costs no digits.
+    # Relative to the mean of the lanes, so that a large mean costs no digits.
     middle = tl.sum(mean, 0) / BLOCK
     distance = mean - middle
     total_mean = middle + tl.sum(distance * count, 0) / size
@@ -49,7 +49,7 @@ def measure(x, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def ones_below(index, bound):
-    """1 where index < bound, else 0. By floats: the vector unit doesn't compare integers, they'd go one by one."""
+    """1 if index < bound, else 0. They are compared as floats: the vector unit would compare integers one by one."""
     return (index.to(tl.float32) < bound).to(tl.float32)
 
 
@@ -174,7 +174,7 @@ def _dx_long(dx, dy, x, weight, statistics, rows, columns, dy_stride, x_stride, 
 def _sums_long(
     partial_weight, partial_bias, dy, x, statistics, rows, columns, dy_stride, x_stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Each program adds up rows of its own, one block of columns after another."""
+    """Each program adds up its own rows, one block of columns after another."""
     partial_at = tl.program_id(0) * tl.cast(columns, tl.int64)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)

@@ -1,5 +1,6 @@
-"""Rotary embedding of neighbouring columns: a tile has several tokens, or several heads of few, and its frequencies are
-read once for all heads.
+"""Rotary embedding of neighbouring columns: a tile has several tokens, or several heads of a few tokens.
+
+Its frequencies are read once for all heads.
 """
 
 import torch
@@ -13,7 +14,7 @@ from liger_triton_ascend.ops._rows import MARGIN
 from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
 
 TILES = 9
-"""In float32: 5.5 by the estimate of the Unified Buffer, which leaves out the tile whose pairs are joined, and how they lie."""
+"""Float32 tiles: 5.5 by the estimate of the Unified Buffer, which leaves out the tile whose pairs are joined, and its layout."""
 
 
 @triton.jit
@@ -77,7 +78,8 @@ def _launch(
     batches, length, _, head_size = (k if q is None else q).shape
     cores = get_npu_core_count(freqs.device)
     share = (batches * length + cores - 1) // cores
-    # Columns first, then tokens, whose frequencies all heads share as they are, then heads, for which they are repeated.
+    # Columns grow first. Then come tokens, whose frequencies all heads share. Heads come last: for them the frequencies are
+    # repeated.
     shape = (max(q_heads, k_heads), min(share, length), head_size)
     ((heads, tokens, block),) = compute_default_tiling_strategy(MARGIN, 4, TILES, [shape], [(0, 1, 2)])
     programs = min(batches * ((length + tokens - 1) // tokens), cores)

@@ -1,6 +1,6 @@
 """Mixing of residual streams: a tile has some columns of all new streams, so that each stream of a row is read once.
 
-Backward writes what a tile adds to the gradients of post and res; PyTorch adds up the tiles of a row.
+Backward writes each tile's part of the gradients of post and res. PyTorch adds up the tiles of a row.
 """
 
 import torch
@@ -13,8 +13,8 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._rows import MARGIN, as_rows
 from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
 
-# Alive at once in float32, by the suite's estimate of the Unified Buffer, two of each that is transferred: tiles of all
-# streams, and of one stream.
+# Float32 tiles alive at once, by the suite's estimate of the Unified Buffer, with two for each tile that is transferred: tiles
+# of all streams, and tiles of one stream.
 FORWARD_TILES = 3, 4
 BACKWARD_TILES = 3, 6
 

@@ -1,12 +1,12 @@
-"""Hyper-connections before a layer: the product with the weight is PyTorch's, and what is made of it has the rows last.
+"""Hyper-connections before a layer: PyTorch multiplies by the weight. Kernels make the rest from the product, with rows last.
 
-A row has a matrix of few streams by few streams, so a tile is of those of adjacent rows, and a sum over streams adds vectors.
-PyTorch turns results over, which are small beside x. Backward runs Sinkhorn's steps backwards, and makes what each began with
+A row has a matrix of a few streams by a few streams. So a tile has those of adjacent rows, and a sum over streams adds vectors.
+PyTorch transposes the results, which are small beside x. Backward runs Sinkhorn's steps in reverse, and makes each step's input
 again from the start.
 
-The host code is not `liger_core.host.mhc_pre`: there the numbers of a row are adjacent, and its plan is padded to a power of two.
-Here rows lie last, so that a vector holds one number of many rows. To share it, PyTorch would turn over
-each tensor between kernels.
+The host code is not `liger_core.host.mhc_pre`: there the numbers of a row are adjacent, and its plan is padded to a power of
+two. Here rows lie last, so that a vector holds one number of many rows. To share that code, PyTorch would have to transpose each
+tensor between kernels.
 """
 
 import itertools
@@ -24,8 +24,8 @@ from liger_triton_ascend.ops._rows import MARGIN, TILES_A_CORE, as_rows, row_til
 from liger_triton_ascend.ops.layer_norm import ones_below
 from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
 
-# Alive at once in float32, by the suite's estimate of the Unified Buffer, two of each that is transferred: parts of rows;
-# tiles of all streams, and of one stream; matrices of adjacent rows.
+# Alive at once in float32, by the suite's estimate of the Unified Buffer, with two of each that is transferred: parts of rows;
+# tiles of all streams, and tiles of one stream; matrices of adjacent rows.
 SQUARES_TILES = 3
 MIX_TILES = 3
 DOTS_TILES = 4, 2
@@ -34,10 +34,10 @@ FORWARD_MATRICES = 9
 BACKWARD_MATRICES = 18
 
 MOST_STREAMS = 16
-"""Of more, the matrices of eight rows don't fit the Unified Buffer."""
+"""With more streams, the matrices of eight rows don't fit the Unified Buffer."""
 
 CHUNK = 1 << 24
-"""Elements of a float32 matrix as wide as x that is made at once: 64 MiB, a third of a 910B's cache. Not measured."""
+"""Elements of a float32 matrix as wide as x that PyTorch makes at once: 64 MiB, a third of a 910B's cache. Not measured."""
 
 
 @triton.jit
@@ -60,14 +60,14 @@ def _sigmoid(z):
 
 @triton.jit
 def _places(first, rows, streams, row, STREAMS: tl.constexpr):
-    """Of a value for each stream of these rows, ``[STREAMS, ROWS]``; and which of them exist."""
+    """The places of a value for each stream of these rows, ``[STREAMS, ROWS]``; and which of them exist."""
     stream = tl.arange(0, STREAMS).to(tl.int64)[:, None]
     return (first + stream) * rows + row[None, :], (stream < streams) & (row < rows)[None, :]
 
 
 @triton.jit
 def _matrix_places(first, rows, streams, row, STREAMS: tl.constexpr):
-    """Of a value for each two streams of these rows, ``[STREAMS, STREAMS, ROWS]``; and which of them exist."""
+    """The places of a value for each pair of streams of these rows, ``[STREAMS, STREAMS, ROWS]``; and which of them exist."""
     stream = tl.arange(0, STREAMS).to(tl.int64)
     old, new = stream[:, None, None], stream[None, :, None]
     place = (first + old * streams + new) * rows + row[None, None, :]
@@ -76,7 +76,7 @@ def _matrix_places(first, rows, streams, row, STREAMS: tl.constexpr):
 
 @triton.jit
 def _scaled(ms, alpha, bias, which, first, streams, STREAMS: tl.constexpr):
-    """alpha · m + bias of a value for each stream."""
+    """alpha · m + bias, a value for each stream."""
     stream = tl.arange(0, STREAMS)[:, None]
     shift = tl.load(bias + first + stream, stream < streams, other=0.0).to(tl.float32)
     return tl.load(alpha + which).to(tl.float32) * ms + shift
@@ -84,7 +84,7 @@ def _scaled(ms, alpha, bias, which, first, streams, STREAMS: tl.constexpr):
 
 @triton.jit
 def _logits(ms, alpha, bias, streams, STREAMS: tl.constexpr):
-    """alpha · m + bias of a value for each two streams."""
+    """alpha · m + bias, a value for each pair of streams."""
     old, new = tl.arange(0, STREAMS)[:, None], tl.arange(0, STREAMS)[None, :]
     inside = (old < streams) & (new < streams)
     shift = tl.load(bias + 2 * streams + old * streams + new, inside, other=0.0).to(tl.float32)
@@ -93,7 +93,7 @@ def _logits(ms, alpha, bias, streams, STREAMS: tl.constexpr):
 
 @triton.jit
 def _softmax(logits, there):
-    """Over the second dimension; 0 where one of the two streams isn't there."""
+    """Over the second dimension; 0 if one of the two streams doesn't exist."""
     # Far below any logit, and finite: an infinity times 0 would be NaN.
     shifted = logits + ((there - 1.0) * 3e38)[None, :, None]
     e = tl.exp(shifted - tl.max(shifted, 1)[:, None, :]) * there[:, None, None] * there[None, :, None]
@@ -102,7 +102,7 @@ def _softmax(logits, there):
 
 @triton.jit
 def _by_columns(p, there, eps):
-    """Matrices whose columns are divided by their sums, and what they are multiplied by."""
+    """Matrices whose columns are divided by their sums, and the inverses of these sums."""
     inverse = 1.0 / (tl.sum(p, 0) + (eps + (1.0 - there))[:, None])
     return p * inverse[None, :, :], inverse
 
@@ -188,7 +188,7 @@ def _dots(dots, dh, x, rows, streams, width, dh_stride, x_stride, STREAMS: tl.co
 
 @triton.jit
 def _back(d, o, inverse, AXIS: tl.constexpr):
-    """The gradient of what was divided by its sum along an axis, of that of the quotients o."""
+    """The gradient of values divided by their sums along an axis, from d, the gradient of the quotients o."""
     if AXIS == 0:
         return (d - tl.sum(d * o, 0)[None, :, :]) * inverse[None, :, :]
     else:
@@ -200,7 +200,7 @@ def _backward(
     plan, slopes, rest, dots, dpre, dpost, dres, m, bias, alpha, rows, streams, columns, count, iterations, sinkhorn_eps, pre_eps,
     post_multiplier, HEAD: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`slopes` are the gradients of alpha · m + bias, and `plan` those of the products with the weight."""
+    """Write `slopes`, the gradients of alpha · m + bias, and `plan`, those of the products with the weight."""
     there = ones_below(tl.arange(0, STREAMS), streams)
     rows = tl.cast(rows, tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -276,11 +276,11 @@ def _dx(
 
 
 def _times(small: Tensor, big: Tensor) -> Tensor:
-    """small · big in float32, where `big` is x or its transpose. No digit of `small` is lost."""
+    """small · big in float32, if `big` is x or its transpose. No digit of `small` is lost."""
     if small.dtype is big.dtype:
         return LINEAR.product(small, big)
     wide = small.float()
-    if big.dtype is torch.bfloat16:  # a float32 number is the sum of three of bfloat16
+    if big.dtype is torch.bfloat16:  # a float32 number is the sum of three bfloat16 ones
         high = wide.to(torch.bfloat16)
         rest = wide - high.float()
         middle = rest.to(torch.bfloat16)
@@ -306,7 +306,7 @@ def _parts(x: Tensor, rows: int, width: int, alive: float) -> tuple[int, int, in
 
 
 def _rows_last(x: Tensor | None, rows: int) -> Tensor | None:
-    """What has some numbers for each row, turned over."""
+    """The transpose of a tensor that has some numbers for each row."""
     return None if x is None else x.reshape(rows, -1).t().contiguous()
 
 

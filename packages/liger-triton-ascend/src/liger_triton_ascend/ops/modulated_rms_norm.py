@@ -1,6 +1,6 @@
 """RMS norm with a scale and a shift per group of rows: a core takes shares of a group's rows, which have one scale.
 
-Backward adds up dy · x/rms, which both dscale and dweight are made of, and dy.
+Backward adds up dy, and dy · x/rms, from which both dscale and dweight are made.
 """
 
 import torch
@@ -15,7 +15,7 @@ from liger_triton_ascend.ops._rms import inverse_rms_of, load_scale, rounded, sq
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
 from liger_triton_ascend.tiling import get_npu_core_count
 
-# Tiles in float32 that are alive at once, by the suite's estimate of the Unified Buffer, two of each that is transferred.
+# Float32 tiles alive at once, by the suite's estimate of the Unified Buffer, with two for each tile that is transferred.
 FORWARD_TILES = 7
 BACKWARD_TILES = 10
 LONG_TILES = 8
@@ -23,7 +23,7 @@ LONG_TILES = 8
 
 @triton.jit
 def _rows_of(item, chunks, k1, k2, m1, m2, scale_0, scale_1, scale_2):
-    """Of an item, a share of a group: the group's first row and the place of its scale."""
+    """An item is a share of a group: return the group's first row and the place of its scale."""
     group = tl.cast(item // chunks, tl.int64)
     first, second, third = group // k2 // k1, group // k2 % k1, group % k2
     row = (first * (k1 * m1) + second) * (k2 * m2) + third
@@ -36,7 +36,7 @@ def _forward(
     scale_0, scale_1, scale_2, shift_0, shift_1, shift_2, eps, offset,
     ROUND: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile is of adjacent rows, so that it is transferred at once: `tiles` of them for each run of m2 rows."""
+    """A tile has adjacent rows, so that it is transferred at once. Each run of m2 rows has `tiles` of them."""
     lane = tl.arange(0, BLOCK)
     column = lane[None, :]
     if weight is not None:
@@ -173,7 +173,7 @@ def _sums_long(
     products, shifts, dy, x, inverse_rms, items, chunks, columns, k1, k2, m0, m1, m2, dy_stride, x_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_backward`, one block of columns after another and one row after another."""
+    """As `_backward`, but one row after another, and one block of its columns after another."""
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         first_row, _ = _rows_of(item, chunks, k1, k2, m1, m2, 0, 0, 0)
         for start in range(0, columns, BLOCK):
@@ -255,7 +255,7 @@ class _Kernels(ModulatedRMSNormKernels):
         cores = get_npu_core_count(x.device)
         programs, tile_rows, block = row_tiles(x, rows, columns, BACKWARD_TILES)
         tile_rows, tiles = _runs(tile_rows, m2)
-        # Few groups are shared by all cores; of many, each core takes whole ones.
+        # If groups are few, all cores share each of them. If they are many, each core takes whole groups.
         chunks = max(1, min(cores // groups, places.members() // m2 * tiles))
         items = groups * chunks
         products = shifts = None
@@ -301,7 +301,7 @@ class _Kernels(ModulatedRMSNormKernels):
 
 
 def _runs(tile_rows: int, m2: int) -> tuple[int, int]:
-    """Rows of a tile, no more than it takes for m2 adjacent ones, and how many tiles those are."""
+    """Rows of a tile, at most enough for m2 adjacent ones, and how many tiles those m2 take."""
     while tile_rows >= 2 * m2:
         tile_rows //= 2
     return tile_rows, (m2 + tile_rows - 1) // tile_rows

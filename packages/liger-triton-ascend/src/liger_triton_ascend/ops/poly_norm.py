@@ -1,4 +1,4 @@
-"""Polynomial norm: the mean squares of a row's three powers in one pass; rows too long to be kept are read again."""
+"""Polynomial norm: one pass makes the mean squares of a row's three powers. Rows too long to be kept are read again."""
 
 import torch
 import triton
@@ -9,14 +9,14 @@ from liger_core import poly_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
 
-# Tiles in float32 by the estimate of the Unified Buffer, of long rows in float32; others have one or two fewer.
+# Float32 tiles by the estimate of the Unified Buffer, for long rows in float32. Others have one or two fewer.
 FORWARD_TILES = 6
 BACKWARD_TILES = 8
 
 
 @triton.jit
 def _inverse_rms(sum1, sum2, sum3, columns, eps):
-    """What x, x² and x³ are multiplied by, from the sums of their squares."""
+    """The factors of x, x² and x³, from the sums of their squares."""
     return tl.rsqrt(sum1 / columns + eps), tl.rsqrt(sum2 / columns + eps), tl.rsqrt(sum3 / columns + eps)
 
 
@@ -27,7 +27,7 @@ def _load_weight(weight):
 
 @triton.jit
 def _means(w0, w1, w2, r1, r2, r3, sum1, sum2, sum3, columns):
-    """What dx loses for each power, from the sums of dy·x, dy·x² and dy·x³. No partial product is out of range."""
+    """What dx loses for each power, from the sums of dy·x, dy·x² and dy·x³. No intermediate product is out of range."""
     mean1 = w2 / columns * r1 * (r1 * sum1) * r1
     mean2 = 2.0 * w1 / columns * r2 * (r2 * sum2) * r2
     mean3 = 3.0 * w0 / columns * r3 * (r3 * sum3) * r3
@@ -199,7 +199,7 @@ def forward(needs: Needs, x: Tensor, weight: Tensor, bias: Tensor, eps: float = 
     rows = x.numel() // columns
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     inverse_rms, saved = None, ()
-    if True in needs:  # of x, x² and x³ in each row
+    if True in needs:  # those of x, x² and x³ in each row
         inverse_rms = torch.empty((3, rows), dtype=torch.float32, device=x.device)
         saved = (x, weight, bias, inverse_rms)
     x, x_stride = as_rows(x)

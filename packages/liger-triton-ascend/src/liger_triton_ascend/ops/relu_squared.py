@@ -1,4 +1,4 @@
-"""Squared ReLU: one element after another, in float32; backward rectifies again."""
+"""Squared ReLU, element by element in float32. Backward rectifies again."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from liger_core import relu_squared
 from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._rows import as_rows, element_tiles
 
-# Tiles in float32 by the estimate of the Unified Buffer, for elements of 2 and of 4 bytes.
+# Float32 tiles by the estimate of the Unified Buffer, for elements of 2 and of 4 bytes.
 FORWARD_TILES = {2: 4, 4: 5}
 BACKWARD_TILES = {2: 6, 4: 7}
 
@@ -22,7 +22,7 @@ def _forward(y, x, up, rows, columns, x_stride, up_stride, ROWS: tl.constexpr, B
         column = tl.cast(tile % blocks, tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = (row < rows) & (column < columns)
         xs = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
-        # No maximum, which would lose a NaN.
+        # No tl.maximum: it would lose a NaN.
         ys = tl.where(xs <= 0.0, 0.0, xs * xs)
         if up is not None:
             ys *= tl.load(up + row * up_stride + column, inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""RMS norm: rows that fit the Unified Buffer are read once; longer ones twice."""
+"""RMS norm: rows that fit the Unified Buffer are read once, longer ones twice."""
 
 import torch
 import triton
@@ -10,10 +10,10 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._rms import inverse_rms_of, load_scale, rounded, square
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
 
-# Tiles in float32 that are alive at once, by the suite's estimate of the Unified Buffer, two of each that is transferred.
+# Float32 tiles alive at once, by the suite's estimate of the Unified Buffer, with two for each tile that is transferred.
 FORWARD_TILES = 4
 RESIDUAL_TILES = 1
-"""More, with a residual."""
+"""Additional tiles with a residual."""
 BACKWARD_TILES = 9
 LONG_TILES = 5
 
@@ -146,7 +146,7 @@ def _dx_long(
 def _dweight_long(
     partial, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Each program adds up rows of its own, one block of columns after another."""
+    """Each program adds up its own rows, one block of columns after another."""
     for start in range(0, columns, BLOCK):
         lane = start + tl.arange(0, BLOCK)
         column = lane[None, :]
@@ -205,7 +205,7 @@ def launch_backward(
     inverse_rms: Tensor,
     offset: float,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx, with `dh` added to it if there is one, and dweight; each if needed."""
+    """dx, plus `dh` if there is one, and dweight; each if it is needed."""
     columns = x.shape[-1]
     rows = x.numel() // columns
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None

@@ -1,4 +1,4 @@
-"""Rotary embedding: a tile has several tokens, or several heads of few tokens, and its angles are read once for all heads."""
+"""Rotary embedding: a tile has several tokens, or several heads of a few tokens. Its angles are read once for all heads."""
 
 from collections.abc import Sequence
 
@@ -13,20 +13,20 @@ from liger_triton_ascend.ops._rows import MARGIN
 from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
 
 TILES = 15
-"""In float32, by the estimate of the Unified Buffer: 10 for elements of 2 bytes, 15 for those of 4. Both leave 2048."""
+"""Float32 tiles, by the estimate of the Unified Buffer: 10 for elements of 2 bytes, 15 for those of 4. Both leave 2048."""
 
 
 @triton.jit
 def _load_angles(
     table, at, token, column, length, half, plane_stride, TIME: tl.constexpr, HEIGHT: tl.constexpr
 ):  # fmt: skip
-    """The table's entries; where it has planes, those of the plane of each column."""
+    """The table's entries. If it has planes, each column takes those of its own plane."""
     inside = (token < length) & (column < half)
     angles = tl.load(table + at, inside, other=0.0).to(tl.float32)
     if plane_stride is not None:
         height = tl.load(table + plane_stride + at, inside, other=0.0).to(tl.float32)
         width = tl.load(table + plane_stride + plane_stride + at, inside, other=0.0).to(tl.float32)
-        place = column.to(tl.float32)  # the vector unit doesn't compare integers: they'd go one by one
+        place = column.to(tl.float32)  # the vector unit would compare integers one by one
         angles = tl.where(place < TIME, angles, tl.where(place < TIME + HEIGHT, height, width))
     return angles
 
@@ -80,7 +80,7 @@ def _rotate(
             cos2 = _load_angles(cos, at + half, token, column, length, half, plane_stride, TIME, HEIGHT)
             sin1 = _load_angles(sin, at, token, column, length, half, plane_stride, TIME, HEIGHT)
             sin2 = _load_angles(sin, at + half, token, column, length, half, plane_stride, TIME, HEIGHT)
-            if BACKWARD:  # the transpose: by the negative angle, where both halves have the same
+            if BACKWARD:  # the transpose: by the negative angle, if both halves have the same angles
                 sin1, sin2 = -sin2, -sin1
             if q is not None:
                 _rotate_heads(
@@ -108,7 +108,7 @@ def _rotate(
 def launch(
     q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, backward: bool, sections: Sequence[int] | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """q and k rotated, or rotated back. `sections` are those of the columns of tables that have a plane for each."""
+    """q and k rotated, or rotated back. `sections` says how many columns take each plane of the tables."""
     rotated = cos.shape[-1]
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -119,7 +119,7 @@ def launch(
     batches, _, length, head_size = (k if q is None else q).shape
     cores = get_npu_core_count(cos.device)
     share = (batches * length + cores - 1) // cores
-    # Columns first, then tokens, whose angles all heads share as they are, then heads, for which they are repeated.
+    # Columns grow first. Then come tokens, whose angles all heads share. Heads come last: for them the angles are repeated.
     shape = (max(q_heads, k_heads), min(share, length), rotated // 2)
     ((heads, tokens, block),) = compute_default_tiling_strategy(MARGIN, 4, TILES, [shape], [(0, 1, 2)])
     programs = min(batches * ((length + tokens - 1) // tokens), cores)
@@ -133,9 +133,9 @@ def launch(
 
 
 def _heads(x: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, tuple[int, ...], tuple[int, ...]]:
-    """q or k with adjacent columns, its output, its heads, and the strides of both but of their columns.
+    """q or k with adjacent columns, its output, its heads, and the strides of both except their columns'.
 
-    The output has no gaps, and its heads and tokens lie in the order of x's.
+    The output has no gaps. Its heads and tokens lie in the order of x's.
     """
     if x is None:
         return None, None, 1, (0, 0, 0), (0, 0, 0)

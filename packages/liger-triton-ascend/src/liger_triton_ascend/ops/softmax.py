@@ -1,4 +1,4 @@
-"""Softmax: rows that fit the Unified Buffer are read once; longer ones twice, with an online sum the first time."""
+"""Softmax: rows that fit the Unified Buffer are read once. Longer ones are read twice, with an online sum the first time."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from liger_core import softmax
 from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
 
-# Tiles in float32 that are alive at once, by the suite's estimate of the Unified Buffer, two of each that is transferred.
+# Float32 tiles alive at once, by the suite's estimate of the Unified Buffer, with two for each tile that is transferred.
 FORWARD_TILES = 3
 BACKWARD_TILES = 5
 LONG_TILES = 6
@@ -32,8 +32,8 @@ def _forward_long(y, x, rows, columns, x_stride, BLOCK: tl.constexpr):
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         x_row = x + tl.cast(row, tl.int64) * x_stride
         y_row = y + tl.cast(row, tl.int64) * columns
-        # Each lane has a maximum and a sum of its own: a reduction in the loop would make the vector unit wait for the
-        # scalar one. The least float32 stands for -inf: the difference of two is 0.
+        # Each lane has its own maximum and sum: a reduction in the loop would make the vector unit wait for the scalar one. The
+        # least float32 stands for -inf: the difference of two of them is 0.
         maximum = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, columns, BLOCK):
@@ -57,7 +57,7 @@ def _backward(dx, dy, y, rows, columns, dy_stride, ROWS: tl.constexpr, BLOCK: tl
         inside = (row < rows) & (column < columns)
         ys = tl.load(y + row * columns + column, inside, other=0.0).to(tl.float32)
         dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
-        # By the sum of y, which is 1 but for its rounding: so a constant dy gives 0.
+        # Divided by the sum of y, which is 1 but for rounding, so that a constant dy gives 0.
         mean = tl.sum(ys * dys, 1) / tl.sum(ys, 1)
         tl.store(dx + row * columns + column, ys * (dys - mean[:, None]), inside)
 

@@ -1,12 +1,12 @@
-"""Sparsemax: Newton's method finds tau on the greatest elements of groups of columns, and a look at the row proves it.
+"""Sparsemax: Newton's method finds tau on the greatest elements of groups of columns, and a look at the whole row proves it.
 
-tau is the root of f(tau) = Σ max(x − tau, 0) − 1, which is convex. Newton's steps from its left, tau ← (sum of those above
-tau − 1) / (their number), stay on its left, and it is exact when their number doesn't fall any more. A step divides the
-product of f and its slope by four or more, so steps are few for any row.
+tau is the root of f(tau) = Σ max(x − tau, 0) − 1, which is convex. A step of Newton's method is tau ← (sum of the elements above
+tau − 1) / (their number). Steps that start left of the root stay left of it. Once the number doesn't fall any more, tau is
+exact. A step divides the product of f and its slope by at least four, so every row needs few steps.
 
-The root for a part of a row is on the left of the row's. So the first steps are over the greatest element of each group
-of columns, and their root is the row's own unless two of a group are in the support: seldom, and then steps go on with
-all. Rows that fit the Unified Buffer are read once; longer ones twice.
+The root for a part of a row is left of the row's own root. So the first steps take only the greatest element of each group of
+columns. Their root is the row's own unless two elements of a group are in the support. That is rare, and then steps go on with
+all elements. Rows that fit the Unified Buffer are read once, longer ones twice.
 """
 
 import torch
@@ -19,23 +19,24 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._long_rows import long_row_blocks
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
 
-# Tiles alive, by the estimate. Backward's are those of 2-byte dtypes, of which a row of 8192 is still read once, and float32.
+# Tiles alive, by the estimate. The backward has one number for 2-byte dtypes, with which a row of 8192 is still read once, and
+# one for float32.
 FORWARD_TILES = 4.5
 FORWARD_LONG_TILES = 8
 BACKWARD_TILES = 4.5, 6.5
 BACKWARD_LONG_TILES = 7
 
 GROUP = 8
-"""Columns of a group: steps over the greatest of each cost an eighth, and of 8192 columns 1024 groups are left."""
+"""Columns of a group: Newton's steps on the greatest of each cost 1/8, and a row of 8192 columns still has 1024 groups."""
 FEWEST_GROUPS = 128
-"""Two 256-byte instructions of the vector unit: fewer groups are no faster."""
+"""Two 256-byte instructions of the vector unit. Fewer groups would be no faster."""
 
 
 @triton.jit
 def _newton(z, tau, count):
-    """Steps from tau for as long as the number of elements above it falls, at first from `count`; and that number.
+    """Take Newton's steps from tau while the number of elements above it falls, at first below `count`. Return both.
 
-    NaN is above, so it spreads.
+    NaN counts as above, so it spreads.
     """
     active = 1.0
     while active > 0.0:
@@ -51,7 +52,7 @@ def _newton(z, tau, count):
 
 @triton.jit
 def _result(above, dtype: tl.constexpr):
-    """max(above, 0). What is greater than 0 stays so when it is rounded: backward tells the support by that."""
+    """max(above, 0). A result greater than 0 stays so when it is rounded: backward finds the support by that."""
     result = tl.maximum(above, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if dtype == tl.float16:
         result = tl.where(above > 0.0, tl.maximum(above, 5.9604644775390625e-08), result)
@@ -71,7 +72,7 @@ def _forward(y, x, rows, columns, x_stride, ROWS: tl.constexpr, BLOCK: tl.conste
         zeros = tl.zeros((ROWS,), tl.float32)
         tau, count = _newton(best, zeros - 1.0, zeros + float("inf"))
         more = tl.sum(tl.where(z <= tau[:, None], 0.0, 1.0), 1) != count
-        # Rows that have no more stay as they are: what is above their tau is not fewer than `count`.
+        # A row with no more elements than `count` stays as it is: the number above its tau has stopped falling.
         if tl.max(tl.where(more, 1.0, 0.0), 0) > 0.0:
             tau, _ = _newton(z, tau, tl.where(more, float("inf"), count))
         tl.store(y + row * columns + column, _result(z - tau[:, None], y.dtype.element_ty), inside)

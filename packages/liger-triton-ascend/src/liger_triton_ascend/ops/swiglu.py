@@ -1,4 +1,4 @@
-"""SwiGLU: one element after another, in float32; backward computes the sigmoid again."""
+"""SwiGLU, element by element in float32. Backward computes the sigmoid again."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from liger_core import swiglu
 from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._rows import as_rows, element_tiles
 
-# Tiles in float32 by the estimate of the Unified Buffer, for elements of 2 and of 4 bytes.
+# Float32 tiles by the estimate of the Unified Buffer, for elements of 2 and of 4 bytes.
 FORWARD_TILES = {2: 4, 4: 5}
 BACKWARD_TILES = {2: 6, 4: 7}
 

@@ -1,7 +1,7 @@
-"""Total variation distance: both tensors are read once forward and once backward, which needs the sign of a difference.
+"""Total variation distance: forward and backward read both tensors once each. Backward needs the sign of each difference.
 
-Reading both again takes 4 bytes of bfloat16 per element, and no memory; to keep signs would take work on bits, for which
-the vector unit has to change dtypes.
+Reading both again takes 4 bytes per bfloat16 element, and no memory. Keeping signs would take work on bits, for which the vector
+unit has to change dtypes.
 """
 
 import torch
@@ -14,7 +14,7 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton_ascend.ops._divergences import count_of, counted_rows, place
 from liger_triton_ascend.ops._rows import as_rows, element_tiles
 
-# Tiles alive, by the estimate for float32.
+# Float32 tiles alive, by the estimate.
 FORWARD_TILES = 5
 BACKWARD_TILES = 6
 
@@ -70,14 +70,14 @@ def _backward(
 
 
 def _shape(tensors: tuple[Tensor, ...], labels: Tensor | None) -> tuple[int, int]:
-    """Rows and columns of the tensors; of contiguous ones without labels, one long row."""
+    """Rows and columns of the tensors. Contiguous tensors without labels are one long row."""
     rows, columns = tensors[0].shape
     flat = labels is None and all(x.is_contiguous() for x in tensors)
     return (1, rows * columns) if flat else (rows, columns)
 
 
 def _divisor(p: Tensor, labels: Tensor | None, reduction: str, ignore_index: int) -> Tensor | int:
-    """What Σ abs(p − q) is divided by."""
+    """The divisor of Σ abs(p − q)."""
     if reduction == "sum":
         return 2
     return count_of(p, labels, ignore_index) * (2 * p.shape[1] if reduction == "mean" else 2)

@@ -1,1 +1,1 @@
-"""The kernels: one file per op, of the op's name. A file that starts with an underscore is shared by several."""
+"""The kernels: one file per op, named after it. Files that start with an underscore are shared by several ops."""

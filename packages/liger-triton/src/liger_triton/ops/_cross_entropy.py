@@ -1,8 +1,8 @@
 """Cross-entropy of rows of logits, for `cross_entropy` and `fused_linear_cross_entropy`.
 
-One program per row reads its logits once, keeping a running maximum and a running sum of exponentials; the maximum and
-the logarithm of the sum are all that the gradient needs besides the logits. Both are kept, not their sum: near 1e4 its
-rounding is an error of 5e-4 in every probability.
+One program per row reads its logits once and keeps a running maximum and a running sum of exponentials. Besides the logits, the
+gradient needs only the maximum and the logarithm of the sum. They are kept apart: if they were added, rounding a total near 1e4
+would be an error of 5e-4 in every probability.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def _exp(x):
 
 @triton.jit
 def _exp_like(x, logits):
-    """Accurate enough for the dtype of the logits: in float32, a probability near 1 has no bit to lose."""
+    """The exponential, accurate enough for the logits' dtype: in float32, a probability near 1 has no bit to lose."""
     if logits.dtype.element_ty == tl.float32:
         return libdevice.exp(x)
     else:
@@ -51,7 +51,7 @@ def _cap(x, softcap, logits):
         u = x / softcap
         q = _exp_like(-2.0 * tl.abs(u), logits)
         r = _inverse_like(1.0 + q, logits)
-        # Near 0 the exponential has no correct digit left. The polynomial is a minimax fit of (tanh(u) - u) / u³.
+        # Near 0 no digit of `tail` is correct. The polynomial is a minimax fit of (tanh(u) - u) / u³.
         square = u * u
         series = 0.020639074966311455 - 0.005704974289983511 * square
         series = series * square - 0.05373971164226532
@@ -61,7 +61,8 @@ def _cap(x, softcap, logits):
         tail = 1.0 - 2.0 * q * r
         near = tl.abs(u) < 0.625
         tanh = tl.where(near, series, tl.where(u < 0.0, -tail, tail))
-        # Rounded, as fma's result is: a product might be fused with what is subtracted from it, and so differ from itself.
+        # fma rounds the product. The compiler might fuse a plain product with a later subtraction, and it would then differ from
+        # itself.
         return tl.fma(tanh, softcap, 0.0), tl.where(near, 1.0 - series * series, 4.0 * q * r * r)
 
 
@@ -107,11 +108,11 @@ def _rows(
     known = (label >= 0) & (label < columns)
     label_logit = _biased(tl.load(logits + label, known, other=0.0).to(tl.float32), bias, label, known)
     label_logit = _cap(label_logit, softcap, logits)[0]
-    # Sums of logits are taken relative to the label's, so that a large offset common to all doesn't cancel in them.
+    # Sums of logits are relative to the label's logit, so that a large offset common to all logits doesn't cancel in them.
     pivot = tl.where(tl.abs(label_logit) < float("inf"), label_logit, 0.0)
 
-    # A thread holds whole groups of columns, so that each group has its own maximum and the loop exchanges nothing. They
-    # are neighbours where a thread can load them at once, else neighbouring threads load neighbours.
+    # A thread holds whole groups of columns, so each group has its own maximum and the loop exchanges nothing between threads.
+    # If a thread can load a group at once, its columns are neighbours. Otherwise neighbouring threads load neighbouring columns.
     # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
     maximum = tl.full([GROUPS], -3.4028234663852886e38, tl.float32)
     total = tl.zeros([GROUPS], tl.float32)
@@ -157,7 +158,7 @@ def _rows(
     if lse_square_scale is not None:
         z_loss = lse * lse * lse_square_scale
     if TOKEN_SCALING:
-        # Not of nll, whose rounding is many times that of its parts.
+        # Computed from nll's parts: nll itself is rounded much more coarsely than they are.
         probability = _exp_like(label_logit - top, logits) / exp_sum
         loss *= probability
         z_loss *= probability
@@ -237,7 +238,7 @@ def _reduce(
     losses, z_losses, hits, target, weight, loss, z_loss, accuracy, totals, rows, columns, ignore_index,
     MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program, so that the order of the sums is always the same.
+    # One program adds up everything, so the order of the sums is always the same.
     counted = tl.zeros([BLOCK], tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)
     loss_sum = tl.zeros([BLOCK], tl.float32)
@@ -280,7 +281,7 @@ def _reduce(
 
 
 def _block(columns: int, most: int) -> int:
-    """The power of two, up to `most`, that columns fill. Comparisons, so that a dynamic size stays dynamic in a trace."""
+    """The power of two, up to `most`, that columns fill. Comparisons keep a dynamic size dynamic in a trace."""
     block = 16
     while block < columns and block < most:
         block *= 2

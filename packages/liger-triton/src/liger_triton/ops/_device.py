@@ -1,4 +1,4 @@
-"""What host code has to know of a device."""
+"""Device properties that host code needs."""
 
 import functools
 
@@ -15,9 +15,9 @@ def _look_up_sm_count(device: torch.device) -> int:
 
 
 def sm_count(device: torch.device) -> int:
-    """Multiprocessors of a device, for grids of as many programs as run at once.
+    """The number of multiprocessors of a device, for grids of as many programs as run at once.
 
-    On the CPU, where an interpreter runs one program after another, it is 2: few, but more than one partial sum.
+    On the CPU an interpreter runs one program after another. There it is 2: few programs, but more than one partial sum.
     """
     return _look_up_sm_count(device)
 
@@ -30,7 +30,7 @@ def _look_up_shared_memory(device: torch.device) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can have. Where torch doesn't tell, it is 64 KiB: any GPU has those."""
+    """Bytes of shared memory that one program can have. If torch doesn't tell, it is 64 KiB, which any GPU has."""
     return _look_up_shared_memory(device)
 
 
@@ -40,7 +40,7 @@ def _look_up_warp_size(device: torch.device) -> int:
 
 
 def warp_size(device: torch.device) -> int:
-    """Threads of a warp: 32, or 64 on AMD's data centre GPUs. A program has 1024 at most."""
+    """Threads of a warp: 32, or 64 on AMD's data centre GPUs. A program has at most 1024 threads."""
     return _look_up_warp_size(device)
 
 
@@ -50,10 +50,10 @@ def _look_up_hopper(device: torch.device) -> bool:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether a device is an H100, an H200 or the like, with compute capability 9.0."""
+    """Whether a device has compute capability 9.0, such as an H100 or H200."""
     return _look_up_hopper(device)
 
 
-# What torch.compiler.assume_constant_result does, without importing Dynamo for it. Dynamo warns of functools.cache.
+# torch.compiler.assume_constant_result does this, but would import Dynamo. functools.cache would make Dynamo warn.
 for _function in (sm_count, shared_memory, warp_size, is_hopper):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

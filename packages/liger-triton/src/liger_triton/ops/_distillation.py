@@ -1,10 +1,11 @@
 """Divergences of rows of logits from a teacher's, and the cross-entropy of labels beside them.
 
-One program per row reads both rows twice: for what their softmaxes need, and for the losses. What the gradient needs besides the
-logits are six numbers per row: largest logits and logarithms of sums, and the sum that a divergence's gradient is relative to.
+One program per row reads both rows twice: first for their softmaxes, then for the losses. Besides the logits, the gradient needs
+six numbers per row: the largest logits, the logarithms of the sums, and the sum that the divergence's gradient is relative to.
 
-Log-probabilities of student and teacher are compared by their logits' difference, with that of the rows' largest and of their
-sums: each is near 10, and the difference of two rounded ones has few correct digits where they are nearly equal, or a wrong sign.
+Log-probabilities of student and teacher are compared by the difference of their logits, of the rows' largest logits and of the
+sums. The log-probabilities themselves are near -10: if they are nearly equal, the difference of two rounded ones has few correct
+digits or the wrong sign.
 """
 
 import torch
@@ -19,7 +20,7 @@ from liger_triton.ops._divergences import above_mixture, count_of, exp, expm1_ne
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
-# Of each tensor's block in `_rows`: 16 warps, of which two programs fit a multiprocessor.
+# Bytes of each tensor's block in `_rows`. A block takes 16 warps, and two programs fit a multiprocessor.
 BLOCK_BYTES = 16384
 STAGES = 3
 
@@ -34,9 +35,9 @@ FORWARD, REVERSE, TVD, COSINE, GIVEN, LOG = (
 
 @triton.jit
 def _lanes(ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """Columns of a block, in groups that a thread holds whole, so that what a loop adds up per group stays in the thread.
+    """The columns of a block, in groups. A thread holds whole groups, so what a loop adds up per group stays in the thread.
 
-    They are neighbours where a thread can load them at once, else neighbouring threads load neighbours.
+    If a thread can load a group at once, its columns are neighbours. Otherwise neighbouring threads load neighbouring columns.
     """
     if ALIGNED:
         return tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -46,7 +47,7 @@ def _lanes(ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _load(logits, bias, softcap, column, inside):
-    """Logits with bias and softcap; -inf outside."""
+    """Logits with bias and softcap; -inf outside the row."""
     x = _biased(tl.load(logits + column, inside, other=-float("inf")).to(tl.float32), bias, column, inside)
     if softcap is not None:
         x = tl.where(inside, _cap(x, softcap, logits)[0], -float("inf"))
@@ -58,7 +59,7 @@ def _top_and_sums(
     logits, bias, softcap, scale, columns,
     TWO: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of a row, and the sum of 2^(scale · (logit − largest)); with TWO, also that of e^(…)."""
+    """The largest logit of a row, and the sum of 2^(scale · (logit − largest)); with TWO, that of e^(logit − largest) too."""
     lanes = _lanes(ALIGNED, GROUPS, GROUP)
     # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
     maximum = tl.full([GROUPS], -3.4028234663852886e38, tl.float32)
@@ -84,7 +85,7 @@ def _top_and_sums(
 
 @triton.jit
 def _above(difference, beta, rest, KIND: tl.constexpr, HALF: tl.constexpr):
-    """What log2 probabilities exceed those by that they are compared with, the student's and the teacher's."""
+    """How far the log2 probabilities of student and teacher are above those that each is compared with."""
     if KIND <= REVERSE:
         return difference, -difference
     else:
@@ -93,34 +94,34 @@ def _above(difference, beta, rest, KIND: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _log2_ratio(q_sum, p_sum):
-    """log2(q_sum / p_sum); NaN where one is 0, as of a row that is all -inf."""
+    """log2(q_sum / p_sum). It is NaN if a sum is 0, as for a row that is all -inf."""
     some = (q_sum > 0.0) & (p_sum > 0.0)
     return libdevice.log2(tl.where(some, tl.math.div_rn(q_sum, p_sum), float("nan")))
 
 
 @triton.jit
 def _difference(x, y, tops, scale, ratio):
-    """log2 q − log2 p of the probabilities of logits x and y; finite, and 0 where both are."""
+    """log2 q − log2 p for logits x and y. It is finite, and 0 if both are -inf."""
     found = ((finite(x) - finite(y)) - tops) * scale - ratio
     return finite(tl.minimum(found, 1e30, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def _order(difference):
-    """1, -1 or 0, by the difference's sign."""
+    """The sign of the difference: 1, -1 or 0."""
     return tl.where(difference > 0.0, 1.0, tl.where(difference < 0.0, -1.0, difference))
 
 
 @triton.jit
 def _apart(q, p, difference):
-    """abs(q − p), of nearly equal ones by the difference of their logarithms."""
+    """abs(q − p). If the two are nearly equal, it is computed from the difference of their logarithms."""
     t = difference * LN_2
     return tl.abs(tl.where(tl.abs(t) < 0.25, p * expm1_near(t), q - p))
 
 
 @triton.jit
 def _given(target, column, inside, eps, KIND: tl.constexpr):
-    """Probabilities that stand in place of the teacher's logits, and their logarithms; 0 outside."""
+    """Given probabilities, which replace the teacher's logits, and their logarithms; 0 outside the row."""
     t = tl.load(target + column, inside, other=-float("inf") if KIND == LOG else 0.0).to(tl.float32)
     if KIND == LOG:
         return exp(t, False), t
@@ -167,7 +168,7 @@ def _rows(
     from_q = tl.zeros([GROUPS], tl.float32)
     from_p = tl.zeros([GROUPS], tl.float32)
     products = tl.zeros([GROUPS], tl.float32)
-    # Backwards: what was read last is in the cache still.
+    # Backwards: what was read last is still in the cache.
     for back in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
         column = (columns - 1) // (GROUPS * GROUP) * (GROUPS * GROUP) - back + lanes
         inside = column < columns
@@ -207,7 +208,7 @@ def _rows(
         loss = 1.0 - cosine
         by_student = tl.where(zero, 0.0, tl.math.div_rn(cosine, of_student))
     elif KIND >= GIVEN:
-        # With the logarithm of the student's sum, 1 but for rounding: of close distributions the loss is as small.
+        # The logarithm removes the rounding of the student's sum: for close distributions the loss is as small as it.
         loss = of_teacher + of_student * tl.log(tl.sum(products))
     elif KIND == TVD:
         loss = 0.5 * of_teacher
@@ -291,7 +292,7 @@ def _gradient(
                 gradient = factor * (q - tl.exp2(finite((y - of_tops) * scale - of_sums)))
             else:
                 difference = _difference(x, y, of_tops, scale, of_sums)
-                # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
+                # The gradient of a log-softmax: a class's part of the sum, minus its probability's share of the whole sum.
                 if KIND == TVD:
                     factor *= 0.5
                     part = _order(difference)
@@ -308,7 +309,7 @@ def _gradient(
 
 
 def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]]:
-    """Runtime arguments of both kernels, and their constants."""
+    """Runtime arguments and constants of both kernels."""
     beta = options.beta
     values = options.ignore_index, options.temperature, beta, 1.0 - beta, *options[3:5]
     kind = {"KIND": KINDS[options.divergence], "HALF": beta == 0.5, "TEMPERED": options.temperature != 1.0}

@@ -1,7 +1,7 @@
-"""What `kl_div`, `tvd` and `jsd` share: two tensors of one shape are read tile by tile, and their terms added up.
+"""Code that `kl_div`, `tvd` and `jsd` share: two tensors of one shape are read tile by tile, and their terms added up.
 
-Each program adds up the terms of its own tiles in float32, then one program adds up those sums. So the total is the
-same from run to run, without atomics.
+Each program adds up the terms of its own tiles in float32, then one program adds up those sums. So the total is the same from
+run to run, without atomics.
 """
 
 from typing import NamedTuple
@@ -16,21 +16,22 @@ from liger_triton.ops._device import sm_count
 from liger_triton.ops._launch import kernel
 
 TILE = 1024
-"""Elements of a tile; half as many where they are loaded one by one."""
+"""Elements of a tile; half as many if they are loaded one by one."""
 WRITTEN_TILE = 4096
-"""The same where more is written than read: on an H200, tvd's backward of 4096 rows of 128256 bf16 takes 6 % less."""
+"""The same if more is written than read: on an H200, tvd's backward of 4096 rows of 128256 bf16 takes 6 % less time."""
 PROGRAMS = 64
-"""Programs per multiprocessor where each adds up several tiles: on an H200, jsd of 4096 rows of 128256 bf16 takes 0.541 ms,
-with the gradient 0.789; with 12 programs 0.590 and 0.831."""
+"""Programs per multiprocessor if each adds up several tiles. On an H200, jsd of 4096 rows of 128256 bf16 takes 0.541 ms, or
+0.789 with the gradient; with 12 programs 0.590 and 0.831."""
 
 FEW = 1 << 26
-"""Elements up to which `leaves_first`: on an H200 (triton 3.6), after a kernel that wrote to all of the cache, kl_div of 1024
-rows of 32000 bf16 takes 0.0416 ms instead of 0.0456, of 2048 rows 0.0738 instead of 0.0749; of 4096 rows 0.138, not 0.133."""
+"""Elements up to which `leaves_first` is true. On an H200 (triton 3.6), after a kernel that wrote to all of the cache, kl_div of
+1024 rows of 32000 bf16 takes 0.0416 ms instead of 0.0456, and of 2048 rows 0.0738 instead of 0.0749. Of 4096 rows it would take
+0.138 instead of 0.133."""
 
 
 @triton.jit
 def place(tile, rows, columns, blocks, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The rows and columns of a tile, and which of its elements exist: all, in tiles that divide one row, with WHOLE."""
+    """The rows and columns of a tile, and which of its elements exist. With WHOLE, tiles divide one row, and all do."""
     if WHOLE:
         row, column = 0, tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = tl.full((ROWS, BLOCK), True, tl.int1)
@@ -43,24 +44,24 @@ def place(tile, rows, columns, blocks, WHOLE: tl.constexpr, ROWS: tl.constexpr, 
 
 @triton.jit
 def exp(x, EXACT: tl.constexpr):
-    """The exponential; right to a unit of rounding with EXACT, else without an error that adds up in a sum of many."""
+    """The exponential. With EXACT it is right to a unit of rounding; otherwise its error doesn't add up in a sum of many."""
     if EXACT:
         return libdevice.exp(x)
     else:
-        # log2(e) in two parts: rounded to one, as in tl.exp, it is too small by 1.3e-8 · |x| in every result.
+        # log2(e) is in two parts: tl.exp rounds it to one, which makes every result too small by 1.3e-8 · |x|.
         # Results below 2^-126 become 0.
         return tl.exp2(tl.fma(x, 1.4426950216293335, x * 1.925963033500987e-8))
 
 
 @triton.jit
 def finite(logprob):
-    """-1e30 for -inf: its exponential is 0 just so, and differences and products with it are no NaN."""
+    """-1e30 for -inf: its exponential is 0 as well, and differences and products with it aren't NaN."""
     return tl.maximum(logprob, -1e30, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def log_mean(e):
-    """log((1 + e) / 2) for e of 0 to 1; right to 6e-9, and to the rounding of float32."""
+    """log((1 + e) / 2) for e from 0 to 1; right to 6e-9, and to the rounding of float32."""
     t = 1.0 - e
     r = tl.fma(t, 0.003556931158527732, -0.009804983623325825)
     r = tl.fma(t, r, 0.015441100113093853)
@@ -74,30 +75,30 @@ def log_mean(e):
 
 @triton.jit
 def expm1_near(x):
-    """exp(x) − 1, for x of −0.25 to 0.25."""
+    """exp(x) − 1, for x from −0.25 to 0.25."""
     series = x * (0.008333334 + x * 0.0013888889)
     return x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + series))))
 
 
 @triton.jit
 def above_mixture(difference, beta, rest, HALF: tl.constexpr, UNIT: tl.constexpr):
-    """q − m and p − m, where exp m = beta exp p + rest exp q; HALF says that both weights are one half.
+    """q − m and p − m, where exp m = beta exp p + rest exp q. HALF: both weights are one half.
 
-    The difference of q and p is finite; UNIT is 1 for natural logarithms, log2(e) for those of base 2. Where it is 0, both
-    results are 0.
+    The difference q − p has to be finite. If it is 0, both results are 0. UNIT is 1 for natural logarithms, log2(e) for those of
+    base 2.
     """
     e = tl.exp2(tl.abs(difference) * (-1.4426950408889634 / UNIT))
     if HALF:
-        # Without e near 1: there a GPU's exponential is off by 1e-7, for all elements the same way.
+        # No e near 1: there a GPU's exponential is off by 1e-7, in the same direction for all elements.
         half = tl.abs(difference) * (0.5 / UNIT)
         square = half * half
         log_cosh = square * (0.5 - square * (0.08333333 - square * (0.022222223 - square * 0.006746032)))
         above = tl.where(half < 0.25, half - log_cosh, -log_mean(e)) * UNIT
         return tl.minimum(difference, 0.0) + above, tl.minimum(-difference, 0.0) + above
     else:
-        # By the smaller weight alone: rounded, the two don't add up to 1. M is taken relative to the part with the larger weight,
-        # heavy, by v = M / heavy − 1: by series of it where the other weight is near 0, and log M is nearly log heavy. Where v is
-        # large, M is taken relative to the light part.
+        # Only the smaller weight is used: the two rounded weights don't add up to 1. `heavy` is the part with the larger weight,
+        # `light` the other. M is taken relative to heavy, by v = M / heavy − 1. If v is near 0, log M is nearly log heavy, and a
+        # series of v gives the difference. If v is large, M is taken relative to light.
         weight = tl.minimum(beta, rest)
         light = tl.where(beta <= rest, -difference, difference)
         x = light * (1.0 / UNIT)
@@ -114,7 +115,7 @@ def above_mixture(difference, beta, rest, HALF: tl.constexpr, UNIT: tl.constexpr
 
 @triton.jit
 def weight_of(count, divisor):
-    """1 / (divisor · count), of which count may be None; right to a unit of rounding."""
+    """1 / (divisor · count), right to a unit of rounding. `count` may be None."""
     divisor = tl.cast(divisor, tl.float32)
     if count is not None:
         divisor *= tl.load(count)
@@ -134,7 +135,7 @@ def _count(count, labels, rows, ignore_index, BLOCK: tl.constexpr):
 
 @kernel(do_not_specialize=["size", "divisor"])
 def _total(total, sums, count, size, divisor, BLOCK: tl.constexpr):
-    # One program, so that the order of the sums is always the same.
+    # One program adds up everything, so the order of the sums is always the same.
     lanes = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -157,7 +158,8 @@ def _scale(x, factor, size, BLOCK: tl.constexpr):
 class Tiles(NamedTuple):
     """How a tensor is divided into `count` tiles of `height` rows by `width` columns, `blocks` of them side by side.
 
-    `rows` and `columns` are the tensor's, or 1 and all its elements. `whole`: so they are, and the tiles divide them.
+    `rows` and `columns` are the tensor's, or 1 and the number of its elements. `whole`: they are the latter, and the tiles
+    divide them.
     """
 
     rows: int
@@ -170,12 +172,12 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(x: Tensor, flat: bool = False, size: int = TILE) -> Tiles:
-    """The tiles of a tensor of two dimensions. A `flat` one, whose elements are all adjacent, is one long row."""
+    """The tiles of a two-dimensional tensor. A `flat` one, whose elements are all adjacent, is one long row."""
     rows, columns = x.shape
     if flat:
         rows, columns = 1, rows * columns
     if columns % 16:
-        size //= 2  # where elements are loaded one by one, registers are short
+        size //= 2  # registers are short if elements are loaded one by one
     # Comparisons, so that a dynamic size stays dynamic while torch.compile traces.
     width = 16
     while width < columns and width < size:
@@ -187,37 +189,37 @@ def tiles_of(x: Tensor, flat: bool = False, size: int = TILE) -> Tiles:
 
 
 def new_sums(tiles: Tiles, device: torch.device) -> Tensor:
-    """Memory for the sum of each program of a grid in which each adds up several tiles."""
+    """Memory for the sum of each program, for a grid whose programs add up several tiles each."""
     return torch.empty(min(tiles.count, PROGRAMS * sm_count(device)), dtype=torch.float32, device=device)
 
 
 def leaves_first(x: Tensor, written: bool) -> bool:
-    """Whether what a kernel reads leaves the cache first, so that what others wrote there doesn't have to make room for it.
+    """Whether inputs leave the cache first: then data that others wrote there needn't be evicted to make room for them.
 
-    That is slower for large tensors, and where as much is `written` as read.
+    That is slower for large tensors, and if as much is `written` as read.
     """
     return not written and x.numel() <= FEW
 
 
 def count_of(labels: Tensor, ignore_index: int) -> Tensor:
-    """The number of rows that count, or 1 when none does; a float32 scalar. `labels` are contiguous."""
+    """The number of rows that count, or 1 if none does; a float32 scalar. `labels` are contiguous."""
     count = torch.empty((), dtype=torch.float32, device=labels.device)
     _count[(1,)](count, labels, labels.shape[0], ignore_index, BLOCK=1024, num_warps=4)
     return count
 
 
 def total(sums: Tensor, count: Tensor | None, divisor: int) -> Tensor:
-    """Σ sums / divisor, and divided by `count` when there is one; a float32 scalar."""
+    """Σ sums / divisor, divided by `count` if there is one; a float32 scalar."""
     result = sums.new_empty(())
-    # In one turn or two, not in nine one after another: 2 µs less, of 48 that 1024 rows of 32000 took an H200 (triton 3.6).
+    # One or two iterations instead of nine: that saves 2 of 48 µs for 1024 rows of 32000 on an H200 (triton 3.6).
     _total[(1,)](result, sums, count, sums.shape[0], divisor, BLOCK=8192, num_warps=16)
     return result
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """x, multiplied in place by a float32 scalar; nothing is read or written when that is 1. `x` is contiguous."""
+    """x, multiplied in place by a float32 scalar. If that is 1, nothing is read or written. `x` is contiguous."""
     programs = min(
         (x.numel() + 2047) // 2048, 16 * sm_count(x.device)
-    )  # as many as run at once: most often none has work
+    )  # as many as run at once: usually none has anything to do
     _scale[(programs,)](x, factor, x.numel(), BLOCK=2048, num_warps=4)
     return x

@@ -1,7 +1,7 @@
 """Rotary embeddings: a program takes some heads of one token, of q and then k in one row of heads.
 
-One tile of heads, not one of q and one of k: of two, the compiler asks for the second when it has the first, and waits for memory
-twice. On an H200 (triton 3.6), with two, 2048 tokens take 13.2 us instead of 12.9, and with 28 + 4 heads 11.2 instead of 10.7.
+q and k share one tile. With a tile for each, the compiler issues the second load only after the first has arrived, and waits for
+memory twice. On an H200 (triton 3.6), 2048 tokens then take 13.2 µs instead of 12.9, and with 28 + 4 heads 11.2 instead of 10.7.
 """
 
 import torch
@@ -12,11 +12,11 @@ from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import power_of_2
 
 TILE_BYTES = 1024
-"""Bytes of each half of a tile, 32 a thread. On an H200 (triton 3.6), rope of 2 x 16384 tokens, 32 + 8 heads of 128 in bfloat16,
-takes 0.168 ms, its backward 0.169; with twice as many 0.168 and 0.175, with half as many 0.203 both: an H200 starts 1.6
-programs in a nanosecond."""
+"""Bytes of each half of a tile, 32 per thread. On an H200 (triton 3.6), rope of 2 x 16384 tokens, 32 + 8 heads of 128 in
+bfloat16, takes 0.168 ms, its backward 0.169. With twice as many bytes they take 0.168 and 0.175. With half as many both take
+0.203, because an H200 starts only 1.6 programs per nanosecond."""
 MOST_BATCHES = 65535
-"""Programs of a grid's second axis. The third has the rest."""
+"""Limit of a grid's second axis. The third axis has the remaining batches."""
 
 
 @kernel
@@ -72,13 +72,14 @@ def _rotate(
         inside = known if exists is None else exists & known
     x1, x2 = tl.load(x + column, inside), tl.load(x + half + column, inside)
     plane = tl.where(column < TIME, 0, tl.where(column < TIME + HEIGHT, 1, 2)).to(tl.int64)
-    # An address for each element: a row of angles, spread over the tile when it is loaded, would take x through shared memory.
+    # Each element has an address of its own: a row of angles that is spread over the tile after loading would send x through
+    # shared memory.
     at = tl.broadcast_to(plane * table_plane + column, (HEADS, HALF))
     cos += batch * table_batch + token * table_token
     sin += batch * table_batch + token * table_token
     cos1, cos2 = tl.load(cos + at, known).to(tl.float32), tl.load(cos + half + at, known).to(tl.float32)
     sin1, sin2 = tl.load(sin + at, known).to(tl.float32), tl.load(sin + half + at, known).to(tl.float32)
-    if BACKWARD:  # the transpose: by the negative angle, where both halves have the same
+    if BACKWARD:  # the transpose: by the negative angle, if both halves have the same angles
         sin1, sin2 = -sin2, -sin1
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     tl.store(y + column, x1 * cos1 - x2 * sin1, inside)
@@ -98,11 +99,11 @@ def rotate(
     time: int = 0,
     height: int = 0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """q and k, rotated by the angles whose cos and sin are given, or with `backward` by the negative ones.
+    """q and k, rotated by the angles whose cos and sin are given; with `backward`, by the negative angles.
 
     Args:
         q, k: ``[B, heads, S, D]``, or None.
-        cos, sin: ``[S, columns]``, ``[1 or B, S, columns]``, or ``[3, 1 or B, S, columns]`` where there are planes.
+        cos, sin: ``[S, columns]``, ``[1 or B, S, columns]``, or, if there are planes, ``[3, 1 or B, S, columns]``.
         backward: whether q and k are gradients of the results.
         time, height: columns of a half that take the first plane, and the second; the others take the third.
     """
@@ -120,7 +121,7 @@ def rotate(
         and k is not None
         and q.dtype is k.dtype
         and (q_tokens_first == k_tokens_first or q_count == 1 or k_count == 1)
-        # Triton 3.7 for AMD doesn't compile a choice between a tensor of less than 2 GB and one of more.
+        # Triton 3.7 for AMD doesn't compile a choice between a tensor of less than 2 GB and a larger one.
         and torch.version.hip is None
     ):
         tokens_first = k_tokens_first if q_count == 1 else q_tokens_first  # a single head lies in both orders
@@ -173,7 +174,7 @@ def _launch(
 def _heads(x: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, tuple[int, ...], bool]:
     """q or k with adjacent columns, its output, its heads, its strides but the last, and whether a token's heads lie together.
 
-    The output has no gaps, and its heads and tokens lie in the order of x's.
+    The output has no gaps. Its heads and tokens lie in the order of x's.
     """
     if x is None:
         return None, None, 0, (), False

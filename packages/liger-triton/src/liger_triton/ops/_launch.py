@@ -1,7 +1,7 @@
-"""Launches that cost little: a compiled kernel is found again by what its compilation depends on.
+"""Launches that cost little: a compiled kernel is looked up by all that its compilation depends on.
 
-At small sizes an op takes as long as its Python. On an H200's host a launch with nine arguments takes 8.2 µs by this, and
-12.5 by `triton.jit`.
+At small sizes an op takes as long as its Python. On an H200's host such a launch with nine arguments takes 8.2 µs; by
+`triton.jit` it takes 12.5.
 """
 
 import functools
@@ -22,9 +22,9 @@ MOST_REMEMBERED = 4096
 
 
 def _specialised(n: int) -> int:
-    """What a kernel is compiled for of an integer: 1, which is compiled in; else its width, and whether 16 divides it.
+    """What Triton specialises a kernel on for an integer: 1 is compiled in; otherwise its width and whether 16 divides it.
 
-    `triton.jit` finds the same, as `specialize_impl`, of which it gives no part that costs less than a launch.
+    `triton.jit` finds the same in `specialize_impl`. No part of that which can be called costs less than a launch.
     """
     if n == 1:
         return 1
@@ -35,8 +35,8 @@ def _specialised(n: int) -> int:
 class Kernel:
     """A Triton kernel, launched as ``kernel[grid](tensors and numbers, CONSTANT=..., num_warps=...)``.
 
-    Runtime arguments are positional; constants, which come after them in the signature and in its order, and options
-    are named.
+    Runtime arguments are positional. Constants and options are named. Constants come after the runtime arguments in the
+    signature and are given in its order.
     """
 
     def __init__(self, jit: Any) -> None:
@@ -51,26 +51,28 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         key, given, pointers, device = list(named.values()), [], 0, -1
-        # There Triton compiles apart for tensors whose offsets fit 32 bits. Asked anew: one process compiles for several chips.
+        # On AMD, Triton compiles separately for tensors whose offsets fit 32 bits. Read on each launch: one process compiles for
+        # several chips.
         on_amd = torch.version.hip is not None
         for value in args:
             kind = value.__class__
             if kind is int:
                 key.append(_specialised(value))
-            elif isinstance(value, Tensor):  # of a subclass too: a key would keep it alive
+            elif isinstance(value, Tensor):  # including subclasses: as a key, a tensor would be kept alive
                 key.append(value.dtype)
                 if on_amd:
                     key.append(value.untyped_storage().size() < 1 << 31)
                 device = value.get_device()
                 value = value.data_ptr()
                 pointers |= value
-            else:  # None is compiled in; floats and bools are not, whatever their values
+            else:  # None is compiled in; the values of floats and bools are not
                 key.append(kind)
             given.append(value)
         key.append(device)
         key = tuple(key)
         compiled = self._compiled.get(key)
-        # A pointer's alignment is compiled too; unaligned ones are too rare to remember. Profilers hook launches.
+        # Triton compiles for a pointer's alignment as well. Unaligned pointers are too rare to remember. Profilers hook
+        # launches.
         if compiled is None or pointers % 16 or _hooked():
             self._launch_anew(grid, args, named, None if pointers % 16 else key)
             return
@@ -97,4 +99,4 @@ def kernel(function: Callable[..., Any] | None = None, /, **options: Any) -> Any
     if function is None:
         return functools.partial(kernel, **options)
     jit = triton.jit(function, **options)
-    return Kernel(jit) if isinstance(jit, JITFunction) else jit  # else Triton interprets
+    return Kernel(jit) if isinstance(jit, JITFunction) else jit  # otherwise Triton interprets

@@ -1,4 +1,4 @@
-"""What linear layers need of Triton: gradients that were made before the loss's own was known are scaled by it."""
+"""Triton's part of linear layers: it scales gradients that were made before the gradient of the loss was known."""
 
 import triton.language as tl
 from torch import Tensor

@@ -1,8 +1,8 @@
 """Statistics of rows of logits, for `logit_statistics` and `fused_linear_logit_statistics`.
 
-One program per row reads its logits once, keeping running maxima and, relative to them, running sums: of exponentials e^d,
-of their squares, and of e^d d for the entropy, log Σ e^d − Σ e^d d / Σ e^d, whose two terms have one sign. The maximum is
-that of logits before the temperature, by whose inverse differences of logits are multiplied.
+One program per row reads its logits once. It keeps running maxima and, relative to them, running sums: of exponentials e^d, of
+their squares, and of e^d d. The entropy is log Σ e^d − Σ e^d d / Σ e^d, whose two terms have one sign. Maxima are of the logits
+before the temperature. Differences of logits are multiplied by its inverse.
 """
 
 import triton
@@ -20,7 +20,7 @@ MOST_TARGETS = 128
 
 @triton.jit
 def _tempered(x, inverse):
-    """For a difference of logits, whose rounding is then relative to itself, not to the logits."""
+    """x / temperature, for a difference of logits: its rounding is then relative to the difference, not to the logits."""
     if inverse is None:
         return x
     else:
@@ -38,7 +38,7 @@ def _cooled(x, temperature):
 
 @triton.jit
 def _labels(target, k, count, k_stride, first_id, columns, ignore_index):
-    """Columns of some targets of a row; whether they count, and whether they are such."""
+    """Columns of some targets of a row, whether each target counts, and whether its column is here."""
     label = tl.load(target + k * k_stride, k < count, other=ignore_index)
     counts = label != ignore_index
     column = label - first_id
@@ -83,8 +83,8 @@ def _rows(
             tl.store(kept + rows + row, -1.0)
         return
 
-    # A thread holds whole groups of columns, so that each group has its own maximum and the loop exchanges nothing. They
-    # are neighbours where a thread can load them at once, else neighbouring threads load neighbours.
+    # A thread holds whole groups of columns, so each group has its own maximum and the loop exchanges nothing between threads.
+    # If a thread can load a group at once, its columns are neighbours. Otherwise neighbouring threads load neighbouring columns.
     # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
     maximum = tl.full([GROUPS], -3.4028234663852886e38, tl.float32)
     exp_sum = tl.zeros([GROUPS], tl.float32)
@@ -118,7 +118,7 @@ def _rows(
         depth = _tempered(x - higher[:, None], inverse)
         term = _exp_like(depth, logits)
         if entropy is not None:
-            # Of a maximum before the first logit, no sum is left, and the product could be infinite.
+            # The maximum before the first logit leaves no sum, and the product with it could be infinite.
             product_sum = rescale * (product_sum + tl.where(rescale == 0.0, 0.0, fall) * exp_sum)
             product_sum += tl.sum(tl.where(term == 0.0, 0.0, term * depth), axis=1)
         if log_sum_squares is not None:

@@ -11,15 +11,15 @@ from liger_core.host.rows import as_rows as as_rows
 def multiply(a, b, BLOCK: tl.constexpr):
     """a · b, to be added up along rows of BLOCK columns, with the same result in each thread that has the row's sum.
 
-    A thread with one column of a row would fuse its own product, unrounded, with a neighbour's, which is rounded, and
-    the neighbour the other way round.
+    A thread that has one column of a row would otherwise fuse its own unrounded product with a neighbour's rounded one, and the
+    neighbour would do the opposite.
     """
     return tl.fma(a, b, 0.0) if BLOCK <= 32 else a * b
 
 
 @triton.jit
 def packed(xs):
-    """Rows of 2-byte elements, ``[rows, columns]``, as uint32 of two neighbours each: half as many registers as in float32."""
+    """Rows of 2-byte elements, ``[rows, columns]``, as uint32 of two neighbours each: float32 takes twice the registers."""
     first, second = tl.split(tl.reshape(xs, (xs.shape[0], xs.shape[1] // 2, 2)))
     low = first.to(tl.uint16, bitcast=True).to(tl.uint32)
     return low | (second.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
@@ -27,7 +27,7 @@ def packed(xs):
 
 @triton.jit
 def unpacked(pairs, dtype: tl.constexpr):
-    """The first of each pair of `dtype`, and the second, in float32."""
+    """The first and the second of each pair of `dtype`, in float32."""
     first = pairs.to(tl.uint16).to(dtype, bitcast=True)
     return first.to(tl.float32), (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
 
@@ -40,30 +40,30 @@ def interleaved(first, second, dtype: tl.constexpr):
 
 @triton.jit
 def again(pairs, result):
-    """The same `pairs`, for all that a compiler knows others, once there is a `result` that isn't NaN.
+    """The same `pairs` once there is a `result` that isn't NaN. The compiler can't know that they are the same.
 
-    So what has been computed from them is computed again, and takes no registers until then.
+    So it computes what follows from them again, instead of keeping it in registers.
     """
     return pairs + (result != result).to(tl.uint32)
 
 
 def in_pairs(x: Tensor, columns: int, stride: int) -> bool:
-    """Whether threads load neighbours of a row of 2-byte elements, so that none of its pairs is `packed` across threads."""
+    """Whether threads load neighbours of a row of 2-byte elements: then no pair that `packed` makes is split between threads."""
     return x.element_size() == 2 and in_vectors(columns, stride)
 
 
 def in_vectors(*lengths: int) -> bool:
-    """Whether threads load 16 bytes of a row at once: Triton has to know that its length and distances are multiples of 16.
+    """Whether threads load 16 bytes of a row at once. Triton does so if it knows that length and strides are multiples of 16.
 
-    If not, they load one element after another, and each load has an address and a mask of its own in registers.
+    If not, threads load one element after another, and each load has its own address and mask in registers.
     """
     return not any(length % 16 for length in lengths)
 
 
 def power_of_2(size: int, least: int = 16) -> int:
-    """The least power of two that is no less than `size` and `least`, itself one.
+    """The least power of two that is at least `size` and `least`, which is one itself.
 
-    Found by comparisons, so that a dynamic size stays dynamic while torch.compile traces.
+    It uses comparisons, so that a dynamic size stays dynamic while torch.compile traces.
     """
     power = least
     while power < size:
@@ -72,20 +72,20 @@ def power_of_2(size: int, least: int = 16) -> int:
 
 
 def tile_read_twice(columns: int) -> tuple[int, int, int]:
-    """What a program takes that reads its rows a second time from the cache: as `tile_of`, which is for rows held.
+    """The rows, columns and warps of a program that reads its rows a second time, from the cache. See `tile_of`.
 
-    What isn't held takes no registers, so more programs are at work while others wait for their sums. That holds as
-    long as the first read asks the cache to keep the row and the second to let it go (``evict_last``, ``evict_first``).
+    Rows that aren't held take no registers, so more programs run while others wait for their sums. This holds only if the first
+    read asks the cache to keep the row and the second to let it go (``evict_last``, ``evict_first``).
     """
     block = power_of_2(columns)
     return max(1, 4096 // block), block, 4 if block <= 4096 else 8
 
 
 def tile_of(columns: int) -> tuple[int, int, int]:
-    """What a program takes that holds whole rows in registers: rows, columns (each a power of two), and its warps.
+    """The rows, columns and warps of a program that holds whole rows in registers. Rows and columns are powers of two.
 
-    That is 2048 elements or one row, and 16 elements a thread as far as 16 warps go: two 16-byte loads of bf16 in
-    flight per thread, and registers few enough (32 to 40 in forward kernels) for a multiprocessor to be full.
+    That is 2048 elements or one row, and 16 elements per thread, up to 16 warps. Each thread has two 16-byte loads of bf16 in
+    flight, and uses few enough registers (32 to 40 in forward kernels) to fill a multiprocessor.
     """
     block = power_of_2(columns)
     return max(1, 2048 // block), block, min(max(4, block // 512), 16)

@@ -1,4 +1,4 @@
-"""Products of float32 matrices on tensor cores that multiply bfloat16: each operand is the sum of three bfloat16 numbers."""
+"""Float32 matrix products on bfloat16 tensor cores: each operand is the sum of three bfloat16 numbers."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def _cut(a):
-    """The first eight bits of each float32's fraction, as bfloat16, and the rest, exactly.
+    """The first eight bits of each float32's fraction, as bfloat16, and the exact rest.
 
-    Without rounding it takes no conversion, of which a multiprocessor has 16 a cycle (sm_90).
+    It cuts instead of rounding, because rounding takes a conversion, and a multiprocessor does only 16 of those per cycle
+    (sm_90).
     """
     bits = a.to(tl.uint32, bitcast=True)
     high = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -17,7 +18,7 @@ def _cut(a):
 
 @triton.jit
 def _split(a):
-    """Three bfloat16 numbers for each float32, which is their sum; the largest first."""
+    """Three bfloat16 numbers whose sum is the float32 number, the largest first."""
     high, rest = _cut(a)
     middle, rest = _cut(rest)
     low, _ = _cut(rest)
@@ -26,12 +27,12 @@ def _split(a):
 
 @triton.jit
 def product(a, b, total, ROUGH: tl.constexpr = False):
-    """total + a · b, each a float32, bfloat16 or float16 matrix, as exact as in float32; ROUGH: to a relative 2⁻¹⁶.
+    """total + a · b, for float32, bfloat16 or float16 matrices, as exact as in float32. ROUGH: to a relative 2⁻¹⁶.
 
-    Tensor cores cut off what they add up, at each step: so a call's sum starts at zero, and is added to `total` with
-    rounding. What is small is added up first.
+    Tensor cores truncate at each step of a sum. So each call's sum starts at zero and is added to `total` with rounding. The
+    smallest products are added up first.
     """
-    nothing = total * 0.0  # a zero that isn't known: else the compiler would start at `total`
+    nothing = total * 0.0  # a zero that the compiler doesn't know: otherwise it would start at `total`
     if a.dtype == tl.bfloat16:
         if b.dtype == tl.bfloat16:
             return total + tl.dot(a, b, nothing)

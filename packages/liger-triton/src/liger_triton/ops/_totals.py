@@ -1,4 +1,4 @@
-"""Gradients of a scale and a shift: the partial sums of both, and of a scalar, are added up in one launch."""
+"""Gradients of a scale and a shift: one launch adds up the partial sums of both, and of a scalar."""
 
 import torch
 import triton.language as tl
@@ -42,11 +42,11 @@ def totals(
     scalar: Tensor | None = None,
     scalars: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The sums of partial sums, in the dtypes and shapes of `first`, `second` and `scalar`; None for what is None.
+    """The sums of partial sums, in the dtypes and shapes of `first`, `second` and `scalar`; None for each that is None.
 
     Args:
         partial: float32, contiguous: `rows` rows of `columns` elements for `first` and as many for `second`, then
-            `scalars` elements for `scalar`. What is None has none.
+            `scalars` elements for `scalar`. It has none for an argument that is None.
         rows: partial sums of each element.
         columns: elements of `first`, and of `second`.
         first: the argument whose gradient is the first sum.
@@ -58,7 +58,7 @@ def totals(
         None if like is None else torch.empty_like(like, memory_format=torch.contiguous_format)
         for like in (first, second, scalar)
     )
-    # 32 columns are one 128-byte line of each row: the narrowest block, for the most programs.
+    # 32 columns are one 128-byte line of each row: the narrowest block, which gives the most programs.
     blocks = (columns + 31) // 32
     programs = blocks * ((first is not None) + (second is not None))
     if scalar is not None:

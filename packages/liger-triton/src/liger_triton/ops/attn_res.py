@@ -1,6 +1,6 @@
-"""Attention residuals: forward reads each source once, with a running softmax; backward twice, the second time from L2.
+"""Attention residuals: forward reads each source once, with a running softmax. Backward reads it twice, the second time from L2.
 
-The statistics of a row are a score and an inverse root mean square of each source.
+The statistics of a row are a score and an inverse root mean square for each source.
 """
 
 import torch
@@ -16,7 +16,7 @@ from liger_triton.ops._launch import kernel
 from liger_triton.ops._partial_sums import total
 from liger_triton.ops._rows import in_vectors, multiply, power_of_2, tile_of
 
-# Longer rows are read in blocks. Of elements that are loaded one by one each has addresses of its own.
+# Longer rows are read in blocks. Elements that are loaded one by one need an address each, so their limit is half.
 LONGEST = 8192
 LONGEST_BY_ONES = 4096
 LONG_BLOCK = 4096
@@ -79,7 +79,7 @@ def _only(values, lane, source):
 
 @triton.jit
 def _load_statistics(statistics, row, rows, lane, sources):
-    """Scores, inverse root mean squares and the softmax of each row, 0 where there is no source."""
+    """Scores, inverse root mean squares and the softmax of each row; 0 past the last source."""
     there = (row < rows) & (lane < sources)
     scores = tl.load(statistics + row * sources + lane, there, other=0.0)
     r = tl.load(statistics + tl.cast(rows, tl.int64) * sources + row * sources + lane, there, other=0.0)
@@ -139,7 +139,7 @@ def _backward(
 
 @triton.jit
 def _load_source(blocks, partial, source, count, row, column, inside, block_stride, row_stride, partial_stride):
-    """A part of a row of a source, of which the last one may be partial."""
+    """A part of a row of a source. The last source may be `partial`."""
     at = tl.cast(source, tl.int64) * block_stride + row * row_stride + column
     if partial is None:
         return tl.load(blocks + at, inside, other=0.0).to(tl.float32)
@@ -192,7 +192,7 @@ def _backward_long(
     dblocks, dpartial, slopes, dy, blocks, partial, query, weight, statistics, rows, columns, count, sources,
     dy_stride, block_stride, row_stride, partial_stride, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a row's sources; what each is multiplied by in the gradient of query · weight goes to `slopes`."""
+    """The gradients of a row's sources. `slopes` gets each source's factor in the gradient of query · weight."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, SOURCES)[None, :]
     products = tl.zeros((1, SOURCES), tl.float32)
@@ -234,7 +234,7 @@ def _sums_long(
     sums, slopes, blocks, partial, rows, columns, count, sources, block_stride, row_stride, partial_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of the sum over all rows of all sources."""
+    """A block of columns of the sum over all rows and all sources."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     total_sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for source in range(0, sources):
@@ -319,7 +319,7 @@ class _Kernels(AttnResKernels):
 
 
 def _tile(columns: int, vectors: bool) -> tuple[int, int, int]:
-    """Rows, columns and warps; twice as many warps where elements are loaded one by one."""
+    """Rows, columns and warps; twice as many warps if elements are loaded one by one."""
     tile_rows, block, warps = tile_of(columns)
     return tile_rows, block, warps if vectors else min(2 * warps, 16)
 

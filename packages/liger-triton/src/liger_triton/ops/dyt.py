@@ -12,16 +12,17 @@ from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows, power_of_2
 from liger_triton.ops._totals import totals
 
-# Eight columns a thread, one 16-byte load of bf16; of several rows, so that as many loads are in flight.
+# Eight columns per thread, one 16-byte load of bf16. A program takes several rows, so that several such loads are in flight.
 MOST_COLUMNS = 1024
 COLUMNS_PER_WARP = 256
 ROWS = 4
-# Elements up to which forward takes one row and more columns, so that there are more programs: on an H200 (triton 3.6),
-# 2048 x 2048 in bfloat16 take 0.0092 ms instead of 0.0106, 4096 x 2048 0.0137 instead of 0.0153; 8192 x 4096 0.0420, not 0.0393.
+# Up to this many elements, forward takes one row and more columns, so that there are more programs. On an H200 (triton 3.6), in
+# bfloat16, 2048 x 2048 takes 0.0092 ms instead of 0.0106 and 4096 x 2048 0.0137 instead of 0.0153. 8192 x 4096 would take 0.0420
+# instead of 0.0393.
 FEW = 1 << 23
 FEW_COLUMNS = 2048
-# Warps of the backward on a multiprocessor: few, which have two tiles on their way to shared memory beside the one that
-# they work on. On an H200 (triton 3.6), 16384 x 8192 in bfloat16: 0.200 ms; without tiles on their way 0.313.
+# The backward's warps per multiprocessor. Few are enough, because programs prefetch two tiles to shared memory. On an H200
+# (triton 3.6), 16384 x 8192 in bfloat16 takes 0.200 ms; without prefetching 0.313.
 WARPS = 8
 STAGES = 3
 
@@ -31,7 +32,7 @@ def _tanh(u, EXACT: tl.constexpr):
     """tanh(u), and a quarter of its derivative: to float32's precision if EXACT, else to a relative 1e-5."""
     q = tl.exp2(-2.8853900817779268 * tl.abs(u))  # e^(−2|u|)
     square = u * u
-    # Near 0, q has no correct digit left beside 1.
+    # Near 0, 1 − q has no correct digit.
     if EXACT:
         r = 1.0 / (1.0 + q)
         tail = (1.0 - q) * r
@@ -52,7 +53,7 @@ def _tanh(u, EXACT: tl.constexpr):
 
 @triton.jit
 def _load_alpha(alpha):
-    """alpha in float32, within ±1e30: infinity times the 0 beside what there is would be NaN in the sums."""
+    """alpha in float32, within ±1e30: infinity times the zeros past the rows and columns would be NaN in the sums."""
     a = tl.load(alpha).to(tl.float32)
     return tl.where(tl.abs(a) > 1e30, tl.where(a > 0.0, 1e30, -1e30), a)
 
@@ -95,7 +96,7 @@ def _backward(
         slope = dys * scale[None, :] * quarter
         if dx is not None:
             tl.store(dx + row * columns + column[None, :], slope * a, inside)
-        # A thread holds all rows of its columns, or a warp does: no exchange between the warps.
+        # All rows of a column are in one thread or one warp, so warps exchange nothing.
         if ALPHA:
             dalpha += tl.sum(slope * xs, 0)
         if GAMMA:
@@ -161,7 +162,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...
 
 
 def _divide(rows: int, columns: int, tile_rows: int, most_columns: int) -> tuple[int, int, int, int]:
-    """Columns and rows of a tile, and how many tiles there are along each. Few columns make room for more rows."""
+    """Columns and rows of a tile, and how many tiles there are along each. With few columns a tile has more rows."""
     block = min(power_of_2(columns), most_columns)
     tile_rows *= max(1, COLUMNS_PER_WARP // 2 // block)
     return block, tile_rows, (columns + block - 1) // block, (rows + tile_rows - 1) // tile_rows

@@ -1,4 +1,4 @@
-"""Embedding: rows are gathered; backward sorts the indices and writes every row of the gradient once, without atomics."""
+"""Embedding: forward gathers rows. Backward sorts the indices and writes every row of the gradient once, without atomics."""
 
 import torch
 import triton
@@ -11,21 +11,21 @@ from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows, power_of_2
 
 FORWARD_TILE, FORWARD_COLUMNS, FORWARD_WARPS = 4096, 128, 4
-"""Elements and columns that a program gathers. All rows' first columns come before the next ones, so that a row that is
-asked for twice is still in the cache: on an H200, 65536 of 128256 rows of 4096 bf16 take 0.253 ms, by whole rows 0.263."""
+"""Elements and columns that a program gathers. The first columns of all rows come before the next columns, so that a row that is
+looked up twice is still in the cache. On an H200, 65536 of 128256 rows of 4096 bf16 take 0.253 ms; by whole rows 0.263."""
 MOST_RANKED = 65536
-"""Indices that are sorted here: on an H200, 16384 in 0.015 ms and 65536 in 0.051, where torch.sort takes 0.088 and 0.092.
-The work grows with their square."""
+"""Up to this many indices are sorted here, and more by torch.sort. On an H200, 16384 take 0.015 ms and 65536 take 0.051; by
+torch.sort 0.088 and 0.092. The work here grows with their square."""
 MOST_COUNTED, COUNTED = 2048, 16
-"""Indices whose order and runs are found in one launch, by comparing each with each, and those whose places one of its
-programs finds: on an H200 (triton 3.6), 2048 of 32000 rows of 2048 take 0.053 ms and the host 27 µs, sorted and then searched,
-which takes three launches, 0.061 ms and 52 µs."""
+"""Up to MOST_COUNTED indices, one launch finds their order and runs, by comparing each with each. COUNTED is how many of their
+places one of its programs finds. On an H200 (triton 3.6), 2048 of 32000 rows of 2048 take 0.053 ms and the host 27 µs. Sorting
+and then searching takes three launches, 0.061 ms and 52 µs."""
 SORTED, MOST_MERGED = 1024, 64
 """Indices that one program sorts, and whose final places one program finds."""
 FOUND, SUMMED = 1024, 4
 """Rows of the weight whose positions one program finds, and whose gradients one program writes."""
 CHUNK = 64
-"""Sorted positions that are summed ahead, by a program of their own, where all of them have the same index."""
+"""Sorted positions that one program sums ahead, if all of them have the same index."""
 BACKWARD_BLOCK, BACKWARD_WARPS = 2048, 4
 
 
@@ -46,7 +46,7 @@ def _look_up(
 
 @triton.jit
 def _load_indices(indices, position, rows, vocabulary):
-    """Those at `position`; one out of range, or past the end, is `vocabulary`."""
+    """The indices at `position`. An index that is out of range or past the end becomes `vocabulary`."""
     index = tl.load(indices + position, position < rows, other=-1).to(tl.int64)
     return tl.where((index >= 0) & (index < vocabulary), index, vocabulary)
 
@@ -55,7 +55,7 @@ def _load_indices(indices, position, rows, vocabulary):
 def _order_few(
     starts, order, indices, rows, vocabulary, finders, ALL: tl.constexpr, FOUND: tl.constexpr, COUNTED: tl.constexpr
 ):  # fmt: skip
-    """Write the first sorted position of every index, and of what follows the last; and where each sorted one was."""
+    """Write the first sorted position of each index, where the last one ends, and each sorted index's original position."""
     program = tl.program_id(0)
     position = tl.arange(0, ALL)
     index = _load_indices(indices, position, rows, vocabulary)
@@ -85,7 +85,7 @@ def _sort_blocks(packed, indices, rows, vocabulary, shift, BLOCK: tl.constexpr):
 def _merge_blocks(
     keys, order, packed, rows, shift, BLOCKS: tl.constexpr, STEPS: tl.constexpr, MERGED: tl.constexpr
 ):  # fmt: skip
-    """Write the index and the position of each element at its place: how many are less, by binary search in each block."""
+    """Write the index and position of each element at its place: the number of lesser ones, by binary search in each block."""
     BLOCK: tl.constexpr = 1 << STEPS
     value = tl.load(packed + tl.program_id(0) * MERGED + tl.arange(0, MERGED))
     block = packed + tl.arange(0, BLOCKS)[None, :] * BLOCK
@@ -101,7 +101,7 @@ def _merge_blocks(
 
 @triton.jit
 def _sum_rows(order, x, x_stride, first, last, column, inside, BLOCK: tl.constexpr):
-    """The sum of the rows of x from `first` to `last`, or of those that `order` has there."""
+    """The sum of the rows of x from `first` to `last`; with `order`, of the rows that it names there."""
     sums = tl.zeros((1, BLOCK), tl.float32)
     for place in range(first, last):
         row = place
@@ -116,12 +116,12 @@ def _find_runs(
     starts, partial, dy, keys, order, rows, step, vocabulary, columns, blocks, finders, dy_stride,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Write the first sorted position of every index, and of what follows the last; sum the chunks inside of a run."""
+    """Write the first sorted position of each index, and where the last one ends. Sum each chunk that lies inside a run."""
     program = tl.program_id(0)
     if program < finders:
         index = program.to(tl.int64) * FOUND + tl.arange(0, FOUND)
         start = tl.zeros((FOUND,), tl.int64)
-        while step > 0:  # a binary search, by steps that are powers of two
+        while step > 0:  # a binary search, in steps that are powers of two
             further = start + step
             below = tl.load(keys + further - 1, further <= rows, other=0).to(tl.int64) < index
             start = tl.where((further <= rows) & below, further, start)
@@ -146,17 +146,18 @@ def _sum_runs(
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < columns
     start = tl.load(starts + first)
-    following = tl.load(starts + first + 1)  # there is one for what follows the last row
-    # Unrolled: triton 3.6 takes what a loop carries for dead where it does nothing but bound an inner loop, and
-    # `start` and `following` would stay what they were (tritongpu-remove-layout-conversions).
+    following = tl.load(starts + first + 1)  # the last row has a following one too: `starts` has an entry for the end
+    # Unrolled: if a variable that a loop carries only bounds an inner loop, triton 3.6 takes it for dead
+    # (tritongpu-remove-layout-conversions). `start` and `following` would then never change.
     for i in tl.static_range(ROWS):
         index = first + i
         end = following
-        following = tl.load(starts + tl.minimum(index + 2, vocabulary))  # before it is needed
+        following = tl.load(starts + tl.minimum(index + 2, vocabulary))  # loaded before it is needed
         last = end
         if padding_idx is not None:
             last = tl.where(index == padding_idx, start, end)
-        # Without whole chunks in it, a run ends where its first part does: no branches, which triton 3.5 fails to compile here.
+        # If a run has no whole chunks, its first part is all of it. That avoids branches, which triton 3.5 fails to compile
+        # here.
         rest = last
         if partial is not None:
             first_chunk, last_chunk = tl.cdiv(start, CHUNK), last // CHUNK
@@ -173,7 +174,7 @@ def _sum_runs(
 
 
 def _sort(indices: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """The indices in order, those out of range at the ends, and where each was."""
+    """The sorted indices and their original positions. Indices out of range are at the ends."""
     indices = indices.contiguous().view(-1)
     rows = indices.shape[0]
     if rows > MOST_RANKED:
@@ -205,7 +206,7 @@ def forward(needs: Needs, indices: Tensor, weight: Tensor, *, padding_idx: int |
         y, indices.contiguous(), weight, rows, vocabulary, columns, row_stride, column_stride,
         ROWS=tile_rows, BLOCK=block, num_warps=FORWARD_WARPS,
     )  # fmt: skip
-    # The weight itself is not saved, so that it may change before backward: an empty tensor holds its rows and dtype.
+    # The weight itself is not saved, so that it may change before backward. An empty tensor holds its row count and dtype.
     return y, (indices, weight.new_empty((vocabulary, 0))) if needs[0] else ()
 
 
@@ -229,8 +230,8 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, padding_idx: int | None)
             ALL=power_of_2(rows), FOUND=FOUND, COUNTED=COUNTED, num_warps=4,
         )  # fmt: skip
     else:
-        # So that a frequent index, such as padding, doesn't keep its program for long, chunks that lie inside a run are
-        # summed ahead, each by a program of its own: a run of n indices takes n / 64 + 64 steps and not n.
+        # Chunks that lie inside a run are summed ahead, each by its own program. So a frequent index, such as padding, doesn't
+        # keep one program busy for long: a run of n indices takes about n / 64 + 64 steps instead of n.
         keys, order = _sort(indices, vocabulary)
         chunks = rows // CHUNK
         partial = torch.empty((chunks, columns), dtype=torch.float32, device=dy.device)

@@ -32,5 +32,5 @@ def backward(
         dsum, dweight = (None if dh is None else dh.clone()), None
     else:
         dsum, dweight = launch_backward(needs_x or needs_residual, needs_weight, dy, dh, h, weight, inverse_rms, offset)
-    # One tensor for both: autograd adds in place only to a tensor that nobody else holds.
+    # Both gradients are one tensor: autograd adds in place only to a tensor that nobody else holds.
     return dsum if needs_x else None, dsum if needs_residual else None, dweight

@@ -1,4 +1,4 @@
-"""Distillation of two linear layers: the kernels of `_distillation` work on chunks of logits, which PyTorch's matmul computes."""
+"""Distillation of two linear layers: PyTorch's matmul computes chunks of logits, and `_distillation`'s kernels work on those."""
 
 from liger_core.contract import implements
 from liger_core.host.fused_linear_distillation import FusedLinearDistillation

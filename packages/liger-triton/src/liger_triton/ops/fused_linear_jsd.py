@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence of two linear layers: kernels work on chunks of logits, which PyTorch's matmul computes."""
+"""Jensen-Shannon divergence of two linear layers: PyTorch's matmul computes chunks of logits, and kernels work on those."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from liger_triton.ops._divergences import above_mixture, count_of, finite, total
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._linear import LINEAR
 
-# Of each tensor's block in `_rows`: 16 warps, of which two programs fit a multiprocessor.
+# Bytes of each tensor's block in `_rows`. A block takes 16 warps, and two programs fit a multiprocessor.
 BLOCK_BYTES = 16384
 STAGES = 3
 
@@ -25,9 +25,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _lanes(ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """Columns of a block, in groups that a thread holds whole, so that what a loop adds up per group stays in the thread.
+    """The columns of a block, in groups. A thread holds whole groups, so what a loop adds up per group stays in the thread.
 
-    They are neighbours where a thread can load them at once, else neighbouring threads load neighbours.
+    If a thread can load a group at once, its columns are neighbours. Otherwise neighbouring threads load neighbouring columns.
     """
     if ALIGNED:
         return tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -63,7 +63,7 @@ def _log2_probability(logits, at, inside, top, scale, log_sum):
 
 @triton.jit
 def _above(q, p, beta, rest, FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr):
-    """What log2 probabilities exceed those by that they are compared with, the student's and the teacher's."""
+    """How far the log2 probabilities of student and teacher are above those that each is compared with."""
     if FORWARD or REVERSE:
         return q - p, p - q
     else:
@@ -97,7 +97,7 @@ def _rows(
     lanes = _lanes(ALIGNED, GROUPS, GROUP)
     from_q = tl.zeros([GROUPS], tl.float32)
     from_p = tl.zeros([GROUPS], tl.float32)
-    # Backwards: what was read last is in the cache still.
+    # Backwards: what was read last is still in the cache.
     for back in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
         column = (columns - 1) // (GROUPS * GROUP) * (GROUPS * GROUP) - back + lanes
         q = _log2_probability(student, column, column < columns, q_top, scale, q_log_sum)
@@ -153,7 +153,7 @@ def _gradient(
     if FORWARD:
         gradient = tl.exp2(q) - tl.exp2(p)
     else:
-        # Of a log-softmax: a class's part of the sum, without its probability's share of the whole sum.
+        # The gradient of a log-softmax: a class's part of the sum, minus its probability's share of the whole sum.
         factor *= LN_2 if REVERSE else rest * LN_2
         above_q = _above(q, p, beta, rest, FORWARD, REVERSE, HALF)[0]
         gradient = tl.exp2(q) * (above_q - tl.load(statistics + 4 * rows + row))
@@ -161,7 +161,7 @@ def _gradient(
 
 
 def _options(given: Given) -> tuple[tuple[int, float, float, float], dict[str, bool]]:
-    """Runtime arguments of both kernels, and their constants."""
+    """Runtime arguments and constants of both kernels."""
     beta = given.beta
     kind = {"FORWARD": beta == 0, "REVERSE": beta == 1, "HALF": beta == 0.5}
     return (given.ignore_index, given.temperature, beta, 1.0 - beta), kind

@@ -1,4 +1,4 @@
-"""Statistics of a linear layer's logits: kernels work on tiles of logits, which PyTorch's matmul computes in float32."""
+"""Statistics of a linear layer's logits: PyTorch's matmul computes tiles of logits in float32, and kernels work on those."""
 
 from liger_core.contract import implements
 from liger_core.host.fused_linear_logit_statistics import FusedLinearStatistics

@@ -1,7 +1,7 @@
-"""Mixture of experts: blocks of the slots of one expert, sorted, meet blocks of its weights; rows are gathered in the loads.
+"""Mixture of experts: slots are sorted by expert, and blocks of one expert's slots meet blocks of its weights.
 
-Each block of rows knows its expert from a table. The gradient of a weight is one program's sum over the expert's slots, so no
-result depends on an order of programs. Experts with many slots come first.
+Loads gather the slots' rows. A table gives the expert of each block of rows. One program sums a weight's gradient over the
+expert's slots, so no result depends on an order of programs. Experts with many slots come first.
 """
 
 import torch
@@ -21,14 +21,14 @@ TILES_IN_TURN = 8
 """Blocks of rows whose programs run together on all blocks of columns, so that what they load is still in the L2 cache."""
 
 COUNTED, FOUND = 128, 16
-"""Slots that a program counts and places, and experts or blocks of rows that one finds."""
+"""Slots that one program counts and places; experts or blocks of rows that one program finds."""
 CLEARERS = 8
 """Programs that write an expert's zeros."""
 SUMMED = 128
-"""Slots whose float32 terms of a weight's gradient are added one after another. Of n terms such a sum is off by √n roundings,
-where PyTorch's product divides them among several sums."""
+"""Slots whose float32 terms of a weight's gradient are added one after another. A sum of n terms made so is off by √n roundings.
+PyTorch's product divides the terms among several sums."""
 MOST_BLOCKS, MOST_EXPERTS = 2048, 512
-"""Up to which slots are sorted here: one program adds up what the blocks have counted."""
+"""Slots are sorted here up to so many blocks and experts, because one program adds up what all blocks have counted."""
 
 
 @triton.jit
@@ -58,9 +58,9 @@ def _place(tiles, columns, COLUMNS: tl.constexpr, TURN: tl.constexpr):
 
 @triton.jit
 def _rows(start, end, ROWS: tl.constexpr):
-    """The sorted slots of a block, and which of them it has; the others are the last one again, to load without a mask.
+    """The sorted slots of a block, and which of them exist. The others repeat the last slot, so that they load without a mask.
 
-    Takes numbers: pointers that a store's address depends on through a call are written to, for all torch.compile knows.
+    It takes numbers: torch.compile assumes that a pointer is written to if a store's address depends on it through a call.
     """
     row = start + tl.arange(0, ROWS)
     return tl.minimum(row, end - 1), row < end
@@ -111,7 +111,7 @@ def _count(keys, counts, indices, slots, experts, per_token, BLOCK: tl.constexpr
 
 @kernel(do_not_specialize=["blocks", "experts", "rows"])
 def _scan(starts, ends, counts, blocks, experts, rows, BLOCKS: tl.constexpr, EACH: tl.constexpr, EXPERTS: tl.constexpr):
-    """Write where each expert's slots start, and which block of rows is its last; make counts where those of a block start."""
+    """Write where each expert's slots start and where its blocks of rows end. Turn each block's counts into starts."""
     block = tl.arange(0, BLOCKS)[:, None]
     start, end = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     for first in range(0, EXPERTS, EACH):
@@ -155,7 +155,7 @@ def _place_slots(
         count = (tl.load(starts + every + 1, there, other=0) - tl.load(starts + every, there, other=1)).to(tl.int32)
         mine = tl.load(starts + own + 1, own < experts, other=0) - tl.load(starts + own, own < experts, other=0)
         mine = mine.to(tl.int32)
-        # Those that are not there have -1.
+        # Lanes past the last expert have -1.
         more = (count[None, :] > mine[:, None]) | ((count[None, :] == mine[:, None]) & (every[None, :] < own[:, None]))
         rank = tl.sum(more.to(tl.int32), 1)
         tl.store(by_size + rank, own.to(tl.int64), own < experts)
@@ -208,7 +208,7 @@ def _up(
                 rounded = kept_gates.to(factors.dtype.element_ty).to(tl.float32)
                 if limit is not None:
                     rounded = tl.where(rounded > bound, bound, rounded)
-                # To the first order: what is left of the gate, times the change of the activation by it.
+                # A first-order correction: what rounding took from the gate, times the derivative of the activation.
                 kept_ups += tl.where(acts == 0.0, 0.0, ups * (gates - rounded) * (slopes / acts))
         if limit is not None:
             infinity = float("inf")
@@ -314,7 +314,7 @@ def _weight_gradient(
     LEFT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     SPAN: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """Sums over so many slots, a span, are summed up; if it is None, over all slots at once."""
+    """The product of an expert's slots. It adds up sums over SPAN slots each; without SPAN, one sum over all slots."""
     tiles = tl.cdiv(rows, ROWS)
     programs = tiles * tl.cdiv(columns, COLUMNS)
     expert = tl.load(by_size + tl.program_id(0) // programs)
@@ -372,7 +372,7 @@ def _sum_slots(
     result, slots, scale, keys, places, experts, tokens, per_token, columns,
     MARKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each slot's row lies at its place among the sorted ones."""
+    """Add up each token's slots. A slot's row lies at its place in the sorted order."""
     blocks = tl.cdiv(columns, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -402,7 +402,7 @@ class Kernels(MoEKernels):
         return 128 if each >= 64 else 64 if each >= 24 else 16
 
     def route(self, indices: Tensor, experts: int, rows: int) -> Routing:
-        """The same by counting, which on an H200 takes a tenth of the time that PyTorch's operators take."""
+        """As the base class does, but by counting: on an H200 it takes 10 % of the time of PyTorch's operators."""
         tokens, per_token = indices.shape
         slots = indices.numel()
         blocks = (slots + COUNTED - 1) // COUNTED
@@ -454,7 +454,7 @@ class Kernels(MoEKernels):
         )  # fmt: skip
 
     def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
-        """Sorted."""
+        """The result is in sorted order."""
         if total is None and last and _grouped(weight.shape[1], left, weight):
             return _multiply(left, weight.transpose(1, 2), routing)
         experts, columns, depth = weight.shape
@@ -489,7 +489,7 @@ class Kernels(MoEKernels):
         if dfactors is None and sums is None:
             depth = 0
         elif _grouped(columns, dy, down) and (sums is None or expert_weights.element_size() == 2):
-            # It rounds d to bfloat16, which is more than a float32 gradient of the weights bears.
+            # The product rounds d to bfloat16. A float32 gradient of the weights needs more precision.
             products = _multiply(routing.gathered(dy), down, routing)
         _gradient[(tiles * ((columns + width - 1) // width),)](
             dfactors, weighted, sums, products, dy, down, factors, expert_weights, routing.order, *routing.tables(),
@@ -511,7 +511,7 @@ class Kernels(MoEKernels):
                 lefts = routing.gathered(left) if gathers == "left" else left
                 rights = routing.gathered(right) if gathers == "right" else right
                 result = _multiply(lefts.t(), rights, routing)
-                # What it leaves where there is nothing to sum is not documented.
+                # PyTorch doesn't document what the product leaves for experts without slots.
                 _clear[(experts * CLEARERS,)](result, routing.starts, rows * columns, CLEARERS, BLOCK=4096, num_warps=4)
                 return result
             result = left.new_empty(experts, rows, columns)
@@ -539,10 +539,10 @@ class Kernels(MoEKernels):
 
 
 def _grouped(columns: int, *operands: Tensor) -> bool:
-    """Whether PyTorch multiplies these faster than the kernels here: in bfloat16 on Hopper, with rows of whole 16 bytes.
+    """Whether PyTorch multiplies these faster than the kernels here: in bfloat16 on Hopper, if rows are multiples of 16 bytes.
 
-    There its grouped product takes 626 to 684 TFLOP/s at the largest sizes, and these 329 to 616 (H200, torch 2.11). The
-    `columns` of its result are whole 16 bytes as well: it would make longer rows.
+    At the largest sizes its grouped product achieves 626 to 684 TFLOP/s there, the kernels here 329 to 616 (H200, torch 2.11).
+    The result's `columns` have to be a multiple of 16 bytes as well: PyTorch would pad its rows.
     """
     device = operands[0].device
     if columns % 8 or operands[0].dtype is not torch.bfloat16 or not is_hopper(device):
@@ -551,19 +551,19 @@ def _grouped(columns: int, *operands: Tensor) -> bool:
 
 
 def _in_rows(operand: Tensor) -> bool:
-    """Whether a dimension has adjacent elements, and those of the others lie multiples of 8 apart, from the first one on."""
+    """Whether one dimension has adjacent elements, and the other strides and the start are multiples of 8 elements."""
     *outer, row, column = operand.stride()
     apart = row if column == 1 else column if row == 1 else 1
     return not (apart % 8 or any(stride % 8 for stride in outer) or operand.storage_offset() % 8)
 
 
 def _multiply(left: Tensor, right: Tensor, routing: Routing) -> Tensor:
-    """PyTorch's product of each expert's rows, or over them. It writes no rows of slots without an expert."""
+    """PyTorch's product of each expert's rows, or over them. It leaves the rows of slots without an expert unwritten."""
     return torch._grouped_mm(left, right, offs=routing.starts[1:].int())
 
 
 WIDTHS = {"up": (128, 64), "product": (128, 128), "gradient": (64, 32), "weight_gradient": (128, 128)}
-"""Columns of a block with 2-byte operands, on chips with more than 200 KiB of shared memory, and on others. More of them would
+"""Columns of a block with 2-byte operands, on chips with more than 200 KiB of shared memory, and on others. More columns would
 spill registers: `_up` has two blocks of sums, and `_gradient` needs the factors beside its own."""
 
 
@@ -574,7 +574,7 @@ def _width(x: Tensor, columns: int, kind: str) -> int:
 
 
 def _tile(x: Tensor, rows: int, columns: int, depth: int, kind: str) -> tuple[int, int, dict[str, int]]:
-    """Columns of a block, how deep its operands are at a time, and how to launch its program."""
+    """Columns of a block, the depth that a program reads at a time, and its launch options."""
     width = _width(x, columns, kind)
     deep = min(power_of_2(depth, 16), 32 if x.element_size() == 4 else 64)
     if not in_vectors(columns, depth):

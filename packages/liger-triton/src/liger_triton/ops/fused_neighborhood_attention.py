@@ -1,10 +1,11 @@
 """Neighborhood attention: blocks of queries meet the keys around them in small matrix products.
 
-Positions of one residue modulo the dilation see each other and no others, so a program works on one residue, where
-windows are dense. Where a block of keys holds the windows of at least half as many queries, a program needs one block of
-each tensor, also backward, whose scores serve dq, dk and dv. With wider windows it goes from block to block: forward with
-an online softmax; backward over the keys that its queries see, for dq, and over the queries that see its keys, for dk
-and dv.
+Positions of one residue modulo the dilation see each other and no others. So a program works on one residue, in which windows
+are dense. If a block of keys holds the windows of at least half as many queries, a program needs one block of each tensor. That
+holds for backward too, whose scores serve dq, dk and dv.
+
+With wider windows a program goes from block to block. Forward uses an online softmax. Backward goes over the keys that its
+queries see for dq, and over the queries that see its keys for dk and dv.
 """
 
 from typing import Any
@@ -32,7 +33,7 @@ def _dot(a, b):
 
 @triton.jit
 def _place(length, dilation, heads, STEP: tl.constexpr, PARTS: tl.constexpr):
-    """This program's sample, head, residue, its first position among those of the residue, and its part of the columns."""
+    """This program's sample, head, residue, first position within the residue, and part of the columns."""
     blocks = tl.cdiv(tl.cdiv(length, dilation), STEP)
     part = tl.program_id(0) % PARTS
     rest = tl.program_id(0) // PARTS
@@ -45,7 +46,7 @@ def _place(length, dilation, heads, STEP: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _dense(batch, head, residue, length, heads, HEAD: tl.constexpr, TOKENS_FIRST: tl.constexpr):
-    """Of a tensor without gaps, the offset of a residue's first position, and the distance of neighbouring positions."""
+    """For a tensor without gaps: the offset of a residue's first position, and the distance between neighbouring positions."""
     if TOKENS_FIRST:
         return ((batch * length + residue) * heads + head) * HEAD, heads * HEAD
     else:
@@ -64,7 +65,7 @@ def _inside(inside, first, HEAD: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load(x, distance, position, inside, first, HEAD: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of x at positions, WIDTH columns from `first` on."""
+    """Rows of x at these positions, WIDTH columns from `first` on."""
     return tl.load(x + _at(distance, position, first, WIDTH), _inside(inside, first, HEAD, WIDTH), other=0.0)
 
 
@@ -124,7 +125,7 @@ def _forward(
     total = tl.zeros((BLOCK,), tl.float32)
     sums = tl.zeros((BLOCK, WIDTH), tl.float32)
     begin = tl.maximum(first - reach, 0)
-    # One block of keys holds the windows of all queries, unless there is one query for each of its keys.
+    # One block of keys holds the windows of all queries, unless a block has as many queries as keys.
     blocks = 1 if STEP < BLOCK else tl.cdiv(tl.minimum(first + STEP + reach, count) - begin, BLOCK)
     for block in range(0, blocks):
         key = begin + block * BLOCK + tl.arange(0, BLOCK)
@@ -143,7 +144,7 @@ def _forward(
         sums = sums * shrink[:, None] + _dot(weights.to(v.dtype.element_ty), v_tile)
     _store(o + o_offset, o_distance * apart, query, asks, part * WIDTH, sums / total[:, None], HEAD, WIDTH)
     if statistics is not None:
-        # The parts of the columns all write the same.
+        # All parts of the columns write the same values.
         statistics += (batch * heads + head) * 2 * length + residue + query.to(tl.int64) * apart
         tl.store(statistics, maximum, asks)
         tl.store(statistics + length, total, asks)
@@ -164,9 +165,9 @@ def _dscores(
     maximum = tl.load(statistics + at, asks, other=0.0)
     seen = _seen(query, asks, key, here, reach)
     weights = _exp(scores - maximum[:, None])
-    # These products may be rounded in another order than forward's, and large scores then differ by more than their weights
-    # may. So a block with whole windows has a sum of its own: of weights that don't add up to 1, the gradient of a score
-    # would be off by a part of the mean. What sees itself alone has a weight of 1.
+    # These products may be rounded in another order than forward's. For large scores the weights would then differ by too much.
+    # So a block with whole windows makes its own sum: if weights didn't add up to 1, the gradient of a score would be off by a
+    # part of the mean. A position that sees only itself has a weight of 1.
     if mean is None:
         total = tl.sum(tl.where(seen, weights, 0.0), 1)
         total = tl.where(asks, total, 1.0)
@@ -176,7 +177,7 @@ def _dscores(
     weights = tl.where(seen, weights, 0.0)
     dweights = _products(do_tile, do, do_distance, query, asks, v_tile, v, v_distance, key, here, HEAD, CHUNK)
     means = tl.sum(weights * dweights, 1) if mean is None else tl.load(mean + at, asks, other=0.0)
-    # What sees itself alone has no gradient, not even of rounding.
+    # A position that sees only itself has no gradient, not even a rounding error.
     return weights, tl.where(reach > 0, weights * (dweights - means[:, None]), 0.0)
 
 
@@ -187,7 +188,7 @@ def _backward(
     TOKENS_FIRST: tl.constexpr, HEAD: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of STEP positions, from a block of positions: those that see them, and those that these see."""
+    """Gradients of STEP positions, from a block that holds the positions that see them and the positions that they see."""
     scale = tl.cast(scale, tl.float32)  # torch.compile passes floats as float64
     batch, head, residue, first, part = _place(length, dilation, heads, STEP, PARTS)
     count = tl.cdiv(length - residue, dilation)
@@ -232,7 +233,7 @@ def _mean(
     mean, o, do, heads, length, do_batch, do_head, do_token,
     TOKENS_FIRST: tl.constexpr, HEAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the gradients of each query's weights, weighted by them: the product of o and its gradient."""
+    """The mean of the gradients of each query's weights, weighted by them: the dot product of o and its gradient."""
     batch, head, residue, first, _ = _place(length, 1, heads, BLOCK, 1)
     offset, distance = _dense(batch, head, residue, length, heads, HEAD, TOKENS_FIRST)
     do += batch * do_batch + head * do_head
@@ -252,7 +253,7 @@ def _backward_wide(
     TOKENS_FIRST: tl.constexpr, HEAD: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of positions, as queries from one block of keys after another, and as keys from queries."""
+    """Gradients of a block of positions: as queries, going over blocks of keys; as keys, going over blocks of queries."""
     scale = tl.cast(scale, tl.float32)  # torch.compile passes floats as float64
     batch, head, residue, first, part = _place(length, dilation, heads, STEP, PARTS)
     count = tl.cdiv(length - residue, dilation)
@@ -315,15 +316,15 @@ def _backward_wide(
 
 
 def _tiling(head: int, size: int, wide: bool) -> tuple[int, int, int, int]:
-    """Positions a block; columns at a time, of the products that make the scores and of the output; warps.
+    """Positions of a block; columns at a time, of the products for the scores and of the output; warps.
 
-    Chosen by what compiles without spills for sm_90, and within the 99 KiB of shared memory of sm_120. `wide` is for the
-    backward of windows that don't fit a block. On an H200 (triton 3.6), (1, 16, 8192, 128) and (2, 16, 2048, 64) in
-    bfloat16, kernel_size 7: blocks of 64 by 4 warps take 0.043 and 0.015 ms forward, 0.101 and 0.028 backward; by 8 warps
-    0.045, 0.022, 0.117, 0.038; of 32 by 4 warps 0.048, 0.019, 0.095, 0.032.
+    The sizes are those that compile for sm_90 without spills and fit the 99 KiB of shared memory of sm_120. `wide` is for the
+    backward of windows that don't fit a block. On an H200 (triton 3.6), (1, 16, 8192, 128) and (2, 16, 2048, 64) in bfloat16,
+    kernel_size 7: blocks of 64 by 4 warps take 0.043 and 0.015 ms forward, 0.101 and 0.028 backward; by 8 warps 0.045, 0.022,
+    0.117, 0.038; blocks of 32 by 4 warps 0.048, 0.019, 0.095, 0.032.
     """
     width = power_of_2(head)
-    if size == 4:  # no tensor cores: each thread holds what its elements of a product are made of
+    if size == 4:  # no tensor cores: each thread holds the operands of its own elements of a product
         return 32, min(width, 32), min(width, 128), 4 if width <= 64 else 8
     if width <= 64:
         return 64, width, width, 4
@@ -333,7 +334,7 @@ def _tiling(head: int, size: int, wide: bool) -> tuple[int, int, int, int]:
 
 
 def _window(q: Tensor, kernel_size: int, dilation: int) -> tuple[int, int]:
-    """The dilation, and how far a position sees in steps of it; both as small as they may be without a difference."""
+    """The dilation, and how far a position sees, in steps of it. Both are as small as the result allows."""
     length = q.shape[2]
     dilation = length if dilation > length else dilation
     reach = kernel_size // 2
@@ -341,7 +342,7 @@ def _window(q: Tensor, kernel_size: int, dilation: int) -> tuple[int, int]:
 
 
 def _step(q: Tensor, kernel_size: int, dilation: int, halo: int) -> int:
-    """Positions that a program is for, if `halo` times the reach of the block is around them; 0 if less than half."""
+    """Positions that a program is for, if a block has `halo` times the reach around them; 0 if they are less than half of it."""
     block = _tiling(q.shape[3], q.element_size(), False)[0]
     step = block - halo * _window(q, kernel_size, dilation)[1]
     return step if 2 * step >= block else 0

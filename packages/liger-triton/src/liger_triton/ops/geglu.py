@@ -1,4 +1,4 @@
-"""GEGLU: one element after another, in float32; backward computes the GELU again."""
+"""GEGLU, element by element in float32. Backward computes the GELU again."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from liger_triton.ops.swiglu import _place, divide
 
 @triton.jit
 def _gelu(xs):
-    """gelu(x) = x·σ(z), where z = √(8/π)·(x + 0.044715·x³), for tanh(z/2) = 2σ(z) − 1; and its derivative."""
+    """gelu(x) = x·σ(z), and its derivative. Here z = √(8/π)·(x + 0.044715·x³), since 1 + tanh(z/2) = 2σ(z)."""
     square = xs * xs
     q = tl.exp2(-tl.abs(xs * (2.302208198144325 + 0.1029432395800235 * square)))  # e^−|z|: never infinite
     r = 1.0 / (1.0 + q)
@@ -41,7 +41,7 @@ def _backward(
 ):  # fmt: skip
     row, first, column, inside = _place(rows, columns, blocks, ROWS, BLOCK)
     at = (row * columns + first) + column
-    # All loads come before the first store, which they would wait for.
+    # All loads come before the first store: after it, they would wait for it.
     dys = tl.load(dy + (row * dy_stride + first) + column, inside, other=0.0).to(tl.float32)
     xs = tl.load(gate + (row * gate_stride + first) + column, inside, other=0.0).to(tl.float32)
     if dgate is not None:

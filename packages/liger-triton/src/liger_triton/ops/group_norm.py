@@ -1,6 +1,6 @@
-"""Group norm: a group stays in registers if it fits; else it is read again, backwards, so that the caches have most of it.
+"""Group norm: if a group fits, it stays in registers. Otherwise it is read again, backwards, so that the caches have most of it.
 
-A group is one run of memory: its channels follow each other.
+The channels of a group follow each other, so a group is one contiguous range of memory.
 """
 
 import torch
@@ -19,36 +19,36 @@ LONGEST = 8192
 """Elements of a group, its sizes rounded up to powers of two, that a program keeps in registers."""
 
 MOST_AT_ONCE = 1 << 22
-"""Elements up to which one launch has all gradients: programs that add up a channel, if it has no more than a 128th of them,
-beside those that take groups. What is read twice is in the cache. On an H200 (triton 3.6), in bfloat16, in ms, of one launch
-and of two: 32 x 128 x 1024 in 32 groups 0.0151 and 0.0157, 16 x 256 x 256 in 16 0.0079 and 0.0112; but 64 x 64 x 1024 in 16
-0.0188 and 0.0157. The second launch costs the host 15 to 20 µs on top."""
+"""Up to this many elements one launch makes all gradients: some programs add up a channel each, the others take groups. A
+channel may have at most 1/128 of this limit. Inputs that are read twice are in the cache. On an H200 (triton 3.6), in bfloat16,
+in ms, in one launch and in two: 32 x 128 x 1024 in 32 groups 0.0151 and 0.0157, 16 x 256 x 256 in 16 0.0079 and 0.0112; but 64 x
+64 x 1024 in 16 0.0188 and 0.0157. The second launch costs the host another 15 to 20 µs."""
 
 LEAST_AT_ONCE = 32
-"""Positions of a channel below which a program that adds it up reads too little of a cache line."""
+"""Positions of a channel below which a program that adds it up would use too little of each cache line."""
 
 STAGES = 1
-"""Blocks of a long group in flight, the one that is worked on included."""
+"""Blocks of a long group in flight, including the one that is being worked on."""
 
 MANY = 65536
-"""Elements of a group from which on forward reads 64 at once a thread, and not 32: on an H200, 4096 groups of 131072 take
-0.635 ms, and 0.691 with 32. Smaller groups have too few for 64. With half of a group held in registers, so that less is read
-again, they take 0.638 ms at best, and their backward, a quarter of x and dy held, 1.27."""
+"""Elements of a group from which on a thread of the forward reads 64 at once, not 32: on an H200, 4096 groups of 131072 take
+0.635 ms, and 0.691 with 32. Smaller groups have too few elements for 64. Holding a part of the group in registers, to read less
+again, doesn't help: 0.638 ms at best with half of it held, and 1.27 in the backward with a quarter of x and dy held."""
 
 THREADS = 1024
-"""Of a program of the backward of long groups, each with two 16-byte loads of x and of dy under way: on an H200, 4096 groups
-of 131072 take 1.086 ms, and 1.303 with 512."""
+"""Threads of a program of the backward of long groups. Each has two 16-byte loads of x and of dy in flight. On an H200, 4096
+groups of 131072 take 1.086 ms, and 1.303 with 512 threads."""
 
 
 @triton.jit
 def _add_both(a, b, c, d):
-    """For two sums in one exchange between the warps."""
+    """Adds pairs, so that warps exchange two sums at once."""
     return a + c, b + d
 
 
 @triton.jit
 def _mean(sums, size):
-    """Divided to nearest: the mean of equal elements is one of them, and nothing is left of them when it is subtracted."""
+    """The mean, rounded to nearest: equal elements then have exactly that mean, and subtracting it leaves 0."""
     return tl.math.div_rn(sums, tl.cast(size, tl.float32))
 
 
@@ -56,7 +56,7 @@ def _mean(sums, size):
 def _place(tile, rows, groups, channels, length, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     """For each of a program's groups, ``[ROWS]``: its row among all, its sample, and its place in the sample.
 
-    For each of their elements: whether it is inside the group, and its offset there.
+    For each element of them: whether it is inside the group, and its offset there.
     """
     row = tile * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CHANNELS)[None, :, None]
@@ -69,8 +69,8 @@ def _place(tile, rows, groups, channels, length, ROWS: tl.constexpr, CHANNELS: t
 def _sum_groups(values, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """The sum of each group, ``[ROWS]``, of values ``[ROWS, CHANNELS, BLOCK]``.
 
-    Several groups are not reshaped to rows: triton 3.5 and 3.6 then add up lanes of other groups, if a group's lanes in a
-    warp don't follow each other. 264 x 540 x 48 in 36 groups were all wrong on an H200.
+    Several groups are not reshaped to rows: if a group's lanes in a warp don't follow each other, triton 3.5 and 3.6 then add up
+    lanes of other groups. On an H200, 264 x 540 x 48 in 36 groups was all wrong.
     """
     if ROWS == 1:
         return tl.sum(tl.reshape(values, (1, SIZE)), 1)
@@ -111,10 +111,10 @@ def _forward(
 
 @triton.jit
 def _merge(mean, squares, x, before, left, UNROLL: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr):
-    """UNROLL elements a lane, or one of up to `left` in all, merged into each lane's mean and sum of squares.
+    """Merge UNROLL elements per lane, or one per lane of up to `left` in all, into each lane's mean and sum of squares.
 
-    `before` is how many elements a lane had. Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm
-    for Computing Sample Variances, 1979.
+    `before` is how many elements each lane had. Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances, 1979.
     """
     lane = tl.arange(0, LANES)
     at = tl.arange(0, UNROLL)[:, None] * LANES + lane[None, :]
@@ -261,7 +261,7 @@ def _rows_gradient(
         shift = (shift / size)[:, None, None]
         slope = (slope / size)[:, None, None]
         dxs = (dys - shift - normed * slope) * rstd
-        if SINGLE:  # a rounding is left where one product is fused with the subtraction, and the other isn't
+        if SINGLE:  # one product is fused with the subtraction and the other isn't, which leaves a rounding error
             dxs *= 0.0
         tl.store(dx + (row.to(tl.int64) * size)[:, None, None] + at, dxs, inside)
 
@@ -283,7 +283,7 @@ def _sum_samples(
     dweight, dbias, dy, x, statistics, rows, groups, channels, length, dy_stride, x_stride, channel,
     SAMPLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dweight and dbias of a channel of all, each unless None."""
+    """dweight and dbias of one channel, each unless it is None."""
     x += channel.to(tl.int64) * length
     dy += channel.to(tl.int64) * length
     sums = tl.zeros((SAMPLES, BLOCK), tl.float32)
@@ -335,7 +335,7 @@ def _sum_positions(
     partial, dy, x, weight, statistics, rows, groups, channels, length, dy_stride, x_stride, row, partial_row, first, last,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dweight and dbias of the channels of a group, from the positions `first` to `last`, where they are wanted.
+    """Write dweight and dbias of the channels of a group, from the positions `first` to `last`, if they are wanted.
 
     Return the sums of dbias and dweight over the channels, scaled by the weight: of dy, and of dy times normalised x.
     """
@@ -449,8 +449,8 @@ def forward(
     tile = tile_channels * block
     if tile <= LONGEST:
         tile_rows = max(1, 2048 // tile)
-        # Up to 32 elements a thread: on an H200 (triton 3.6), 256 x 256 x 1024 in 32 groups take 0.0704 ms in bfloat16, with
-        # 16 a thread 0.0796.
+        # Up to 32 elements per thread: on an H200 (triton 3.6), 256 x 256 x 1024 in 32 groups takes 0.0704 ms in bfloat16, with
+        # 16 per thread 0.0796.
         _forward[((rows + tile_rows - 1) // tile_rows,)](
             y, statistics, x, weight, bias, rows, num_groups, channels, length, x_stride, eps,
             ROWS=tile_rows, CHANNELS=tile_channels, BLOCK=block, num_warps=max(4, tile // 1024),
@@ -511,7 +511,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, num_groups: int, eps: fl
             CHANNELS=tile_channels, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     else:
-        threads = THREADS if length % 16 == 0 else THREADS // 4  # loads one by one take more than 64 registers
+        threads = THREADS if length % 16 == 0 else THREADS // 4  # loading one by one takes more than 64 registers
         warps, tile = threads // warp_size(x.device), threads * 32 // x.element_size()
         block = min(block, tile // min(tile_channels, 16))
         tile_channels = min(tile_channels, tile // block)
@@ -541,7 +541,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, num_groups: int, eps: fl
 
 
 def _at_once(x: Tensor, length: int) -> bool:
-    """Whether the backward adds up channels beside its groups, in one launch."""
+    """Whether the backward adds up channels in the same launch that takes its groups."""
     return x.numel() <= MOST_AT_ONCE and x.shape[0] * length <= MOST_AT_ONCE // 128 and length >= LEAST_AT_ONCE
 
 
@@ -554,8 +554,8 @@ def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int]:
 def _divide(x: Tensor, rows: int, size: int, least: int) -> tuple[int, int]:
     """How many programs share a group, and how much of its `size` each takes, a multiple of `least`.
 
-    One program takes all, unless there are fewer groups than multiprocessors, which would be idle. Then a launch before
-    sums up the parts.
+    One program takes a whole group, unless there are fewer groups than multiprocessors, some of which would be idle. If programs
+    share a group, an earlier launch sums up the parts.
     """
     parts = min(4 * sm_count(x.device) // rows, size // least)
     if rows >= sm_count(x.device) or parts < 2:
@@ -565,5 +565,5 @@ def _divide(x: Tensor, rows: int, size: int, least: int) -> tuple[int, int]:
 
 
 def _as_samples(x: Tensor) -> tuple[Tensor, int]:
-    """A tensor whose samples lie at one distance from each other, each contiguous; and that distance, in elements."""
+    """A tensor whose samples are contiguous and lie at one distance from each other; and that distance, in elements."""
     return (x, x.numel() // x.shape[0]) if x.is_contiguous() else as_rows(x.flatten(1))

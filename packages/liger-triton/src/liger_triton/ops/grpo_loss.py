@@ -1,8 +1,8 @@
-"""GRPO's losses: the logits are read once forward and once backward; what lies between is a number or two per token.
+"""GRPO's losses: forward and backward read the logits once each. Between them there are only a few numbers per token.
 
-One program per token finds its log-probability. Then one program turns those into losses, their means and the gradients
-of the log-probabilities, always in the same order. A token whose gradient is 0, because it is masked or clipped, is not
-read again.
+One program per token finds its log-probability. Then one program turns those into losses, their means and the gradients of the
+log-probabilities, always in the same order. If a token's gradient is 0, because the token is masked or clipped, its logits are
+not read again.
 """
 
 import torch
@@ -18,17 +18,17 @@ from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import power_of_2
 
 GROUP_BYTES = 16
-"""What a thread loads at once."""
+"""Bytes that a thread loads at once."""
 FORWARD_BYTES, FORWARD_WARPS, FORWARD_STAGES = 16384, 8, 3
-"""What a program reads of its row at once, the warps that do, and how many such reads are under way."""
+"""Bytes of its row that a program reads at once, the warps that read them, and how many such reads are in flight."""
 GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
 TILE, TILE_WARPS = 2048, 16
-"""Tokens that are taken at once between the logits' two readings."""
+"""Tokens that a program takes at once, between the two passes over the logits."""
 
 
 @triton.jit
 def _tempered(x, inverse):
-    """For a difference of logits, whose rounding is then relative to itself, not to the logits."""
+    """x / temperature, for a difference of logits: its rounding is then relative to the difference, not to the logits."""
     if inverse is None:
         return x
     else:
@@ -50,8 +50,8 @@ def _log_probabilities(
     known = (label >= 0) & (label < columns)
     label_logit = tl.load(logits + label, known, other=0.0).to(tl.float32)
 
-    # A thread holds whole groups of columns, so that each group has its own maximum and the loop exchanges nothing. They
-    # are neighbours where a thread can load them at once, else neighbouring threads load neighbours.
+    # A thread holds whole groups of columns, so each group has its own maximum and the loop exchanges nothing between threads.
+    # If a thread can load a group at once, its columns are neighbours. Otherwise neighbouring threads load neighbouring columns.
     # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
     maximum = tl.full([GROUPS], -3.4028234663852886e38, tl.float32)
     total = tl.zeros([GROUPS], tl.float32)
@@ -77,18 +77,18 @@ def _log_probabilities(
 
 @triton.jit
 def _load_log_probability(state, tokens, at, used):
-    """It is -depth - log_sum."""
+    """depth and log_sum, whose negative sum is the log-probability."""
     depth = tl.load(state + at, used, other=0.0)
     return depth, libdevice.log(tl.load(state + tokens + at, used, other=1.0))
 
 
 @triton.jit
 def _distance(depth, log_sum, others, at, used):
-    """Of a log-probability from another one; from itself where there is no other."""
+    """The log-probability minus the other one; if there is no other, minus itself."""
     if others is None:
         return (depth - depth) + (log_sum - log_sum)
     else:
-        # In this order a sum as large as the log-probability, whose rounding would be in the ratio, is never made.
+        # In this order no intermediate result is as large as the log-probability: its rounding error would be in the ratio.
         return (-depth - tl.load(others + at, used, other=0.0).to(tl.float32)) - log_sum
 
 
@@ -97,7 +97,7 @@ def _token_losses(
     lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, tau_positive, tau_negative,
     CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr,
 ):  # fmt: skip
-    """Loss, divergence, whether it is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
+    """Loss, divergence, whether the token is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
     ratio = libdevice.exp(log_ratio)
     if CISPO:
         by_lp = -tl.minimum(ratio, high, propagate_nan=tl.PropagateNan.ALL) * advantage * importance
@@ -129,7 +129,7 @@ def _token_losses(
         loss *= importance
         by_ratio = (
             tl.where(slope == 0.0, 0.0, -advantage * slope * importance) * ratio
-        )  # where it is clipped, 0 times infinity
+        )  # if it is clipped, the product would be 0 times infinity
         by_lp = tl.zeros_like(ratio)
         clipped = ((ratio < low) & (advantage < 0.0)) | ((ratio > high) & (advantage > 0.0))
     kl = tl.zeros_like(ratio)
@@ -155,7 +155,7 @@ def _losses(
     BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, MEAN: tl.constexpr, ROW_MEAN: tl.constexpr, ROW_COUNT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program where there is a mean, so that the order of the sums is always the same.
+    # If there is a mean, one program makes it, so the order of the sums is always the same.
     low = tl.cast(low, tl.float32)
     high = tl.cast(high, tl.float32)
     tokens = tl.cast(rows, tl.int64) * length
@@ -266,7 +266,7 @@ def _losses(
 
 @triton.jit
 def _scale_of(dloss, weights, batch, place, weight_stride, dloss_batch_stride, dloss_stride, wanted):
-    """What the gradient of a token's loss is, its weight in the mean included."""
+    """The gradient of a token's loss, including its weight in the mean."""
     scale = tl.load(dloss + batch * dloss_batch_stride + place * dloss_stride, wanted)
     if weights is not None:
         scale *= tl.load(weights + batch * weight_stride, wanted)
@@ -278,7 +278,7 @@ def _sequence_coefficients(
     coefficients, state, mask, weights, dloss, rows, length, weight_stride, dloss_batch_stride, dloss_stride,
     ROW_COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the log-probabilities, where each is in the ratio of all tokens of its row."""
+    """Gradients of the log-probabilities, if each of them is in the ratio of its whole row."""
     tokens = tl.cast(rows, tl.int64) * length
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     through_ratio = tl.zeros([ROWS], tl.float32)
@@ -332,7 +332,7 @@ def _gradient(
     exp_sum = tl.load(state + tokens + token)
     top = tl.load(state + 2 * tokens + token)
     if coefficients is None:
-        # A position without a token has returned.
+        # Positions without a token have returned already.
         coefficient *= _scale_of(dloss, weights, batch, place, weight_stride, dloss_batch_stride, dloss_stride, None)
     coefficient = _tempered(coefficient, inverse)
     probability = _exp_like(_tempered(x - top, inverse), logits) * (1.0 / exp_sum)
@@ -350,7 +350,7 @@ def _with_adjacent_columns(logits: Tensor) -> Tensor:
 
 
 def _temperatures(temperature: float) -> tuple[float | None, float | None]:
-    """The temperature and its inverse; None where kernels are compiled without it."""
+    """The temperature and its inverse; None if kernels are compiled without it."""
     return (None, None) if temperature == 1.0 else (float(temperature), 1.0 / temperature)
 
 
@@ -387,9 +387,9 @@ def forward(
     columns, device = logits.shape[2], logits.device
     ids, advantages = completion_ids.contiguous(), advantages.contiguous()
     mask = None if completion_mask is None else completion_mask.contiguous()
-    # Per token: how far its logit lies under the largest, over the temperature; the sum of exponentials relative to the
-    # largest. For the gradient also the largest, and the loss's derivatives by the log-probability, and by the ratio's
-    # where that is a row's.
+    # For each token: how far its logit lies below the largest, over the temperature; and the sum of exponentials relative to the
+    # largest. For the gradient also: the largest logit, the loss's derivative by the log-probability, and, if a ratio belongs to
+    # a whole row, the derivative by that ratio.
     vectors = (5 if by_sequence else 4) if differentiable else 2
     state = torch.empty((vectors, rows, length), dtype=torch.float32, device=device)
     if length > 0:
@@ -411,7 +411,7 @@ def forward(
         return torch.empty(() if mean else (rows, length), dtype=torch.float32, device=device)
 
     loss, kl, clip = empty(), None if beta == 0 else empty(), empty()
-    # What a token's loss weighs in the mean: in each row, or everywhere.
+    # A token's weight in the mean: one per row, or one for all.
     weights = None
     if mean and differentiable:
         weights = torch.empty(rows if row_mean or with_masked else 1, dtype=torch.float32, device=device)

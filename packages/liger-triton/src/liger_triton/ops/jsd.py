@@ -1,7 +1,7 @@
-"""Jensen-Shannon divergence: both tensors are read once, for the loss and for its gradient.
+"""Jensen-Shannon divergence: one pass over both tensors makes the loss and its gradient.
 
-The gradient is made in forward, for a loss whose own gradient is 1; backward touches it only where that is another. It is
-made in backward, from both tensors read again, in a trace, and in float16, where it could underflow before it is scaled.
+Forward makes the gradient, for a loss whose own gradient is 1. Backward touches it only if that is another number. In a trace,
+and in float16, where the gradient could underflow before it is scaled, backward reads both tensors again and makes it.
 """
 
 import torch
@@ -32,12 +32,12 @@ from liger_triton.ops._rows import as_rows
 def _symmetric(q, p, EXACT: tl.constexpr):
     """The divergence for a beta of one half, and its gradient to q.
 
-    The divergence is the larger probability times s = (1 + e) log(2 / (1 + e)) / 2 − e d / 2, where d = abs(q − p) and
-    e = exp(−d). That goes to d² / 8 as d goes to 0, where the difference has no correct digit left. So it is approximated
-    by t² A(t) + t e d B(t), t = 1 − e, to 5e-9, and to 1e-5 of itself for small d.
+    The divergence is the larger probability times s = (1 + e) log(2 / (1 + e)) / 2 − e d / 2, with d = abs(q − p) and
+    e = exp(−d). As d goes to 0, s goes to d² / 8, and the difference has no correct digit left. So s is approximated by
+    t² A(t) + t e d B(t), t = 1 − e. The error is at most 5e-9, and 1e-5 of s for small d.
     """
     difference = q - p
-    distance = tl.minimum(tl.abs(difference), 1e30)  # of −inf from −inf too, where it would be NaN
+    distance = tl.minimum(tl.abs(difference), 1e30)  # 1e30 for −inf and −inf as well, whose difference is NaN
     e = tl.exp2(distance * -1.4426950408889634)
     t = 1.0 - e
     a = tl.fma(t, 0.003217114834114909, 0.021360766142606735)
@@ -50,7 +50,7 @@ def _symmetric(q, p, EXACT: tl.constexpr):
     b = tl.fma(t, b, -1.6138099431991577)
     s = t * tl.fma(t, a, e * distance * b)
     largest = exp(tl.maximum(q, p, propagate_nan=tl.PropagateNan.ALL), EXACT)
-    # log(2 / (1 + e)), log M's distance from the larger of q and p. 1 / x takes four more instructions.
+    # log(2 / (1 + e)) is the distance of log M from the larger of q and p. 1 / x takes four more instructions than rsqrt.
     r = tl.rsqrt(1.0 + e)
     above = tl.fma(e, distance, 2.0 * s) * r * r
     less = difference < 0.0
@@ -62,7 +62,7 @@ def _divergence(
     q, p, beta, rest,
     FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A term of the divergence; and its gradient to q, divided by `rest` unless that is 0 or 1."""
+    """A term of the divergence, and its gradient to q. The gradient is divided by `rest`, unless that is 0 or 1."""
     if FORWARD:
         probability = exp(p, EXACT)
         return tl.where(probability == 0.0, 0.0, probability * (p - q)), -probability
@@ -122,7 +122,7 @@ def _launch(
     ignore_index: int,
     differentiable: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sums of programs' terms, and if `differentiable` the gradient of their mean times `dloss`, or 1 for None."""
+    """The sums of the programs' terms. If `differentiable`, also their mean's gradient times `dloss`, which is 1 if None."""
     dstudent = torch.empty_like(student, memory_format=torch.contiguous_format) if differentiable else None
     flat = labels is None and student.is_contiguous() and teacher.is_contiguous()
     tiles = tiles_of(student, flat)
@@ -166,6 +166,6 @@ def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_i
     if not isinstance(last, Once):
         return (_launch(*saved, dloss, beta, ignore_index, True)[1],)
     made = last.take()
-    # A backward before this one has taken it: the same bits again.
+    # If an earlier backward has taken the gradient, it is made again, with the same bits.
     dstudent = _launch(*given, None, beta, ignore_index, True)[1] if made is None else made[0]
     return (scale_(dstudent, dloss),)

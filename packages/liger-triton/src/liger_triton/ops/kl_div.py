@@ -1,8 +1,8 @@
-"""KL divergence: both tensors are read once, for the loss and for its gradient.
+"""KL divergence: one pass over both tensors makes the loss and its gradient.
 
-The gradient is made in forward, for a loss whose own gradient is 1; backward touches it only where that is another: then it
-is read and written once more. It is made in backward, from the target, which is read again, for losses that aren't reduced,
-in a trace, and in float16, where it could underflow before it is scaled.
+Forward makes the gradient, for a loss whose own gradient is 1. Backward reads and writes it once more only if that is another
+number. Backward reads the target again and makes the gradient itself in three cases: the losses aren't reduced; in a trace; and
+in float16, where the gradient could underflow before it is scaled.
 """
 
 import torch
@@ -72,7 +72,7 @@ def _backward(
     LOG_TARGET: tl.constexpr, PER_ELEMENT: tl.constexpr, EXACT: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Backwards: what forward read last may be in the cache still.
+    # Backwards: what forward read last may still be in the cache.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row, column, inside = place(tile, rows, columns, blocks, WHOLE, ROWS, BLOCK)
     y = tl.load(target + row * target_stride + column, inside, other=0.0).to(tl.float32)
@@ -120,7 +120,7 @@ def forward(
         losses = total(sums, None, divisor)
     if not needs[0]:
         return losses, ()
-    # Of log_pred only the dtype is needed.
+    # Backward needs only the dtype of log_pred.
     like = log_pred.new_empty(0)
     return losses, (like, target, Once(dlog_pred)) if now else (like, target)
 
@@ -132,13 +132,13 @@ def backward(
     if not last:
         return (_gradient(like, target, dloss, reduction, log_target),)
     made = last[0].take()
-    # A backward before this one has taken it: the same bits again.
+    # If an earlier backward has taken the gradient, it is made again, with the same bits.
     dlog_pred = _gradient(like, target, None, reduction, log_target) if made is None else made[0]
     return (scale_(dlog_pred, dloss),)
 
 
 def _gradient(like: Tensor, target: Tensor, dloss: Tensor | None, reduction: str, log_target: bool) -> Tensor:
-    """The gradient of the loss times `dloss`, or 1 for None."""
+    """The gradient of the loss times `dloss`; None for `dloss` is 1."""
     rows, columns = target.shape
     dlog_pred = torch.empty((rows, columns), dtype=like.dtype, device=target.device)
     flat, per_element, dloss_stride = target.is_contiguous(), reduction == "none", 0

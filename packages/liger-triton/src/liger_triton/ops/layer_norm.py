@@ -1,4 +1,4 @@
-"""Layer norm: a short or very long row is read again from the cache for its output; others stay in registers."""
+"""Layer norm: short and very long rows are read again from the cache for the output. Others stay in registers."""
 
 import torch
 import triton
@@ -13,20 +13,20 @@ from liger_triton.ops._partial_sums import BYTES_AT_ONCE, COLUMNS_AT_ONCE, STAGE
 from liger_triton.ops._rows import as_rows, in_vectors, multiply, tile_of, tile_read_twice
 from liger_triton.ops._totals import totals
 
-# Longer rows don't fit the registers of 16 warps: 64 columns a thread in the forward, which keeps x; 32 in the backward,
-# which keeps x and dy; 16 where it keeps the sums of dweight and dbias as well. Loaded one by one, half as many: each load
-# has its address.
+# Longer rows don't fit the registers of 16 warps. Forward, which keeps x, has 64 columns per thread. Backward, which keeps x and
+# dy, has 32, or 16 if it keeps the sums of dweight and dbias as well. If elements are loaded one by one, each load needs an
+# address, so the limits are half.
 LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
 LONGEST_SUMMED = 8192
-# Rows are read twice up to here. On an H200 (triton 3.6), in bfloat16: 2048 x 2048 take 0.0091 ms, held 0.0103; 8192 x 4096
-# 0.0384 and 0.0391; but 16384 x 8192 0.138 and 0.135.
+# Rows up to this length are read twice. On an H200 (triton 3.6), in bfloat16: 2048 x 2048 takes 0.0091 ms, held in registers
+# 0.0103; 8192 x 4096 0.0384 and 0.0391; but 16384 x 8192 0.138 and 0.135.
 LONGEST_READ_TWICE = 4096
 
 
 @triton.jit
 def _mean(sums, columns):
-    """Divided to nearest: the mean of equal elements is one of them, and nothing is left of them when it is subtracted."""
+    """The mean, rounded to nearest: equal elements then have exactly that mean, and subtracting it leaves 0."""
     return tl.math.div_rn(sums, tl.cast(columns, tl.float32))
 
 
@@ -86,7 +86,7 @@ def _forward_long(y, statistics, x, weight, bias, rows, columns, x_stride, eps, 
 
 @triton.jit
 def _add_both(a, b, c, d):
-    """For both sums of a row in one exchange between the warps."""
+    """Adds pairs, so that warps exchange both sums of a row at once."""
     return a + c, b + d
 
 
@@ -95,7 +95,7 @@ def _take_rows(
     dx, dy, x, scale, statistics, tile, rows, columns, dy_stride, x_stride,
     SINGLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of a tile of rows, unless None, and return dy and normalised x there."""
+    """Write dx of a tile of rows, unless it is None, and return dy and normalised x there."""
     row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     mean = tl.load(statistics + row, row < rows, other=0.0)[:, None]
@@ -110,7 +110,7 @@ def _take_rows(
         shift, slope = tl.reduce((g, multiply(g, normed, BLOCK)), 1, _add_both, keep_dims=True)
         by = rstd / columns
         dxs = g * rstd - shift * by - normed * (slope * by)
-        if SINGLE:  # a rounding is left where one product is fused with the subtraction, and the other isn't
+        if SINGLE:  # one product is fused with the subtraction and the other isn't, which leaves a rounding error
             dxs *= 0.0
         tl.store(dx + row * columns + column, dxs, inside)
     return dys, normed
@@ -175,7 +175,7 @@ def _sum_rows(
     dweight, dbias, dy, x, statistics, rows, columns, block, first, step, dy_stride, x_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dweight and dbias of a block of columns, each unless None, from every step-th tile of rows."""
+    """dweight and dbias of a block of columns, each unless it is None, from every step-th tile of rows."""
     column = block * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     dys_sums = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -220,7 +220,7 @@ def _backward_at_once(
     SINGLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
     SUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The first programs add up columns, the others take rows: x and dy are read twice, but nothing waits for a sum."""
+    """The first programs add up columns, the others take rows. x and dy are read twice, but no program waits for a sum."""
     blocks = tl.cdiv(columns, SUM_COLUMNS)
     if tl.program_id(0) < blocks:
         _sum_rows(
@@ -250,8 +250,8 @@ def forward(needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None, eps: f
         twice = columns <= LONGEST_READ_TWICE
         tile_rows, block, warps = tile_read_twice(columns) if twice else tile_of(columns)
         if block <= 16384:
-            # Two sums, one after the other, wait for fewer warps. On an H200 16384 rows of 8192 take 0.135 ms, with 16
-            # warps 0.147.
+            # The two sums come one after the other, and wait less with fewer warps. On an H200, 16384 rows of 8192 take 0.135
+            # ms, with 16 warps 0.147.
             warps = min(warps, 8)
         _forward[((rows + tile_rows - 1) // tile_rows,)](
             y, statistics, x, weight, bias, rows, columns, x_stride, eps,
@@ -286,7 +286,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, eps: float) -> tuple[Ten
     share = 1 if in_vectors(columns, dy_stride, x_stride) else 2
     fused = sums > 0 and columns <= LONGEST_SUMMED // share
     if fused:
-        # As in rms_norm: two tiles on their way beside the one that is worked on, where shared memory holds all.
+        # As in rms_norm: two tiles are prefetched beside the one that is worked on, if shared memory holds all three.
         tile = tile_rows * block
         stages = 3 if 3 * 2 * tile * x.element_size() < shared_memory(x.device) else 1
         programs = min(programs, sm_count(x.device) * (max(1, min(3, 8192 // tile)) if stages > 1 else 16 // warps))

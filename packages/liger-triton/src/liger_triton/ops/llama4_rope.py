@@ -10,7 +10,7 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import power_of_2
 
-# Elements at a time, 8 a thread: one 16-byte load of bf16.
+# Elements at a time, 8 per thread: one 16-byte load of bf16.
 TILE = 2048
 
 
@@ -25,7 +25,7 @@ def _rotate_heads(
     y, x, x_head, real, imaginary,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token. y's lie next to each other, x's x_head apart."""
+    """All heads of one token. Heads of y are adjacent. Heads of x lie x_head apart."""
     column = tl.arange(0, 2 * PAIRS)[None, :]
     for first in range(0, HEADS, BLOCK):
         head = first + tl.arange(0, BLOCK)[:, None]

@@ -1,4 +1,4 @@
-"""Mixing of residual streams: a program has all streams of a row, so that each is read once; backward goes along the row."""
+"""Mixing of residual streams: a program has all streams of a row, so that each is read once. Backward loops along the row."""
 
 import torch
 import triton.language as tl
@@ -10,21 +10,24 @@ from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows, in_vectors, power_of_2
 
 MOST_ELEMENTS = 4096
-"""Of the new streams of one program: eight columns of four streams a thread."""
+"""Elements of the new streams in one program: eight columns of four streams per thread."""
 
 BACKWARD_ELEMENTS = 4096
-"""The same of a program that also holds the old streams and sums of their products."""
+"""The same in the backward, whose programs also hold the old streams and sums of their products."""
 
 EACH = 8
-"""Neighbouring columns of a thread, which it adds up by itself until the row ends. Of more than four streams, in float32, and
-where elements are loaded one by one, registers are short: half as many, and half the elements.
+"""Neighbouring columns of a thread, which it adds up by itself until the row ends.
 
-Triton gives threads the last dimension of a tile first. So lanes come last, and no sum in the loop crosses threads: with the
-columns of a lane last, a loop over 512 columns had 128 shuffles and 12 barriers on sm_90 (triton 3.7.1), and now has none.
+With more than four streams, in float32, or if elements are loaded one by one, registers are short: there are half as many
+columns and half as many elements.
+
+Triton gives threads the last dimension of a tile first. So lanes come last, and no sum in the loop crosses threads. With a
+lane's columns last, a loop over 512 columns had 128 shuffles and 12 barriers on sm_90 (triton 3.7.1). Now it has none.
 """
 
 STAGES = 1
-"""With more, the next tiles would be on their way to shared memory. Six programs a multiprocessor have enough on its way."""
+"""With more stages, the next tiles would be prefetched to shared memory. Six programs per multiprocessor have enough loads in
+flight."""
 
 
 @kernel
@@ -54,7 +57,7 @@ def _backward(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, STREAMS)
-    # Of one stream for each element of the others': [old, new], and [stream, columns of a lane, lanes].
+    # `here` has a place for each pair of streams, [old, new]. Tiles are [stream, columns of a lane, lanes].
     here = (stream < streams)[:, None] & (stream < streams)[None, :]
     place = tl.arange(0, EACH)[:, None] + tl.arange(0, LANES)[None, :] * EACH
     from_row = (row * streams + stream)[:, None, None]

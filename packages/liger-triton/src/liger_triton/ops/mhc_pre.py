@@ -1,8 +1,8 @@
-"""Hyper-connections before a layer: one product of all streams with a narrow matrix, then the rest of each row from it.
+"""Hyper-connections before a layer: one product of all streams with a narrow matrix, then each row's results from it.
 
-The product is shared out by rows and columns, and the sum of squares is made beside it. Then programs that make h and
-programs that make the coefficients run in one launch. Backward first sums dh · x of each stream, runs Sinkhorn's steps backwards
-for each row, and then goes over the streams once for dx and dweight.
+The product is divided among programs by rows and columns, and the sum of squares is made beside it. Then one launch has programs
+that make h and programs that make the coefficients. Backward first sums dh · x of each stream. Then it goes through Sinkhorn's
+steps in reverse for each row. Finally it goes over the streams once, for dx and dweight.
 """
 
 import torch
@@ -19,35 +19,36 @@ from liger_triton.ops._rows import as_rows, in_vectors, multiply, power_of_2
 from liger_triton.ops._three_parts import product
 
 PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_WARPS = 128, 64, 8
-"""A tile of x in the forward product, and its warps. On an H200 (triton 3.6), 16384 rows of 4 streams of 7168 columns take, in
-bfloat16, 0.334 ms; with half the rows and warps, which read the weight twice as often, 0.529."""
+"""A tile of x in the forward product, and its warps. On an H200 (triton 3.6), 16384 rows of 4 streams of 7168 columns take 0.334
+ms in bfloat16. With half the rows and warps, which read the weight twice as often, they take 0.529."""
 
 GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_WARPS = 32, 64, 4
-"""The same of the products of backward."""
+"""The same for the products of backward."""
 
 FEW = 32
-"""Rows and columns of the former where each element has an address of its own in registers, and for more than four streams. The
-latter then takes half as many rows; and in float32."""
+"""Rows and columns of the forward tile for more than four streams, or if each element has its own address in registers. The
+backward tile then has half as many rows, in float32 as well."""
 
 PROGRAMS = 8
-"""Of a product, for each multiprocessor. The same with half the rows: 0.431 ms, with four programs 0.529."""
+"""Programs of a product per multiprocessor. With half the rows it takes 0.431 ms, and with four programs 0.529."""
 
 FEWEST_COLUMNS = 512
-"""Columns of a program of the forward product: fewer make more partial sums than they save time."""
+"""The fewest columns for a program of the forward product: with fewer, the additional partial sums cost more time than they
+save."""
 
 COEFFICIENTS = 1024
-"""Elements of res, of the rows whose coefficients a program makes."""
+"""Elements of res in the rows whose coefficients one program makes."""
 
 MOST_ELEMENTS = 4096
-"""Of x, of a program that makes h."""
+"""Elements of x in a program that makes h."""
 
 EACH = 8
-"""Neighbouring columns of a thread, which it adds up by itself until the row ends. Lanes are the last dimension of a tile: else a
-thread would have one column of each lane."""
+"""Neighbouring columns of a thread, which it adds up by itself until the row ends. Lanes are the last dimension of a tile:
+otherwise a thread would have one column of each lane."""
 
 
 UNROLL = tl.constexpr(4)
-"""Of the loops over partial sums: so many are on their way at once."""
+"""How many loads of a loop over partial sums are in flight at once."""
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def _by_rows(p, valid, eps):
 
 @triton.jit
 def _softmax(logits, valid):
-    """Over the last dimension of ``[rows, n, n]``; 0 where it isn't valid."""
+    """Over the last dimension of ``[rows, n, n]``; 0 if an element isn't valid."""
     shifted = tl.where(valid, logits, -float("inf"))
     largest = tl.max(shifted, 2, keep_dims=True)
     e = tl.where(valid, tl.exp(shifted - tl.where(largest == -float("inf"), 0.0, largest)), 0.0)
@@ -75,13 +76,13 @@ def _softmax(logits, valid):
 
 @triton.jit
 def _back(d, o, sums, valid, axis: tl.constexpr):
-    """The gradient of what was divided by its sum along an axis, of that of the quotients o."""
+    """The gradient of values divided by their sums along an axis, from d, the gradient of the quotients o."""
     return tl.where(valid, (d - tl.sum(multiply(d, o, 1), axis, keep_dims=True)) / sums, 0.0)
 
 
 @triton.jit
 def _squares(partial, row, splits, count, inside):
-    """Of a row, or of several, the sum of squares."""
+    """The sum of squares of a row, or of several."""
     total = tl.load(partial + (row * splits) * (count + 1) + count, inside, other=0.0)
     for split in tl.range(1, splits, loop_unroll_factor=UNROLL):
         total += tl.load(partial + (row * splits + split) * (count + 1) + count, inside, other=0.0)
@@ -90,7 +91,7 @@ def _squares(partial, row, splits, count, inside):
 
 @triton.jit
 def _products(partial, at, splits, count, inside):
-    """The products at these places of the first partial sums."""
+    """The products, added up over the partial sums; `at` is their place in the first one."""
     total = tl.load(partial + at, inside, other=0.0)
     for split in tl.range(1, splits, loop_unroll_factor=UNROLL):
         total += tl.load(partial + split * (count + 1) + at, inside, other=0.0)
@@ -99,7 +100,7 @@ def _products(partial, at, splits, count, inside):
 
 @triton.jit
 def _scaled(m, alpha, bias, which, first, places, inside):
-    """alpha · m + bias of some of the products."""
+    """alpha · m + bias, for some of the products."""
     scale = tl.load(alpha + which).to(tl.float32)
     return scale * m + tl.load(bias + first + places, inside, other=0.0).to(tl.float32)
 
@@ -133,7 +134,7 @@ def _make_h(
     h, x, partial, bias, alpha, program, streams, width, count, splits, blocks, x_stride, norm_eps, pre_eps,
     STREAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of a row."""
+    """h of a block of columns of a row."""
     stream = tl.arange(0, STREAMS)
     there = stream < streams
     row = (program // blocks).to(tl.int64)
@@ -151,7 +152,7 @@ def _make_coefficients(
     pre, post, res, m, partial, bias, alpha, rows, streams, width, count, splits, iterations, norm_eps, sinkhorn_eps, pre_eps,
     post_multiplier, HEAD: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of several rows, all that is not h."""
+    """All results of several rows, except h."""
     stream = tl.arange(0, STREAMS)
     there = stream < streams
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -194,14 +195,14 @@ def _mix(
     norm_eps, sinkhorn_eps = tl.cast(norm_eps, tl.float32), tl.cast(sinkhorn_eps, tl.float32)
     pre_eps, post_multiplier = tl.cast(pre_eps, tl.float32), tl.cast(post_multiplier, tl.float32)
     tiles = tl.cdiv(rows, ROWS)
-    # The coefficients come first: a program of theirs takes the longest.
+    # The coefficients come first: their programs take the longest.
     if tl.program_id(0) < tiles:
         _make_coefficients(
             pre, post, res, m, partial, bias, alpha, rows, streams, width, count, splits, iterations, norm_eps,
             sinkhorn_eps, pre_eps, post_multiplier, HEAD, STREAMS, ROWS,
         )  # fmt: skip
     else:
-        # Last rows first: the product has just read them, so they are in the L2 cache.
+        # Last rows first: the product has just read them, so they are in L2.
         _make_h(
             h, x, partial, bias, alpha, tl.num_programs(0) - 1 - tl.program_id(0), streams, width, count, splits, blocks,
             x_stride, norm_eps, pre_eps, STREAMS, BLOCK,
@@ -281,7 +282,7 @@ def _coefficients_backward(
             begun = tl.where(valid, e + sinkhorn_eps, 0.0)
             start, start_sums = _by_columns(begun, valid, sinkhorn_eps)
             for done in range(1, iterations):
-                # What an iteration began with is made again from the start: it takes fewer registers than to keep all.
+                # Each iteration's input is made again from the start. That takes fewer registers than keeping all of them.
                 p = start
                 for _step in range(1, iterations - done):
                     p, _ = _by_rows(p, valid, sinkhorn_eps)

@@ -1,6 +1,6 @@
 """RMS norm with a scale and a shift per group of rows: rms_norm's passes, with sums for each group.
 
-In backward a program takes rows of one group. It adds up dy · x/rms, which both dscale and dweight are made of, and dy.
+In backward a program takes rows of one group. It adds up dy, and dy · x/rms, from which both dscale and dweight are made.
 """
 
 import torch
@@ -17,13 +17,13 @@ from liger_triton.ops._partial_sums import write_total
 from liger_triton.ops._rms import inverse_rms_of, load_scale, rounded, scaled, square
 from liger_triton.ops._rows import as_rows, in_vectors, multiply, tile_of, tile_read_twice
 
-# Longer rows don't fit registers. Of elements that are loaded one by one each has addresses in x, the scale and the shift.
+# Longer rows don't fit registers. Elements that are loaded one by one need addresses in x, the scale and the shift.
 LONGEST_FORWARD = 16384
 LONGEST_SUMMED = 8192
 LONGEST_BY_ONES = 4096
 
 SIZES = ["k1", "k2", "m1", "m2"]
-"""Of the second and the third dimension of `Places`: what the scale keeps, and over what it is broadcast."""
+"""Of `Places`' second and third dimension: the sizes that the scale keeps, and the sizes over which it is broadcast."""
 
 
 @triton.jit
@@ -86,14 +86,14 @@ def _forward_long(
 
 @triton.jit
 def _group_at(group, k1, k2, m1, m2, scale_0, scale_1, scale_2):
-    """A group's first row, and its scale's place."""
+    """A group's first row, and the place of its scale."""
     first, second, third = group // k2 // k1, group // k2 % k1, group % k2
     return (first * (k1 * m1) + second) * (k2 * m2) + third, first * scale_0 + second * scale_1 + third * scale_2
 
 
 @triton.jit
 def _member_at(member, k1, k2, m1, m2):
-    """How many rows after a group's first one its others are."""
+    """How many rows a member of a group lies after the group's first row."""
     return (member // m2 // m1 * (k1 * m1) + member // m2 % m1) * (k2 * m2) + member % m2
 
 
@@ -104,9 +104,10 @@ def _backward(
     CHUNKED: tl.constexpr, PRODUCTS: tl.constexpr, SHIFTS: tl.constexpr, WEIGHT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """An item is a share of a group's rows. If CHUNKED there are several, and each program has one, whose sums go to `partial`.
+    """An item is a share of a group's rows.
 
-    Otherwise an item is a whole group, and `partial` gets each program's part of dweight.
+    If CHUNKED, a group has several items. Each program takes one and writes its sums to `partial`. Otherwise an item is a whole
+    group, and `partial` gets each program's part of dweight.
     """
     column = tl.arange(0, BLOCK)[None, :]
     exists = column < columns
@@ -159,7 +160,7 @@ def _backward(
 
 @triton.jit
 def _write(dscale, dweight, sums, weights, weight, scale, group, scale_at, column, columns, offset):
-    """Write a group's dscale from the sum of dy · x/rms, and return that sum's part of dweight added to `weights`."""
+    """Write a group's dscale from the sum of dy · x/rms. Return `weights` plus that sum's part of dweight."""
     inside = column < columns
     if dweight is not None:
         weights += sums * (1.0 + tl.load(scale + scale_at + column, inside, other=0.0).to(tl.float32))
@@ -175,7 +176,7 @@ def _add_up(
     dweight, dscale, dshift, partial, weight, scale, groups, chunks, columns, k1, k2, m1, m2,
     scale_0, scale_1, scale_2, offset, PRODUCTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up a block of columns of what the programs of `_backward` wrote to `partial`."""
+    """Add up a block of columns of the sums that the programs of `_backward` wrote to `partial`."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     weights = tl.zeros((BLOCK,), tl.float32)
     for index in range(0, groups):
@@ -330,7 +331,7 @@ class _Kernels(ModulatedRMSNormKernels):
                     BLOCK=4096, num_warps=8,
                 )  # fmt: skip
             if sums:
-                # 64 columns, a 128-byte line of bf16, or more of few rows.
+                # 64 columns, a 128-byte line of bf16; more if rows are few.
                 sum_rows = 64 if members > 16 else 16
                 _sums_long[((columns * sum_rows + 4095) // 4096,)](
                     dweight, dscale, dshift, dy, x, weight, scale, inverse_rms, groups, members, columns, *sizes,
@@ -369,7 +370,7 @@ class _Kernels(ModulatedRMSNormKernels):
 
 
 def _tile_by_ones(columns: int) -> tuple[int, int, int]:
-    """As `tile_of`, for elements that are loaded one by one: half as many a thread."""
+    """As `tile_of`, with half as many elements per thread, for elements that are loaded one by one."""
     tile_rows, block, warps = tile_of(columns)
     return tile_rows, block, min(2 * warps, 16)
 

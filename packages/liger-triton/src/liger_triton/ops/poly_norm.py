@@ -1,4 +1,4 @@
-"""Polynomial norm: the mean squares of a row's three powers in one pass; for the output, the row is read again."""
+"""Polynomial norm: one pass makes the mean squares of a row's three powers. Then the row is read again for the output."""
 
 import torch
 import triton
@@ -11,17 +11,17 @@ from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows, multiply, tile_of
 
-# Longer rows don't fit registers: 128 columns a thread of 8 warps in the forward, which adds up x's powers; 32 of 16 in
-# the backward, which keeps x and dy.
+# Longer rows don't fit registers. Forward, which adds up x's powers, has 128 columns per thread of 8 warps. Backward, which
+# keeps x and dy, has 32 per thread of 16.
 LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
-# Columns of a warp of the backward: 32 a thread, among which the exchange between the threads is shared.
+# Columns per warp in the backward: 32 per thread, so that few threads exchange sums for many columns.
 COLUMNS_PER_WARP = 1024
 
 
 @triton.jit
 def _add_three(a1, b1, c1, a2, b2, c2):
-    """For three sums of a row in one exchange between the warps."""
+    """Adds triples, so that warps exchange three sums of a row at once."""
     return a1 + a2, b1 + b2, c1 + c2
 
 
@@ -32,7 +32,7 @@ def _add_four(a1, b1, c1, d1, a2, b2, c2, d2):
 
 @triton.jit
 def _inverse_rms(sum1, sum2, sum3, columns, eps):
-    """What x, x² and x³ are multiplied by, from the sums of their squares."""
+    """The factors of x, x² and x³, from the sums of their squares."""
     eps = tl.cast(eps, tl.float32)  # torch.compile passes floats as float64
     return tl.rsqrt(sum1 / columns + eps), tl.rsqrt(sum2 / columns + eps), tl.rsqrt(sum3 / columns + eps)
 
@@ -67,8 +67,8 @@ def _forward(y, inverse_rms, x, weight, bias, rows, columns, x_stride, eps, ROWS
     sum1, sum2, sum3 = tl.reduce((square, fourth, multiply(fourth, square, BLOCK)), 1, _add_three, keep_dims=True)
     r1, r2, r3 = _inverse_rms(sum1, sum2, sum3, columns, eps)
     _store_inverse_rms(inverse_rms, row, rows, r1, r2, r3)
-    # Again, from the cache: held, it takes the registers of other programs. On an H200 (triton 3.6), 16384 x 8192 in
-    # bfloat16 take 0.132 ms, held 0.136.
+    # x is loaded again, from the cache: held, it would take registers from other programs. On an H200 (triton 3.6), 16384 x 8192
+    # in bfloat16 takes 0.132 ms, held 0.136.
     xs = tl.load(x + row * x_stride + column, inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     tl.store(y + row * columns + column, _polynomial(xs, r1, r2, r3, weight, bias), inside)
 
@@ -91,7 +91,7 @@ def _forward_long(y, inverse_rms, x, weight, bias, rows, columns, x_stride, eps,
     total1, total2, total3 = tl.reduce((sum1, sum2, sum3), 1, _add_three, keep_dims=True)
     r1, r2, r3 = _inverse_rms(total1, total2, total3, columns, eps)
     _store_inverse_rms(inverse_rms, row, rows, r1, r2, r3)
-    # Backwards: what was read last is in the cache still.
+    # Backwards: what was read last is still in the cache.
     for back in range(0, columns, BLOCK):
         column = (columns - 1) // BLOCK * BLOCK - back + lane
         inside = column < columns
@@ -101,7 +101,7 @@ def _forward_long(y, inverse_rms, x, weight, bias, rows, columns, x_stride, eps,
 
 @triton.jit
 def _load_inverse_rms(inverse_rms, row, rows):
-    """Those of x, x² and x³, ``[rows, 1]`` each."""
+    """The inverse root mean squares of x, x² and x³, ``[rows, 1]`` each."""
     r1 = tl.load(inverse_rms + row, row < rows, other=0.0)
     r2 = tl.load(inverse_rms + rows + row, row < rows, other=0.0)
     r3 = tl.load(inverse_rms + 2 * rows + row, row < rows, other=0.0)
@@ -122,7 +122,7 @@ def _gradient(xs, dys, r1, r2, r3, sum1, sum2, sum3, columns, weight):
 
 @triton.jit
 def _store_partial(partial, dw0, dw1, dw2, db):
-    """One row of ``partial[4, programs]``, which are added up along the programs."""
+    """Store one program's column of ``partial[4, programs]``, which is added up along the programs."""
     programs = tl.num_programs(0)
     partial += tl.program_id(0)
     tl.store(partial, tl.sum(dw0))
@@ -249,7 +249,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, eps: float) -> tuple[Ten
     partial, stages = None, 1
     if needs_weight or needs_bias:
         if fits:
-            # As in rms_norm: two tiles on their way beside the one that is worked on, where shared memory holds all.
+            # As in rms_norm: two tiles are prefetched beside the one that is worked on, if shared memory holds all three.
             tile = tile_rows * block
             stages = 3 if tile_rows == 1 and 3 * 2 * tile * x.element_size() < shared_memory(x.device) else 1
             most = max(1, min(3, 8192 // tile)) if stages > 1 else 16 // warps

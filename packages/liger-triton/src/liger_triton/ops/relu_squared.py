@@ -1,4 +1,4 @@
-"""Squared ReLU: one element after another, in float32; backward rectifies again."""
+"""Squared ReLU, element by element in float32. Backward rectifies again."""
 
 import torch
 import triton.language as tl
@@ -15,7 +15,7 @@ from liger_triton.ops.swiglu import _place, divide
 def _forward(y, x, up, rows, columns, blocks, x_stride, up_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, first, column, inside = _place(rows, columns, blocks, ROWS, BLOCK)
     xs = tl.load(x + (row * x_stride + first) + column, inside, other=0.0).to(tl.float32)
-    # No maximum, which would lose a NaN.
+    # No tl.maximum: it would lose a NaN.
     ys = tl.where(xs <= 0.0, 0.0, xs * xs)
     if up is not None:
         ys *= tl.load(up + (row * up_stride + first) + column, inside, other=0.0).to(tl.float32)
@@ -28,7 +28,7 @@ def _backward(
 ):  # fmt: skip
     row, first, column, inside = _place(rows, columns, blocks, ROWS, BLOCK)
     at = (row * columns + first) + column
-    # All loads come before the first store, which they would wait for.
+    # All loads come before the first store: after it, they would wait for it.
     dys = tl.load(dy + (row * dy_stride + first) + column, inside, other=0.0).to(tl.float32)
     xs = tl.load(x + (row * x_stride + first) + column, inside, other=0.0).to(tl.float32)
     if dx is not None:

@@ -1,4 +1,4 @@
-"""RMS norm: a row is read again from the cache for its output; with a residual, it stays in registers if it fits."""
+"""RMS norm: a row is read again from the cache for its output. With a residual, it stays in registers if it fits."""
 
 import torch
 import triton
@@ -23,9 +23,10 @@ from liger_triton.ops._rows import (
     unpacked,
 )
 
-# Longer rows don't fit registers: 128 columns a thread of 8 warps in the forward, which adds up x, or 64 of 16 with a
-# residual, where it keeps the sum; 32 of 16 in the backward, which keeps x and dy; 16 where it keeps the sum of dweight as
-# well, or 32 if x and dy are held as elements of two bytes. Loaded one by one, half as many: each load has its address.
+# Longer rows don't fit registers. Forward adds up x and has 128 columns per thread of 8 warps. With a residual it keeps the sum
+# and has 64 per thread of 16. Backward keeps x and dy and has 32 per thread of 16. If it keeps the sum of dweight as well, it
+# has 16, or 32 if x and dy are held as 2-byte elements. If elements are loaded one by one, each load needs an address, so the
+# limits are half.
 LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
 LONGEST_SUMMED = 8192
@@ -49,7 +50,7 @@ def _forward(
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
     ws = None
-    if residual is not None and weight is not None:  # before the row, so that nothing waits for it after the sum
+    if residual is not None and weight is not None:  # before the row: nothing waits for it after the sum
         ws = tl.load(weight + column, column < columns, other=0.0, eviction_policy="evict_last")
     keep: tl.constexpr = "evict_last" if residual is None else ""
     xs = _load(x, residual, row * x_stride + column, row * residual_stride + column, inside, keep)
@@ -96,7 +97,7 @@ def _take_rows(
     dx, dy, dh, x, weight, scale, inverse_rms, tile, rows, columns, dy_stride, dh_stride, x_stride, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of a tile of rows, unless None, and return dy and x · r there. `scale` None: it is loaded from `weight`."""
+    """Write dx of a tile of rows, unless it is None, and return dy and x · r there. Without `scale`, it loads `weight`."""
     row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     r = tl.load(inverse_rms + row, row < rows, other=0.0)[:, None]
@@ -122,7 +123,7 @@ def _backward(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
-    scale = None  # from L1 for each tile where registers are short
+    scale = None  # if registers are short, each tile loads it from L1
     if weight is not None and STAGES > 1:
         scale = load_scale(weight, column[None, :], column[None, :] < columns, offset)
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -139,7 +140,7 @@ def _backward(
 
 @triton.jit
 def _load_scale_in_pairs(weight, offset, columns, BLOCK: tl.constexpr):
-    """What the first of each pair of columns is multiplied by, and the second."""
+    """The scale of the first and of the second column of each pair."""
     column = tl.arange(0, BLOCK)[None, :]
     scale = load_scale(weight, column, column < columns, offset)
     return tl.split(tl.reshape(scale, (1, BLOCK // 2, 2)))
@@ -150,7 +151,7 @@ def _backward_packed(
     dx, partial, dy, dh, x, weight, inverse_rms, rows, columns, dy_stride, dh_stride, x_stride, offset,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of 2-byte elements, held as they are."""
+    """Rows of 2-byte elements, held in that form."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < columns
     dweight_first = tl.zeros((1, BLOCK // 2), tl.float32)
@@ -182,7 +183,7 @@ def _sum_rows(
     dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, block, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dweight of a block of columns. STAGES None: as many as the kernel has."""
+    """dweight of a block of columns. If STAGES is None, it is the kernel's own number."""
     column = block * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in tl.range(0, rows, ROWS, num_stages=STAGES):
@@ -201,7 +202,7 @@ def _backward_at_once(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
     SUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The first programs add up columns, the others take rows: x and dy are read twice, but nothing waits for a sum."""
+    """The first programs add up columns, the others take rows. x and dy are read twice, but no program waits for a sum."""
     blocks = tl.cdiv(columns, SUM_COLUMNS)
     if tl.program_id(0) < blocks:
         _sum_rows(
@@ -284,17 +285,17 @@ def launch_forward(
 def _tile_of_forward(columns: int, fused: bool, size: int, device: torch.device) -> tuple[int, int, int]:
     """Rows, columns and warps of a program, for elements of `size` bytes.
 
-    Times are of an H200 (triton 3.6) in bfloat16, in ms.
+    Times were measured on an H200 (triton 3.6) in bfloat16, in ms.
     """
     if fused:
         tile_rows, block, warps = tile_of(columns)
-        if block <= 4096:  # 2048 x 2048: 0.0133, by four warps 0.0144; 8192 x 4096: 0.0712, by eight 0.0718
+        if block <= 4096:  # 2048 x 2048: 0.0133, with four warps 0.0144; 8192 x 4096: 0.0712, with eight 0.0718
             return tile_rows, block, max(2, warps // 2)
-        # 16384 x 8192: 0.263, by 16 warps 0.266
+        # 16384 x 8192: 0.263, with 16 warps 0.266
         return tile_rows, block, 1024 // warp_size(device) if block == 8192 else warps
     tile_rows, block, warps = tile_read_twice(columns)
-    # 16384 x 8192: 0.130, by eight warps 0.133, held 0.134. 16384 x 16384: 0.263, by 16 warps 0.275.
-    # 128 columns a thread in float32 spill registers.
+    # 16384 x 8192: 0.130, with eight warps 0.133, held 0.134. 16384 x 16384: 0.263, with 16 warps 0.275.
+    # 128 float32 columns per thread spill registers.
     return tile_rows, block, 16 if block == 8192 or (block == 32768 and size == 4) else warps
 
 
@@ -308,7 +309,7 @@ def launch_backward(
     inverse_rms: Tensor,
     offset: float,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx, with `dh` added to it if there is one, and dweight; each if needed."""
+    """dx, plus `dh` if there is one, and dweight; each if it is needed."""
     columns = x.shape[-1]
     rows = x.numel() // columns
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
@@ -351,16 +352,17 @@ def launch_backward(
                 BLOCK=4096, num_warps=8,
             )  # fmt: skip
         if needs_weight:
-            # Columns are many: 64 of them, a 128-byte line of bf16, leave at least 129 programs. Of few rows, more columns.
+            # Rows are long here: blocks of 64 columns, a 128-byte line of bf16, still give at least 129 programs. With few rows,
+            # blocks have more.
             sum_rows = 64 if rows > 16 else 16
             _dweight_long[((columns * sum_rows + 4095) // 4096,)](
                 dweight, dy, x, inverse_rms, rows, columns, dy_stride, x_stride, ROWS=sum_rows, BLOCK=4096 // sum_rows
             )
         return dx, dweight
     if needs_weight:
-        # Tiles on their way: two beside the one that is worked on, where shared memory holds all. Then few programs keep
-        # memory busy: on an H200 (triton 3.6), 16384 x 8192 in bfloat16, one a multiprocessor takes 0.201 ms, two 0.208;
-        # two tiles 0.277. 8192 x 4096: two take 0.062, one or four 0.069.
+        # Two tiles are prefetched beside the one that is worked on, if shared memory holds all three. Then a few programs keep
+        # memory busy. On an H200 (triton 3.6), in bfloat16, 16384 x 8192 takes 0.201 ms with one program per multiprocessor and
+        # 0.208 with two; with two tiles 0.277. 8192 x 4096 takes 0.062 with two programs, 0.069 with one or four.
         tile = tile_rows * block
         stages = 3 if 3 * (3 if dh is not None else 2) * tile * x.element_size() < shared_memory(x.device) else 1
         most = max(1, min(3, 8192 // tile)) if stages > 1 else 3 if tile_rows >= 8 else 16 // warps

@@ -1,4 +1,4 @@
-"""Softmax: a row is read again from the cache, or stays in registers; the longest take an online sum first."""
+"""Softmax: a row is read again from the cache, or stays in registers. The longest rows first take a pass with an online sum."""
 
 import torch
 import triton.language as tl
@@ -21,18 +21,18 @@ from liger_triton.ops._rows import (
     unpacked,
 )
 
-# Longer rows don't fit the registers of 16 warps: 64 columns a thread, at which backward spills 14 to 24 on sm_90.
+# Longer rows don't fit the registers of 16 warps: at 64 columns per thread, backward spills 14 to 24 on sm_90.
 LONGEST = 32768
-# Rows of 2-byte elements that are held as they are.
+# Up to this length, rows of 2-byte elements are held in that form.
 LONGEST_PACKED = 65536
-# Rows that fill their tiles are read twice up to here. On an H200 (triton 3.6), in bfloat16: 8192 x 16384 take 0.131 ms,
-# held 0.141; 8192 x 8192 0.0695 and 0.0710; 4096 x 1024 0.0093 and 0.0101.
+# Rows up to this length are read twice if they fill their tiles. On an H200 (triton 3.6), in bfloat16: 8192 x 16384 takes 0.131
+# ms, held in registers 0.141; 8192 x 8192 0.0695 and 0.0710; 4096 x 1024 0.0093 and 0.0101.
 LONGEST_READ_TWICE = 16384
 
 
 @kernel
 def _forward_whole(y, x, columns, x_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows that fill their tiles: without masks, a thread can take 64 columns and keep other programs at work."""
+    """Rows that fill their tiles: without masks, a thread can take 64 columns and leave registers for other programs."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     at = x + row * x_stride + column
@@ -55,15 +55,15 @@ def _forward(y, x, rows, columns, x_stride, ROWS: tl.constexpr, BLOCK: tl.conste
 
 @kernel
 def _forward_packed(y, x, columns, x_stride, BLOCK: tl.constexpr):
-    """A row of 2-byte elements, held as it is, its exponentials computed twice."""
+    """A row of 2-byte elements, held in that form. Its exponentials are computed twice."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < columns
     pairs = packed(tl.load(x + row * x_stride + column, inside, other=float("-inf")))
     first, second = unpacked(pairs, x.dtype.element_ty)
     highest = tl.max(tl.maximum(first, second), 1, keep_dims=True)
-    # 2^(x log2 e − c), where c is rounded alike for all of a row: by 1/16 at most below 2^20. Above, 2-byte elements are
-    # 4096 apart or equal, and 2^(x − c) is 0 or 1.
+    # 2^(x log2 e − c). c is rounded the same way for the whole row; below 2^20 the rounding is at most 1/16. Above 2^20, 2-byte
+    # elements are 4096 apart or equal, and 2^(x − c) is 0 or 1.
     factor = tl.where(tl.abs(highest) < 1048576.0, 1.4426950408889634, 1.0)
     c = highest * factor
     pairs = again(pairs, highest)
@@ -91,7 +91,7 @@ def _forward_long(y, x, columns, x_stride, BLOCK: tl.constexpr):
         maximum = tl.maximum(maximum, xs)
     highest = tl.max(maximum)
     scale = 1.0 / tl.sum(total * tl.exp(maximum - highest))
-    # Backwards: what was read last is in the cache still.
+    # Backwards: what was read last is still in the cache.
     for back in range(0, columns, BLOCK):
         column = (columns - 1) // BLOCK * BLOCK - back + tl.arange(0, BLOCK)
         inside = column < columns
@@ -106,14 +106,14 @@ def _backward(dx, dy, y, rows, columns, dy_stride, ROWS: tl.constexpr, BLOCK: tl
     inside = (row < rows) & (column < columns)
     ys = tl.load(y + row * columns + column, inside, other=0.0).to(tl.float32)
     dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
-    # By the sum of y, which is 1 but for its rounding: so a constant dy gives 0.
+    # Divided by the sum of y, which is 1 but for rounding, so that a constant dy gives 0.
     mean = tl.div_rn(tl.sum(multiply(ys, dys, BLOCK), 1, keep_dims=True), tl.sum(ys, 1, keep_dims=True))
     tl.store(dx + row * columns + column, ys * (dys - mean), inside)
 
 
 @kernel
 def _backward_packed(dx, dy, y, columns, dy_stride, BLOCK: tl.constexpr):
-    """A row of 2-byte elements, held as it is."""
+    """A row of 2-byte elements, held in that form."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < columns
@@ -157,8 +157,8 @@ def forward(needs: Needs, x: Tensor) -> tuple[Tensor, Saved]:
     if columns == block <= LONGEST_READ_TWICE and rows % tile_rows == 0:
         _forward_whole[(rows // tile_rows,)](y, x, columns, x_stride, ROWS=tile_rows, BLOCK=block, num_warps=warps)
     elif LONGEST_READ_TWICE < block <= LONGEST_PACKED and in_pairs(x, columns, x_stride):
-        # On an H200 (triton 3.6), 8192 x 32768 take 0.264 ms with 32 warps and 0.278 with 16, held in float32 0.277 at
-        # best; 8192 x 32000 0.256 and 0.274; 4096 x 65536 0.294 and 0.290, by `_forward_long` 0.374.
+        # On an H200 (triton 3.6), 8192 x 32768 takes 0.264 ms with 32 warps, 0.278 with 16, and 0.277 at best if held in
+        # float32; 8192 x 32000 0.256 and 0.274; 4096 x 65536 0.294 and 0.290, and 0.374 by `_forward_long`.
         warps = min((1 << 20) // block, 1024 // warp_size(x.device))
         _forward_packed[(rows,)](y, x, columns, x_stride, BLOCK=block, num_warps=warps)
     elif columns > LONGEST:
@@ -182,7 +182,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...
     else:
         tile_rows, block, warps = tile_of(columns)
         if block >= 16384 and in_pairs(y, columns, dy_stride):
-            # On an H200 (triton 3.6), 8192 x 32768 take 0.382 ms, with 32 warps 0.422, held in float32 0.389; 8192 x 16384
+            # On an H200 (triton 3.6), 8192 x 32768 takes 0.382 ms, with 32 warps 0.422, held in float32 0.389; 8192 x 16384
             # 0.192, 0.211 and 0.201.
             _backward_packed[(rows,)](dx, dy, y, columns, dy_stride, BLOCK=block, num_warps=16)
         else:

@@ -1,12 +1,13 @@
-"""Sparsemax: Newton's method finds tau on the greatest elements of groups of columns, and a look at the row proves it.
+"""Sparsemax: Newton's method finds tau on the greatest elements of groups of columns, and a look at the whole row proves it.
 
-tau is the root of f(tau) = Σ max(x − tau, 0) − 1, which is convex. Newton's steps from its left, tau ← (sum of those above
-tau − 1) / (their number), stay on its left, and it is exact when their number doesn't fall any more. A step divides the
-product of f and its slope by four or more, so steps are few for any row.
+tau is the root of f(tau) = Σ max(x − tau, 0) − 1, which is convex. A step of Newton's method is tau ← (sum of the elements above
+tau − 1) / (their number). Steps that start left of the root stay left of it. Once the number doesn't fall any more, tau is
+exact. A step divides the product of f and its slope by at least four, so every row needs few steps.
 
-The root for a part of a row is on the left of the row's. So the first steps are over the greatest element of each group
-of columns, and their root is the row's own unless two of a group are in the support: seldom, and then steps go on with
-all. A row stays in registers, a long one of 2-byte elements as it is; one too long for that is read twice.
+The root for a part of a row is left of the row's own root. So the first steps take only the greatest element of each group of
+columns. Their root is the row's own unless two elements of a group are in the support. That is rare, and then steps go on with
+all elements. A row stays in registers; a long row of 2-byte elements does so in that form. A row too long for that is read
+twice.
 """
 
 from typing import Any
@@ -22,22 +23,25 @@ from liger_triton.ops._device import warp_size
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import again, as_rows, in_pairs, interleaved, packed, power_of_2, unpacked
 
-# Up to here a row stays in registers: the forward keeps it in float32, and at 16384 columns fills half of them.
-# The backward reads dy where y has support: again, from the cache, is faster than to hold a place for all of it. On an
-# H200 (triton 3.6), 4096 rows of 8192 in bfloat16: 0.047 ms, in registers 0.065 to 0.076.
+# Rows up to this length stay in registers. The forward keeps them in float32, which at 16384 columns fills half of the
+# registers. The backward reads dy only inside y's support. Reading it again, from the cache, is faster than reserving registers
+# for all of it: on an H200 (triton 3.6), 4096 rows of 8192 in bfloat16 take 0.047 ms, in registers 0.065 to 0.076.
 LONGEST_FORWARD = 16384
 LONGEST_BACKWARD = 4096
-# The forward holds rows of 2-byte elements as they are between these, if those longer than LONGEST_FORWARD fill seven eighths
-# of a block. On an H200 (triton 3.6), in bfloat16, 4096 rows of 8192 take 0.0396 ms, held in float32 0.0473; of 16384 0.079
-# and 0.096; of 32768 0.148, read twice 0.184; 2048 of 57344 0.165 and 0.183, of 65536 0.174 and 0.198. But 4096 rows of 4096
-# take 0.026 both ways, of 20480 0.128 and 0.121, and 2048 of 49152 0.159 and 0.148.
+# Between these lengths the forward holds rows of 2-byte elements in that form; those longer than LONGEST_FORWARD only if they
+# fill seven eighths of a block. On an H200 (triton 3.6), in bfloat16, 4096 rows of 8192 take 0.0396 ms, held in float32 0.0473;
+# of 16384 0.079 and 0.096; of 32768 0.148, read twice 0.184; 2048 of 57344 0.165 and 0.183, of 65536 0.174 and 0.198. But 4096
+# rows of 4096 take 0.026 both ways, of 20480 0.128 and 0.121, and 2048 of 49152 0.159 and 0.148.
 SHORTEST_PACKED = 4097
 LONGEST_PACKED = 65536
 
 
 @triton.jit
 def _lanes(GROUPS: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr):
-    """A group's columns are neighbours where a thread can load them at once, else neighbouring threads' are."""
+    """The columns of each group.
+
+    If a thread can load a group at once, its columns are neighbours. Otherwise neighbouring threads load neighbouring columns.
+    """
     group, member = tl.arange(0, GROUPS)[None, :, None], tl.arange(0, GROUP)[None, None, :]
     return group * GROUP + member if ALIGNED else member * GROUPS + group
 
@@ -49,7 +53,7 @@ def _add_pairs(a1, b1, a2, b2):
 
 @triton.jit
 def _sum_rows(a, b):
-    """The sums of the rows of two tensors; both at once, since this is where threads wait for each other."""
+    """The sums of the rows of two tensors. Threads wait for each other here, so both are summed at once."""
     return tl.reduce((tl.sum(a, 2), tl.sum(b, 2)), 1, _add_pairs)
 
 
@@ -60,9 +64,10 @@ def _any(rows):
 
 @triton.jit
 def _newton(z, tau, count):
-    """Steps from tau for as long as the number of elements above it falls, at first from `count`; and that number.
+    """Take Newton's steps from tau while the number of elements above it falls, at first below `count`. Return both.
 
-    NaN is above, so it spreads. Quotients are rounded to nearest: what equals tau in exact arithmetic equals it here.
+    NaN counts as above, so it spreads. Quotients are rounded to nearest: an element that equals tau in exact arithmetic equals
+    it here.
     """
     active = tl.full((), 1, tl.int32)
     while active != 0:
@@ -77,14 +82,14 @@ def _newton(z, tau, count):
 
 @triton.jit
 def _newton_of_best(best, top):
-    """tau of a part of each row, relative to `top`, the row's greatest element; and how many of the part are above."""
+    """tau of a part of each row, relative to `top`, the row's greatest element; and how many elements of the part exceed it."""
     zeros = tl.zeros_like(top)
     return _newton(best - top[:, None, None], zeros - 1.0, zeros + float("inf"))
 
 
 @triton.jit
 def _result(above, dtype: tl.constexpr):
-    """max(above, 0). What is greater than 0 stays so when it is rounded: backward tells the support by that."""
+    """max(above, 0). A result greater than 0 stays so when it is rounded: backward finds the support by that."""
     result = tl.maximum(above, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if dtype == tl.float16:
         result = tl.where(above > 0.0, tl.maximum(above, 5.9604644775390625e-08), result)
@@ -122,7 +127,7 @@ def _sums_above(pairs, dtype: tl.constexpr, top, tau):
 
 @kernel
 def _forward_packed(y, x, columns, x_stride, BLOCK: tl.constexpr):
-    """A row of 2-byte elements, held as it is, and made wider for each look at it. Its groups are of 64 columns."""
+    """A row of 2-byte elements, held in that form and widened for each look at it. Its groups have 64 columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = column < columns
@@ -135,7 +140,7 @@ def _forward_packed(y, x, columns, x_stride, BLOCK: tl.constexpr):
     tau, count = _newton_of_best(best[:, :, None], top)
     total, above = _sums_above(pairs, dtype, top, tau)
     active = _any(above != count)
-    while active != 0:  # two of a group are in the support: a step from the whole row
+    while active != 0:  # two elements of a group are in the support: a step over the whole row
         tau = tl.math.div_rn(total - 1.0, above)
         count = above
         total, above = _sums_above(pairs, dtype, top, tau)
@@ -163,7 +168,7 @@ def _forward_long(y, x, columns, x_stride, GROUPS: tl.constexpr, GROUP: tl.const
     while active != 0:  # once, unless two of a lane's columns are in the support
         totals = tl.zeros(lanes.shape, tl.float32)
         counts = tl.zeros(lanes.shape, tl.float32)
-        for back in range(0, columns, GROUPS * GROUP):  # backwards: what was read last is in the cache still
+        for back in range(0, columns, GROUPS * GROUP):  # backwards: what was read last is still in the cache
             column = (columns - 1) // (GROUPS * GROUP) * (GROUPS * GROUP) - back + lanes
             inside = column < columns
             z = tl.load(x + column, inside, other=float("-inf")).to(tl.float32) - top[:, None, None]
@@ -181,7 +186,7 @@ def _forward_long(y, x, columns, x_stride, GROUPS: tl.constexpr, GROUP: tl.const
 
 @triton.jit
 def _load_support(dy, y, inside):
-    """Where y is in the support, and dy there; groups of columns outside it, most of them, are not read."""
+    """Whether y is in the support, and dy there. Groups of columns outside the support, which are most, are not read."""
     support = tl.load(y, inside, other=0.0) > 0.0
     used = tl.max(support.to(tl.int32), 2, keep_dims=True) > 0
     return support, tl.load(dy, inside & used, other=0.0).to(tl.float32)
@@ -239,15 +244,15 @@ def _launch(short: Any, long: Any, longest: int, result: Tensor, tensors: tuple[
     group = 16 // result.element_size()  # what a thread loads at once
     aligned = columns % 16 == 0 and stride % 16 == 0
     if columns > longest:
-        # 8 columns a thread, in 44 registers of bf16 and 48 of float32 on sm_90. On an H200, 4096 rows of 32768 by blocks
-        # of 4096 and of 2048: forward 0.181 and 0.189 ms, backward 0.180 and 0.195; of 8192, backward 0.052 and 0.047.
+        # 8 columns per thread, in 44 registers for bf16 and 48 for float32 on sm_90. On an H200, in blocks of 4096 and of 2048,
+        # 4096 rows of 32768 take 0.181 and 0.189 ms forward, 0.180 and 0.195 backward. Of 8192, backward takes 0.052 and 0.047.
         block = 4096 if columns > 16384 else 2048
         long[(rows,)](
             result, *tensors, columns, stride, GROUPS=block // group, GROUP=group, ALIGNED=aligned,
             num_warps=block // 256,
         )  # fmt: skip
         return
-    # Rows of 2048 columns together, or one; 32 columns a thread.
+    # Rows of 2048 columns together, or one row; 32 columns per thread.
     block = power_of_2(columns)
     tile = max(1, 2048 // block)
     short[((rows + tile - 1) // tile,)](
@@ -257,7 +262,7 @@ def _launch(short: Any, long: Any, longest: int, result: Tensor, tensors: tuple[
 
 
 def _packs(x: Tensor, columns: int, stride: int) -> bool:
-    """Whether the forward holds rows as they are."""
+    """Whether the forward holds rows of 2-byte elements in that form."""
     if not SHORTEST_PACKED <= columns <= LONGEST_PACKED or not in_pairs(x, columns, stride):
         return False
     return columns <= LONGEST_FORWARD or 8 * columns >= 7 * power_of_2(columns)
@@ -270,7 +275,7 @@ def forward(needs: Needs, x: Tensor, dim: int = -1) -> tuple[Tensor, Saved]:
     x, x_stride = as_rows(x)
     columns = y.shape[-1]
     if _packs(x, columns, x_stride):
-        # 128 columns a thread: with 64, 4096 rows of 32768 take 0.155 ms.
+        # 128 columns per thread: with 64, 4096 rows of 32768 take 0.155 ms.
         block = power_of_2(columns)
         warps = max(block // 128, 128) // warp_size(x.device)
         _forward_packed[(y.numel() // columns,)](y, x, columns, x_stride, BLOCK=block, num_warps=warps)

@@ -1,4 +1,4 @@
-"""SwiGLU: one element after another, in float32; backward computes the sigmoid again."""
+"""SwiGLU, element by element in float32. Backward computes the sigmoid again."""
 
 import torch
 import triton
@@ -10,16 +10,16 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
-# Elements of a program, eight a thread: one 16-byte load of bf16 from each tensor.
+# Elements of a program, eight per thread: one 16-byte load of bf16 from each tensor.
 TILE = 1024
-# A tile is narrower where more than this share of its columns would be outside the row. Of 768 columns, which a tile of
-# 1024 covers with 75 % of its lanes, 256 of four rows are taken at a time, with all of them.
+# If more than this share of a tile's columns would be outside the row, the tile is narrower. A tile of 1024 would use 75 % of
+# its lanes for 768 columns. So a program takes 256 columns of four rows at a time, and uses all lanes.
 MOST_OUTSIDE = 1 / 8
 
 
 @triton.jit
 def _place(rows, columns, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's row, or its rows, ``[ROWS, 1]``; its first column; the columns from there on; which are inside."""
+    """This program's row or rows, ``[ROWS, 1]``; its first column; the columns from there on; and which of them are inside."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     first = (program % blocks).to(tl.int64) * BLOCK

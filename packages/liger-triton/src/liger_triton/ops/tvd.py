@@ -1,4 +1,4 @@
-"""Total variation distance: both tensors are read once, and what backward needs of them, a sign, kept in two bits."""
+"""Total variation distance: both tensors are read once. Backward needs only the sign of each difference, kept in two bits."""
 
 import torch
 import triton
@@ -49,7 +49,7 @@ def _forward(
         else:
             sum_lanes += tl.abs(difference)
         if signs is not None:
-            # Eight elements' signs are one int16: 1 for a positive difference, 2 for a negative one.
+            # The signs of eight elements are one int16, two bits each: 1 for a positive difference, 2 for a negative one.
             sign = tl.where(difference > 0.0, 1, tl.where(difference < 0.0, 2, 0))
             sign = tl.reshape(sign << (2 * tl.arange(0, BLOCK) % 16)[None, :], (ROWS, BLOCK // 8, 8))
             group, group_inside = _groups(tile, rows, columns, blocks, WHOLE, ROWS, BLOCK)
@@ -78,7 +78,7 @@ def _backward(
 
 
 def _divisor(rows: int, columns: int, reduction: str, count: Tensor | None) -> int:
-    """What Σ abs(p − q) is divided by, besides the `count` of rows."""
+    """The divisor of Σ abs(p − q), besides the `count` of rows."""
     counted = 1 if count is not None else rows
     return 2 * {"batchmean": counted, "mean": counted * columns}.get(reduction, 1)
 
@@ -108,7 +108,7 @@ def forward(
     count = count_of(labels, ignore_index) if labels is not None and reduction in ("batchmean", "mean") else None
     if losses is None:
         losses = total(sums, count, _divisor(rows, columns, reduction, count))
-    # Of p only the dtype and the number of columns are needed.
+    # Backward needs only the dtype and the number of columns of p.
     return losses, (p.new_empty((0, columns)), signs, count) if needs[0] else ()
 
 

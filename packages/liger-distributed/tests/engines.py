@@ -1,6 +1,6 @@
 r"""Beside engines that people train with, in two processes. They are not installed with the rest:
 
-uv run --with "megatron-core==0.16.*" --with "accelerate==1.15.*" --with "torchtitan==0.3.*" \
+uv run --with "torch==2.13.*" --with "megatron-core==0.16.*" --with "accelerate==1.15.*" --with "torchtitan==0.3.*" \
     pytest packages/liger-distributed/tests/engines.py -n 0
 """
 

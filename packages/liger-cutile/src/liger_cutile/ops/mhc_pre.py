@@ -429,8 +429,9 @@ def _launch_gradients(
     streams, width = x.shape[-2:]
     rows, count = plan.shape[0], weight.shape[0]
     across = blocks(width, block)
-    dx = None if dx is None else dx.view(rows, streams, width)
-    partial = None if partial is None else partial.view(splits, count, streams, width)
+    # By way of rows, whose stride is another where a row is one element.
+    dx = None if dx is None else as_rows(dx.flatten(-2)).view(rows, streams, width)
+    partial = None if partial is None else as_rows(partial).view(splits, count, streams, width)
     launch(
         _sized(_gradients, count), (splits * streams * across,), dx, partial, None if dh is None else as_rows(dh),
         as_rows(x.flatten(-2)).view(rows, streams, width), as_rows(weight).view(count, streams, width), plan, rest, splits,

@@ -362,6 +362,7 @@ def _launch_forward(
     products = torch.empty((splits, rows, count), dtype=torch.float32, device=x.device)
     squares = torch.empty((splits, rows), dtype=torch.float32, device=x.device)
     padded = power_of_2(count)
+    products = as_rows(products.view(-1, count)).view(splits, rows, count)  # another stride for the head of one stream
     launch(
         _multiply, one_each(tiles * splits), products, squares, whole, weight, splits, share, tile_rows, padded, block
     )

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -59,6 +59,16 @@ CASES = (
     Case("five-streams", "odd", rows=2, streams=5, width=13, iterations=2),
     Case("long-row", "odd", rows=2, streams=4, width=1100, iterations=2),
     Case("one-element", "edge", rows=1, streams=1, width=1),
+    Case(
+        "streams-of-one-element",
+        "odd",
+        how=How(layouts={"x": "outermost_last", "weight": "sliced", "bias": "sliced", "alpha": "sliced"}),
+        rows=(4, 4),
+        streams=1,
+        width=1,
+        head=True,
+        parameters=torch.float32,
+    ),
     Case("one-stream", "edge", rows=3, streams=1, width=40, iterations=2),
     Case("vector", "edge", rows=(), streams=2, width=17, iterations=2),
     Case("one-iteration", "option", rows=4, streams=4, width=24, iterations=1),

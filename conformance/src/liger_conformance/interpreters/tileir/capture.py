@@ -131,9 +131,11 @@ def signature(kernel: Any, arguments: Sequence[Any]) -> Any:
 
     stand_in_for_libcuda()
     disguised = tree_map_only(Tensor, _OnDevice, tuple(arguments))
-    found = KernelSignature.from_kernel_args(kernel, disguised, CallingConvention.cutile_python_v2())
+    # With a symbol, since to make the one that is replaced below takes half the time of all this.
+    name = kernel._pyfunc.__name__
+    found = KernelSignature.from_kernel_args(kernel, disguised, CallingConvention.cutile_python_v2(), symbol=name)
     constraints = [_with_dtype(c, a) for c, a in zip(found.parameters, arguments, strict=True)]
-    return KernelSignature(constraints, found.calling_convention).with_mangled_symbol(kernel._pyfunc.__name__)
+    return KernelSignature(constraints, found.calling_convention).with_mangled_symbol(name)
 
 
 def _with_dtype(constraint: Any, argument: Any) -> Any:

@@ -18,6 +18,7 @@ from liger_cutile.ops._launch import MOST_DOWN, ConstBool, ConstInt, given, laun
 from liger_cutile.ops._persistent import persistent
 from liger_cutile.ops._rows import LARGEST, blocks, near, power_of_2
 from liger_cutile.ops._sums import add_two
+from liger_cutile.ops._tiles import gather
 from liger_cutile.ops._totals import launch_totals
 from liger_cutile.ops._widen import widen_again
 
@@ -53,10 +54,18 @@ def _hold(array, place, shape):
 
 @ct.function
 def _load_channels(values, group, channel, GROUPS, CHANNELS):
-    """A weight or bias of the channels of some groups."""
-    shape = (GROUPS, CHANNELS)
-    tile = ct.load(values, (group, channel), shape, padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-    return ct.reshape(ct.astype(tile, ct.float32), (1, GROUPS, CHANNELS, 1))
+    """A weight or bias of the channels of some groups.
+
+    Of several groups one by one: tileiras 13.4 loads some such tiles, of which it repeats each element for all positions, 8
+    bytes at once from where they aren't aligned.
+    """
+    if GROUPS > 1:
+        groups = ct.reshape(group * GROUPS + ct.arange(GROUPS, dtype=ct.int32), (1, GROUPS, 1, 1))
+        channels = ct.reshape(channel * CHANNELS + ct.arange(CHANNELS, dtype=ct.int32), (1, 1, CHANNELS, 1))
+        return gather(values, (groups, channels))
+    else:
+        tile = ct.load(values, (group, channel), (1, CHANNELS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+        return ct.reshape(ct.astype(tile, ct.float32), (1, 1, CHANNELS, 1))
 
 
 @ct.function

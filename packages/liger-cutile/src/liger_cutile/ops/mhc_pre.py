@@ -362,6 +362,7 @@ def _launch_forward(
     products = torch.empty((splits, rows, count), dtype=torch.float32, device=x.device)
     squares = torch.empty((splits, rows), dtype=torch.float32, device=x.device)
     padded = power_of_2(count)
+    products = as_rows(products.view(-1, count)).view(splits, rows, count)  # another stride for the head of one stream
     launch(
         _multiply, one_each(tiles * splits), products, squares, whole, weight, splits, share, tile_rows, padded, block
     )
@@ -429,8 +430,9 @@ def _launch_gradients(
     streams, width = x.shape[-2:]
     rows, count = plan.shape[0], weight.shape[0]
     across = blocks(width, block)
-    dx = None if dx is None else dx.view(rows, streams, width)
-    partial = None if partial is None else partial.view(splits, count, streams, width)
+    # By way of rows, whose stride is another where a row is one element.
+    dx = None if dx is None else as_rows(dx.flatten(-2)).view(rows, streams, width)
+    partial = None if partial is None else as_rows(partial).view(splits, count, streams, width)
     launch(
         _sized(_gradients, count), (splits * streams * across,), dx, partial, None if dh is None else as_rows(dh),
         as_rows(x.flatten(-2)).view(rows, streams, width), as_rows(weight).view(count, streams, width), plan, rest, splits,

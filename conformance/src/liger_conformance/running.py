@@ -504,6 +504,9 @@ class Decided(Deciding):
         suggests, of any sign. Those that don't grow to the result, of which they are half on average, and all lose alike.
         """
         name = function._schema.name
+        if name == "aten::_log_softmax_backward_data":  # gradient − e^output · Σ gradient
+            gradient, output, dim = _magnitude(args[0]), args[1], args[2]
+            return gradient + output.exp() * gradient.sum(dim, keepdim=True), 0.0, None
         if name not in _SUMS and name not in _PRODUCTS:
             return value, 0.0, None
         terms = function(*tree_map_only(Tensor, _magnitude, args), **kwargs)

@@ -159,6 +159,31 @@ def test_where_the_reference_overflows_no_bound_is_measured() -> None:
             compare("y", actual, baseline, truth)
 
 
+def test_rounding_may_decide_what_overflows() -> None:
+    """Beside the largest number of a dtype, by as much as errors are. Not beyond, and not with another sign."""
+    truth = torch.tensor([1.0, 65510.0, 65530.0, -65530.0, 66000.0, 65000.0], dtype=torch.float64)
+    baseline = truth.half()
+    assert baseline.isinf().tolist() == [False, False, True, True, True, False]
+    for place, value in ((1, torch.inf), (2, 65504.0), (3, -65504.0)):
+        actual = baseline.clone()
+        actual[place] = value
+        compare("y", actual, baseline, truth)
+        compare("y", baseline, actual, truth)
+    for place, value in (
+        (1, -torch.inf),
+        (1, torch.nan),
+        (2, 64000.0),
+        (2, -torch.inf),
+        (4, 65504.0),
+        (5, torch.inf),
+        (0, torch.inf),
+    ):
+        actual = baseline.clone()
+        actual[place] = value
+        with pytest.raises(Mismatch):
+            compare("y", actual, baseline, truth)
+
+
 def products(x: torch.Tensor, weight: torch.Tensor, digits: int) -> torch.Tensor:
     """x · weightᵀ by a model of a tensor core: 16 products at a time join a sum, which is cut off after so many binary digits.
 
@@ -221,6 +246,35 @@ def test_a_sum_may_have_any_order() -> None:
             compare("bias", dbias.bfloat16().float(), baseline, truth, lambda nearby=nearby: nearby)
         try:
             compare("bias", dbias, baseline, truth)
+        except Mismatch:
+            over += 1
+    assert over, "one baseline is enough here: the test shows nothing"
+
+
+def test_a_product_may_be_added_up_one_by_one() -> None:
+    """In float32, of terms of one sign: each sum between is rounded. With half the digits nothing is excused."""
+    name, over = "fused_linear_logit_statistics", 0
+    for draw in range(4):
+        case = Case("deep", "edge", rows=3, hidden=4096, vocabulary=1, decided=True)
+        arguments = complete(ops[name], cases_of(name).build(case, torch.float32, "cpu", draw))
+        baseline, truth = (outcome.results["lse"] for outcome in baseline_and_truth(ops[name], arguments))
+        nearby = errors_nearby(ops[name], arguments)["lse"]
+
+        def lse(dtype: type, arguments: dict[str, Any] = arguments) -> torch.Tensor:
+            terms = (arguments["x"].double() * arguments["linear_weight"].double()).numpy()
+            total = np.zeros(terms.shape[0], dtype)
+            for column in terms.T:
+                total = (total + column).astype(dtype)
+            return torch.from_numpy(total.astype(np.float32))
+
+        compare("lse", lse(np.float32), baseline, truth, lambda nearby=nearby: nearby)
+        with pytest.raises(Mismatch):
+            compare("lse", lse(np.float16), baseline, truth, lambda nearby=nearby: nearby)
+        narrow = {n: (arguments[n].view(torch.int32) & ~0x1FFF).view(torch.float32) for n in ("x", "linear_weight")}
+        with pytest.raises(Mismatch):
+            compare("lse", lse(np.float32, narrow), baseline, truth, lambda nearby=nearby: nearby)
+        try:
+            compare("lse", lse(np.float32), baseline, truth)
         except Mismatch:
             over += 1
     assert over, "one baseline is enough here: the test shows nothing"

@@ -32,6 +32,7 @@ def compare(
     max|actual − truth| ≤ 2 · max|baseline − truth| + eps(dtype) · max|truth|, where `baseline` is the reference in the
     kernel's own dtype and `truth` the reference in float64 on the same inputs. Where the baseline has infinities or
     NaN, the kernel has the same; or is right, where the baseline overflows on its way to a truth that its dtype can hold.
+    Where the truth is as near the least number that rounds to infinity as errors are, infinity counts as that number.
     Where the truth alone has, the kernel is finite and nothing more is known of it: the rule is that of the other elements.
     Integers are equal.
 
@@ -69,7 +70,9 @@ def compare(
             raise Mismatch(f"{name}: {wrong} of {actual.numel()} elements differ from the reference's")
         return
     actual, baseline = actual.to(truth.device), baseline.to(truth.device)
-    kind = torch.finfo(baseline.dtype)
+    dtype, kind = baseline.dtype, torch.finfo(baseline.dtype)
+    if not infinite:
+        actual, baseline = _bounded(actual, baseline, truth, kind, units)
     finite = baseline.isfinite()
     overflowed = ~finite
     if overflowed.any():
@@ -111,7 +114,7 @@ def compare(
         at = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
         raise Mismatch(
             f"{name}: error {where}{error[row].item():.3g} is more than the {allowed[row].item():.3g} allowed "
-            f"(the reference's own in {baseline.dtype}: {base[row].item():.3g}, largest value {scale[row].item():.3g}); "
+            f"(the reference's own in {dtype}: {base[row].item():.3g}, largest value {scale[row].item():.3g}); "
             f"worst at {at}: {actual[at].item():.9g}, truth {truth[at].item():.9g}"
         )
 
@@ -149,6 +152,21 @@ def largest_error(baseline: Tensor | None, truth: Tensor | None, by_row: bool = 
         return torch.zeros(1, dtype=torch.float64)
     baseline = baseline.to(truth.device)
     return _error(baseline, truth, baseline.isfinite() & truth.isfinite(), by_row)[0]
+
+
+def _bounded(actual: Tensor, baseline: Tensor, truth: Tensor, kind: torch.finfo, units: int) -> tuple[Tensor, Tensor]:
+    """Both, of which infinities count as the least number that rounds to one, where one baseline's error may decide that."""
+    if actual.isfinite().all() and baseline.isfinite().all():
+        return actual, baseline
+    least = kind.max * (1 + kind.eps / 4)
+    error, scale = _error(baseline, truth, baseline.isfinite() & truth.isfinite())
+    near = (truth.abs() - least).abs() <= 2 * error + units * kind.eps * scale
+    bound = least * truth.sign()
+
+    def bounded(value: Tensor) -> Tensor:
+        return bound.where(near & value.isinf() & (value.sign() == truth.sign()), value.double())
+
+    return bounded(actual), bounded(baseline)
 
 
 def _error(value: Tensor, truth: Tensor, finite: Tensor, by_row: bool = False) -> tuple[Tensor, Tensor]:

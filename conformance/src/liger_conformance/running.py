@@ -484,26 +484,40 @@ class Decided(Deciding):
         generator = torch.Generator(value.device).manual_seed(zlib.crc32(f"{self.seed}/{self.rounded}".encode()))
         by = torch.rand(value.shape, generator=generator, device=value.device, dtype=torch.float64) - 0.5
         cut = torch.rand((), generator=generator, device=value.device, dtype=torch.float64)
-        terms, lost = self._moves(function, args, kwargs, value)
+        terms, lost, walk = self._moves(function, args, kwargs, value)
         moved = by * terms - cut * lost
+        if walk is not None:
+            moved += torch.randn(value.shape, generator=generator, device=value.device, dtype=torch.float64) * walk
         # Infinite terms leave no error to speak of, and infinity times 0 is NaN.
         return value + torch.finfo(torch.float32).eps * moved.where(moved.isfinite(), 0.0)
 
-    def _moves(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> tuple[Tensor, Tensor | float]:
+    def _moves(
+        self, function: Any, args: Any, kwargs: Any, value: Tensor
+    ) -> tuple[Tensor, Tensor | float, Tensor | None]:
         """What of a result is rounded: itself, or the terms that are added up to it, without their signs; and what is cut off.
+
+        Of a product of float32 matrices also how far the sums between take it, if its n products join one after another. Each of
+        those sums is rounded by up to half a unit of itself, 1/√12 of one in root mean square. Their squares add up to
+        n (value² / 3 + Σ products² / 6): they grow to the result along a straight line, and walk about it.
 
         Sums that are cut off lose about half a unit each time. Where terms cancel they are as large as their root mean square
         suggests, of any sign. Those that don't grow to the result, of which they are half on average, and all lose alike.
         """
         name = function._schema.name
+        if name == "aten::_log_softmax_backward_data":  # gradient − e^output · Σ gradient
+            gradient, output, dim = _magnitude(args[0]), args[1], args[2]
+            return gradient + output.exp() * gradient.sum(dim, keepdim=True), 0.0, None
         if name not in _SUMS and name not in _PRODUCTS:
-            return value, 0.0
+            return value, 0.0, None
         terms = function(*tree_map_only(Tensor, _magnitude, args), **kwargs)
-        if name not in _PRODUCTS or not self.halves:
-            return terms, 0.0
-        times = args[_PRODUCTS[name]].shape[-1] / AT_ONCE
+        if name not in _PRODUCTS:
+            return terms, 0.0, None
+        products = args[_PRODUCTS[name]].shape[-1]
         squares = function(*tree_map_only(Tensor, lambda operand: _magnitude(operand).square(), args), **kwargs)
-        return terms + times * squares.sqrt(), times * value / 4
+        if not self.halves:
+            return terms, 0.0, (products / 12 * (value.square() / 3 + squares / 6)).sqrt()
+        times = products / AT_ONCE
+        return terms + times * squares.sqrt(), times * value / 4, None
 
 
 class _Dtypes(Deciding):

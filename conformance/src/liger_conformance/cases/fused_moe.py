@@ -126,6 +126,20 @@ CASES = (
     # Room for the order and rows of 16, and in two bytes 7 columns at a time, in four 2.
     Case("few-columns", "option", **SMALL, memory_budget=3176),
     Case("few-columns-limit", "option", **SMALL, memory_budget=3176, limit=0.5, dropped=0.3),
+    # A product of so many terms.
+    Case("random-31-84", "edge", tokens=1, per_token=1, experts=1, hidden=1, intermediate=5570),
+    # Gradients of weights go beyond float16. Rounding decides of some whether they do.
+    Case(
+        "random-21-33",
+        "extreme",
+        tokens=15,
+        per_token=8,
+        experts=1,
+        hidden=188,
+        intermediate=138,
+        repeat=True,
+        scale=60.0,
+    ),
     Case("uneven-rows", "extreme", **SMALL, by_row=("x", "incoming")),
     Case("big-values", "extreme", **SMALL, scale=30.0),
     Case("tiny-values", "extreme", **SMALL, scale=1e-3),

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
@@ -73,11 +73,15 @@ VARY = Vary(
     },
 )
 
+SHIFTED = {"student_logprobs": "shifted", "teacher_logprobs": "shifted"}
+
 CASES = (
     Case("odd", "odd", rows=5, vocabulary=123, ignored=0.3, beta=0.3),
     Case("plain", "odd", rows=7, vocabulary=65),
     Case("many-rows", "odd", rows=133, vocabulary=17, ignored=0.1),
     Case("long-row", "odd", rows=2, vocabulary=5000, beta=0.1),
+    # What a thread can store at once, it can't load.
+    Case("long-row-shifted", "odd", how=How(layouts=SHIFTED), rows=2, vocabulary=4096, beta=0.1),
     Case("one-row", "edge", rows=1, vocabulary=40),
     Case("one-class", "odd", rows=64, vocabulary=1, ignored=0.3),
     Case("two-classes", "edge", rows=3, vocabulary=2, beta=0.7),

@@ -124,6 +124,14 @@ def _part(difference, beta, rest, TVD, REVERSE, HALF):
 
 
 @ct.function
+def _expm1(x):
+    """exp(x) − 1, for x of −1 to 1."""
+    quarter = expm1_near(0.25 * x)
+    half = quarter * (2.0 + quarter)
+    return half * (2.0 + half)
+
+
+@ct.function
 def _given(target, row, tile, eps, LOG, BLOCK, GROUP):
     """Given probabilities, which replace the teacher's logits, and their logarithms; 0 outside the row."""
     if LOG:
@@ -179,6 +187,7 @@ def _rows(
             from_q = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             from_p = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             products = ct.zeros((BLOCK // GROUP, 1), ct.float32)
+            close = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             # Backwards: what was read last is still in the cache.
             tiles = ct.num_tiles(student, axis=1, shape=(1, BLOCK))
             for back in range(tiles):
@@ -188,8 +197,15 @@ def _rows(
                     p, log_p = _given(teacher, local, tile, beta, LOG, BLOCK, GROUP)
                     log_q = ((x - q_top) * scale - q_log_sum) * LN_2
                     from_q += ct.sum(p, axis=1, keepdims=True)
-                    from_p += ct.sum(ct.where(p == 0.0, 0.0, p * (log_p - log_q)), axis=1, keepdims=True)
-                    products += ct.sum(exp(log_q, False), axis=1, keepdims=True)
+                    above = log_p - log_q
+                    from_p += ct.sum(ct.where(p == 0.0, 0.0, p * above), axis=1, keepdims=True)
+                    # What q exceeds p by where they are close, else q. A GPU's exponential is off by 1e-7, for equal classes
+                    # the same way.
+                    near = ct.abs(above) < 1.0
+                    if not LOG:
+                        near = near & (p >= beta)
+                    products += ct.sum(ct.where(near, p * _expm1(-above), exp(log_q, False)), axis=1, keepdims=True)
+                    close += ct.sum(ct.where(near, p, 0.0), axis=1, keepdims=True)
                 elif COSINE:
                     y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, GROUP)[0]
                     column = tile * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (BLOCK // GROUP, GROUP))
@@ -222,8 +238,9 @@ def _rows(
                 loss = 1.0 - cosine
                 by_student = ct.where(zero, 0.0, cosine / of_student)
             elif GIVEN:
-                # The logarithm removes the rounding of the student's sum: for close distributions the loss is as small as it.
-                loss = of_teacher + of_student * ct.log(ct.sum(products))
+                # With the logarithm of the student's sum, 1 but for rounding: of close distributions the loss is as small.
+                excess = ct.sum(products) + (ct.sum(close) - 1.0)
+                loss = of_teacher + of_student * (excess * (1.0 - 0.5 * excess))
             elif TVD:
                 loss = 0.5 * of_teacher
             elif FORWARD:

@@ -79,10 +79,10 @@ def _divergence(
         return beta * (exp(p, EXACT) * above_p) + rest * gradient, gradient
 
 
-@kernel(do_not_specialize=["divisor"])
+@kernel(do_not_specialize=["divisor", "apart"])
 def _run(
     sums, dstudent, dloss, student, teacher, labels, count, rows, columns, blocks, student_stride, teacher_stride,
-    ignore_index, beta, rest, divisor,
+    ignore_index, beta, rest, divisor, apart,
     FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, LEAVES_FIRST: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +107,10 @@ def _run(
         divergence, gradient = _divergence(q, p, beta, rest, FORWARD, REVERSE, HALF, EXACT)
         sum_lanes += divergence
         if dstudent is not None:
-            tl.store(dstudent + row * columns + column, scale * gradient, inside)
+            at = row * columns + column
+            if apart is not None:
+                at += apart
+            tl.store(dstudent + at, scale * gradient, inside)
     if sums is not None:
         tl.store(sums + tl.program_id(0), tl.sum(sum_lanes))
 
@@ -128,11 +131,21 @@ def _launch(
     tiles = tiles_of(student, flat)
     sums = new_sums(tiles, student.device)
     divisor = student.shape[0] if count is None else 1
-    student, student_stride = as_rows(student)
-    teacher, teacher_stride = as_rows(teacher)
+    # How many elements a thread stores at once decides which it loads, and so in which order terms are added up. Where it can't
+    # load several at once, a 0 that no compiler knows of keeps it from storing several. Else a loss without a gradient would have
+    # other bits.
+    apart = None
+    if flat:
+        student_stride = teacher_stride = tiles.columns
+    else:
+        student, student_stride = as_rows(student)
+        teacher, teacher_stride = as_rows(teacher)
+    if dstudent is not None and not compiling():
+        unaligned = student.data_ptr() % 16 or teacher.data_ptr() % 16 or student_stride % 16 or teacher_stride % 16
+        apart = 0 if unaligned else None
     _run[(sums.shape[0],)](
         sums, dstudent, dloss, student, teacher, labels, count, tiles.rows, tiles.columns, tiles.blocks,
-        student_stride, teacher_stride, ignore_index, beta, 1.0 - beta, divisor,
+        student_stride, teacher_stride, ignore_index, beta, 1.0 - beta, divisor, apart,
         FORWARD=beta == 0, REVERSE=beta == 1, HALF=beta == 0.5, EXACT=student.dtype is torch.float32,
         LEAVES_FIRST=leaves_first(student, differentiable), WHOLE=tiles.whole, ROWS=tiles.height, BLOCK=tiles.width,
         num_warps=4,

@@ -17,13 +17,13 @@ from typing import Any
 import budgets
 import choice
 import compare
+import divided_loss
 import dtensors
 import end_to_end
 import host
 import jobs
 import losses
 import noop_language
-import parallel
 import peers
 import pytest
 import records
@@ -206,7 +206,7 @@ def test_a_provider_that_fails_in_a_later_turn_is_a_row_that_says_why(monkeypatc
         (compare, ["--smoke", "--modes=backward"], "it takes forward, forward+backward"),
         (compare, ["--device=cpu"], "no accelerator here"),
         (budgets, ["--device=cpu"], "not run: there is no accelerator here"),
-        (parallel, ["--device=cpu"], "not run: there is no accelerator here"),
+        (divided_loss, ["--device=cpu"], "not run: there is no accelerator here"),
         (budgets, ["--device=cuda", "--cases=huge"], "huge; it takes small,"),
         (budgets, ["--device=cuda", "--languages=acme"], "acme; it takes torch,"),
         (losses, ["--device=cpu"], "not run: there is no accelerator here"),
@@ -347,12 +347,12 @@ def test_losses_of_a_divided_vocabulary_in_two_processes(monkeypatch: pytest.Mon
     }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with subprocess.Popen([sys.executable, parallel.__file__, "--smoke"], env=os.environ | {"RANK": "1"}) as second:
-        one, *divided = parallel.main(["--smoke"])
+    with subprocess.Popen([sys.executable, divided_loss.__file__, "--smoke"], env=os.environ | {"RANK": "1"}) as second:
+        one, *divided = divided_loss.main(["--smoke"])
     assert second.returncode == 0
     assert [row["way"] for row in divided] == ["process group", "DTensors"]
     assert (one["processes"], one["sent_forward"], one["sent_backward"]) == ("1", "0", "0")
-    rows, hidden, _ = parallel.TINY
+    rows, hidden, _ = divided_loss.TINY
     for row in divided:
         assert row["processes"] == "2"
         assert (int(row["sent_forward"]), int(row["sent_backward"])) == (8 * rows, 4 * rows * hidden)
@@ -366,8 +366,8 @@ def test_several_processes_are_started_by_torchrun(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit):
-        parallel.parse(["--smoke"])
-    assert "torchrun --nproc-per-node 2 benchmarks/parallel.py" in capsys.readouterr().err
+        divided_loss.parse(["--smoke"])
+    assert "torchrun --nproc-per-node 2 benchmarks/divided_loss.py" in capsys.readouterr().err
 
 
 def test_choice_makes_one_record_of_several(tmp_path: Path) -> None:

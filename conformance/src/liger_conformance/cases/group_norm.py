@@ -60,7 +60,6 @@ CASES = (
     Case(
         "groups-of-240",
         "odd",
-        how=How(layouts={"x": "expanded", "incoming": "expanded"}),
         samples=2,
         channels=48,
         spatial=(15,),

@@ -1,7 +1,7 @@
 """What `fused_linear_cross_entropy` costs whose vocabulary is divided among processes, beside one process with all of it.
 
-    torchrun --nproc-per-node 2 benchmarks/parallel.py            # accelerators, by their own collectives (NCCL)
-    torchrun --nproc-per-node 2 benchmarks/parallel.py --smoke    # gloo on a CPU, a tiny size: no record
+    torchrun --nproc-per-node 2 benchmarks/divided_loss.py            # accelerators, by their own collectives (NCCL)
+    torchrun --nproc-per-node 2 benchmarks/divided_loss.py --smoke    # gloo on a CPU, a tiny size: no record
 
 Every process has all rows. A row is a way:
 
@@ -200,7 +200,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         options.device, (options.rows, options.hidden, options.vocabulary) = "cpu", TINY
     command.check(options)
     if "RANK" not in os.environ:
-        command.error("not run: it takes several processes: torchrun --nproc-per-node 2 benchmarks/parallel.py")
+        command.error("not run: it takes several processes: torchrun --nproc-per-node 2 benchmarks/divided_loss.py")
     return options
 
 

@@ -88,12 +88,8 @@ def render(files: Sequence[Path], out: Path) -> list[dict[str, str]]:
         ValueError: device or versions are not the same in all of them.
     """
     heads, tables = zip(*map(records.read_csv, files), strict=True)
-    for what, same in {
-        "device": {head["machine"].partition(",")[0] for head in heads},
-        "versions": {head["versions"] for head in heads},
-    }.items():
-        if len(same) > 1:
-            raise ValueError(f"--render: the files differ in {what}: {'; '.join(sorted(same))}")
+    devices = {head["machine"].partition(",")[0] for head in heads}
+    records.check_alike({"device": devices, "versions": {head["versions"] for head in heads}})
     cells = {one.cell: one for table in tables for one in found_in(table) if one.times}
     found = sorted(cells.values())
     languages = sorted({name for one in found for name in one.times} - {"torch"})

@@ -141,9 +141,7 @@ def render(files: Sequence[Path], options: argparse.Namespace) -> None:
         ValueError: machine, versions or commit are not the same in all of them.
     """
     heads, tables = zip(*map(records.read_csv, files), strict=True)
-    for key in ("machine", "versions", "commit"):
-        if len(found := {head[key] for head in heads}) > 1:
-            raise ValueError(f"--render: the files differ in {key}: {'; '.join(sorted(found))}")
+    records.check_alike({key: {head[key] for head in heads} for key in ("machine", "versions", "commit")})
     write(heads[0], [row for table in tables for row in table], options)
 
 

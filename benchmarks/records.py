@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -145,6 +145,17 @@ def read_csv(path: Path) -> tuple[Head, list[dict[str, str]]]:
     lines = path.read_text().splitlines()
     head = dict(line.removeprefix("# ").split(": ", 1) for line in lines if line.startswith("# "))
     return head, list(csv.DictReader(line for line in lines if not line.startswith("# ")))
+
+
+def check_alike(values: Mapping[str, Collection[str]]) -> None:
+    """What was measured apart is made one record: it has one value of each of these.
+
+    Raises:
+        ValueError: it has several.
+    """
+    for what, found in values.items():
+        if len(found) > 1:
+            raise ValueError(f"--render: the files differ in {what}: {'; '.join(sorted(found))}")
 
 
 def write_markdown(path: Path, title: str, head: Head, body: str) -> Path:

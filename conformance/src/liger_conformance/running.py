@@ -62,6 +62,11 @@ class Observed:
     gradients: list[Any] = field(default_factory=list[Any])
 
 
+def is_empty(arguments: Mapping[str, Any]) -> bool:
+    """Whether a tensor of a call has no elements. Then there may be nothing to compute, and so nothing to launch."""
+    return any(isinstance(value, Tensor) and value.numel() == 0 for value in arguments.values())
+
+
 def require(holds: bool, message: str) -> None:
     """Assert what is about tensors: of an ``assert`` on them, pytest would show all their elements."""
     __tracebackhide__ = True
@@ -186,8 +191,8 @@ def _watch(stack: contextlib.ExitStack, target: Target, observed: Observed) -> N
 
     def launching(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         nonlocal counted
-        if any(isinstance(value, Tensor) and value.numel() == 0 for value in named.values()):
-            counted = False  # of no tokens there may be nothing to compute, in backward neither
+        if is_empty(named):
+            counted = False  # in backward neither
         before = len(launches)
         found = function(*args, **named)
         # Where nothing flows into some result, what is left may be the identity, as of fused_add_rms_norm's sum.

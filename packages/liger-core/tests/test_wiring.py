@@ -28,6 +28,21 @@ class FitOutput(NamedTuple):
     residual: Tensor
 
 
+def serve(
+    name: str,
+    install: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+) -> None:
+    """Install a language, "toy", with a kernel of one op."""
+    kernel = types.ModuleType(f"toy.ops.{name}")
+    kernel.forward, kernel.backward = forward, backward  # type: ignore[attr-defined]
+    monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, asked: asked == name)
+    monkeypatch.setattr(BackendInfo, "kernel", lambda self, asked: kernel)
+    install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))
+
+
 @pytest.fixture
 def fit(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.Op[..., Any]]:
     """An op of several results, some without a gradient, whose kernel computes its gradients in forward."""
@@ -64,11 +79,7 @@ def fit(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Iterat
             dweight = (0 if dloss is None else dweight * dloss) + (0 if dresidual is None else (dresidual * x).sum(0))
         return dx, dweight
 
-    kernel = types.ModuleType("toy.ops.fit")
-    kernel.forward, kernel.backward = forward, backward  # type: ignore[attr-defined]
-    monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, name: name == "fit")
-    monkeypatch.setattr(BackendInfo, "kernel", lambda self, name: kernel)
-    install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))
+    serve("fit", install, monkeypatch, forward, backward)
     yield fit
     del contract.ops["fit"]
 
@@ -138,11 +149,7 @@ def test_a_result_that_is_absent_has_no_gradient(
         assert dhalf is not None
         return (dhalf / 2 if ddouble is None else dhalf / 2 + 2 * ddouble,)
 
-    kernel = types.ModuleType("toy.ops.both")
-    kernel.forward, kernel.backward = forward, backward  # type: ignore[attr-defined]
-    monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, name: name == "both")
-    monkeypatch.setattr(BackendInfo, "kernel", lambda self, name: kernel)
-    install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))
+    serve("both", install, monkeypatch, forward, backward)
     try:
         torch.compiler.reset()
         call = torch.compile(both, fullgraph=True, backend="aot_eager") if compiled else both
@@ -460,13 +467,9 @@ def test_equal_options_of_another_type_are_checked(install: Callable[..., None])
         for size in sizes:
             checks.integer("grow", sizes=size)
 
-    kernel = types.ModuleType("toy.ops.grow")
-    kernel.forward = lambda needs, x, sizes: (x * sum(sizes), ())  # type: ignore[attr-defined]
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BackendInfo, "has_kernel", lambda self, name: name == "grow")
-            patch.setattr(BackendInfo, "kernel", lambda self, name: kernel)
-            install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))
+            serve("grow", install, patch, lambda needs, x, sizes: (x * sum(sizes), ()))
             with liger_core.use("toy"):
                 assert grow(torch.ones(1), (1, 1)).item() == grow(torch.ones(1), (1, 1)).item() == 2
                 for wrong in ((1.0, 1), (1, True)):

@@ -13,7 +13,7 @@ from liger_conformance.case import Blank, Case, cases_of
 from liger_conformance.compilers import Compiled, compiler_of
 from liger_conformance.compilers.host_code import call, compiled_cases
 from liger_conformance.known import KnownSpills, matches
-from liger_conformance.running import Target
+from liger_conformance.running import Target, is_empty
 from liger_core import Unsupported
 
 
@@ -26,12 +26,6 @@ def compile_launches(target: Target, case: Case, dtype: torch.dtype) -> list[Com
         call(target, case, dtype, device)
     reach.record(target.backend.package, {kernel.kernel for kernel in compiled})
     return list({str(kernel): kernel for kernel in compiled}.values())
-
-
-def _is_empty(target: Target, case: Case, dtype: torch.dtype) -> bool:
-    """Whether a tensor of a call has no elements: then there may be nothing to launch."""
-    arguments = cases_of(target.op.name).make(case, Blank(dtype, "meta"))
-    return any(isinstance(value, torch.Tensor) and value.numel() == 0 for value in arguments.values())
 
 
 @pytest.mark.cases(compiled=True)
@@ -62,7 +56,7 @@ def check_launches(
     """Compile what a case launches, hand it to `record`, and fail what the chip can't run or what it would do badly."""
     kernels = compile_launches(target, case, dtype)
     record(kernels)
-    if not kernels and not _is_empty(target, case, dtype):
+    if not kernels and not is_empty(cases_of(target.op.name).make(case, Blank(dtype, "meta"))):
         pytest.fail(f"{target} launches no kernel", pytrace=False)
     for kernel in kernels:
         for what in kernel.close:

@@ -18,6 +18,7 @@ from liger_conformance.known import KnownSpills, matches
 ct = pytest.importorskip("cuda.tile", exc_type=ImportError) if capture.stand_in_for_libcuda() else None
 jsd = pytest.importorskip("liger_cutile.ops.jsd")
 rms_norm = pytest.importorskip("liger_cutile.ops.rms_norm")
+rope = pytest.importorskip("liger_cutile.ops.rope")
 tvd = pytest.importorskip("liger_cutile.ops.tvd")
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow  # .ci/run has them beside the lane that they test
@@ -114,6 +115,22 @@ def test_accesses_that_are_not_aligned_in_some_threads(tmp_path: Path) -> None:
             with pytest.raises(RuntimeError, match=r"compiled _backward for sm_90 to accesses .* LDG\.E\.64 .*\.64\]"):
                 launch(loaded_as_a_tile, device, rows, columns)
         launch(loaded_as_a_tile, device, 4, 128256)  # of rows so long, threads need others
+
+
+def test_words_that_are_not_aligned_beside_a_tensor_on_its_side(tmp_path: Path) -> None:
+    """Where heads lie side by side in memory, tileiras 13.4 loads pairs of a table's 16-bit columns, at odd places too."""
+    as_it_lies = changed(rope, tmp_path, {"side_by_side(q), side_by_side(k)": "q, k"})
+
+    def launch(module: Any, device: str) -> None:
+        q = torch.empty(2, 9, 5, 97, dtype=torch.float16, device=device).to(memory_format=torch.channels_last)
+        k, table = q.new_empty(2, 1, 5, 97), q.new_empty(1, 5, 48)
+        yq, yk = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(k)
+        module._launch(yq, yk, q, k, table, table.clone(), False)
+
+    with CutileCompiler().compiling("sm_90") as (device, _):
+        launch(rope, device)
+        with pytest.raises(RuntimeError, match=r"compiled _rotate for sm_90 to accesses .* LDG\.E R\d+, "):
+            launch(as_it_lies, device)
 
 
 def test_a_bulk_store_whose_buffer_is_written_before_it_is_read(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ CASES = (
     ),
     Case("one-stream", "edge", rows=3, streams=1, width=40, iterations=2),
     Case("vector", "edge", rows=(), streams=2, width=17, iterations=2),
-    Case("one-iteration", "option", rows=4, streams=4, width=24, iterations=1),
+    Case("one-iteration", "option", rows=4, streams=4, width=48, iterations=1),
     Case("float32-parameters", "option", rows=4, streams=4, width=48, iterations=2, parameters=torch.float32),
     Case("head", "option", rows=4, streams=4, width=24, head=True),
     Case("head-float32-parameters", "option", rows=3, streams=3, width=31, head=True, parameters=torch.float32),

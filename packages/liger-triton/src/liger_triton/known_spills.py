@@ -24,6 +24,10 @@ KNOWN_SPILLS = {
     "mhc_pre-triton-gfx942 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (36, _NO_TENSOR_CORES),
     "fused_moe-triton-sm_90 fused_moe._gradient[*EVEN=False, WHOLE=False, ROWS=128*": (262, _ODD_EXPERTS),
     "fused_moe-triton-sm_90 fused_moe._up[*EVEN=False, WHOLE=False, ROWS=128*": (112, _ODD_EXPERTS),
+    "fused_linear_kl_div-triton-sm_1* _distillation._rows[KIND=5,*": (
+        20,
+        "up to five registers where a thread has 128, for the sum of near classes; sm_90 spills none",
+    ),
     "sparsemax-triton-sm_100 sparsemax._forward_packed[BLOCK=65536*": (
         8,
         "two registers where a thread holds 64, and half of all that 16 warps can have",

@@ -8,7 +8,7 @@ import cuda.tile as ct
 from torch import Tensor
 
 from liger_cutile.ops._launch import ConstInt, given, launch
-from liger_cutile.ops._rows import blocks
+from liger_cutile.ops._rows import as_rows, blocks
 
 MOST_ROWS_AT_ONCE, MOST_BYTES_AT_ONCE = 2048, 8192
 """Rows, and bytes per row, up to which one launch makes all gradients: inputs that are read twice are still in the cache. On an
@@ -62,6 +62,8 @@ def launch_totals(first: Tensor | None, second: Tensor | None, partial: Tensor) 
         partial: ``float32[1 or 2, P, H]``: P partial sums for each of the two that isn't None.
     """
     wanted, _, columns = partial.shape
+    if columns == 1:
+        partial = as_rows(partial).unflatten(0, partial.shape[:2])
     # 32 columns are one 128-byte line of each row: the narrowest block, which gives the most blocks.
     launch(_totals, (blocks(columns, 32), wanted), first, second, partial, 64, 32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import os
@@ -44,6 +45,13 @@ from liger_core.contract import Once, ops
 
 NOT_IN_LIGER = ("distillation", "logit_statistics", "fused_linear_logit_statistics")
 """The ops that liger-kernel has no function for."""
+
+
+@pytest.fixture(autouse=True)
+def _little_garbage() -> None:
+    # A benchmark collects garbage before it measures. What other tests left, such as compiled code, would take a second each
+    # time.
+    gc.freeze()
 
 
 def small_job(op: str, mode: str) -> Job:

@@ -18,8 +18,10 @@ from liger_transformers.leaves import PROBE_ERRORS, Found, activation_op, is_act
 from liger_transformers.promise import settle
 from liger_transformers.swap import has_own_forward, original_class, subclass, swapped_for
 
-PARTS, SMALL = 4, 2**29
-"""A call's memory budget is a part of what it takes at once, but so many bytes at least: small products are slow."""
+PARTS, SMALL = 3, 2**29
+"""A call's memory budget is a part of what it takes at once, but so many bytes at least: small products are slow.
+
+A third is as little as other parts of a step take: docs/memory.md counts them."""
 
 
 def mlp(module: nn.Module) -> Found:
@@ -66,7 +68,7 @@ def _why_not_linear(module: Any) -> str | None:
         return why
     if "parametrizations" in module._modules:
         return "has parametrizations"
-    if module.bias is not None:
+    if module._parameters.get("bias") is not None:
         return "has a bias, and gated_mlp takes none"
     # FSDP2 makes a DTensor's parameters plain tensors while their module runs.
     if type(module.weight) not in (nn.Parameter, Tensor) and tensors.full_name(type(module.weight)) != tensors.DTENSOR:
@@ -101,9 +103,13 @@ def _mlp_class(
             continue
         failed = "it is not gated_mlp"
         for gate_multiplier, down_multiplier in itertools.product((1.0, *numbers), repeat=2):
-            options = {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
+            options: dict[str, Any] = {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
             got = liger.gated_mlp(x, gate_weight, up_weight, down_weight, activation=activation, **options)
-            if isinstance(want, Tensor) and want.shape == got.shape and torch.allclose(got, want, rtol=1e-10, atol=1e-12):
+            if (
+                isinstance(want, Tensor)
+                and want.shape == got.shape
+                and torch.allclose(got, want, rtol=1e-10, atol=1e-12)
+            ):
                 return _swap(cls, act, names, activation, gate_multiplier, down_multiplier)
     return failed
 

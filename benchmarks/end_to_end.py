@@ -2,6 +2,7 @@
 
     python benchmarks/end_to_end.py --models llama-1b --ways plain,compile,liger,triton,triton-lean
     python benchmarks/end_to_end.py --models llama-1b,llama-8b-lora --ways liger,triton-lean --longest
+    python benchmarks/end_to_end.py --ways liger,triton-lean,triton-lean-mlp --batch 32 --checkpointing
     python benchmarks/end_to_end.py --render first.csv second.csv
     python benchmarks/end_to_end.py --smoke
 
@@ -11,9 +12,9 @@ with fused kernels. Each way is a process of its own:
 - `plain`, `compile`: transformers' code, and torch.compile of it.
 - `liger`: liger-kernel's patch of the model.
 - `trl`: transformers' code under the head of TRL's trainers, which never holds the logits; TRL 1.16.
-- `LANGUAGE`: `liger_transformers.apply` with kernels of that language; `LANGUAGE-lean`: with ``lean=True``. Either may end in
-  `-compile`. `triton+rms_norm.swiglu-compile` leaves these ops to the reference. `measured` stands for the language that measured
-  times choose.
+- `LANGUAGE`: `liger_transformers.apply` with kernels of that language; `LANGUAGE-lean`: with ``lean=True``; `LANGUAGE-mlp` and
+  `LANGUAGE-lean-mlp`: with ``mlp=True``, which differs with ``--checkpointing`` alone. Each may end in `-compile`.
+  `triton+rms_norm.swiglu-compile` leaves these ops to the reference. `measured` stands for the language that measured times choose.
 
 `plain` comes first, then ours, then the others, each with all models in turn. The record is written after each of them, so that a
 run which is cut off has what it measured.
@@ -285,7 +286,7 @@ def trainer(job: Job) -> tuple[Callable[..., torch.Tensor], Callable[[torch.Tens
         import liger_core
         import liger_transformers
 
-        liger_transformers.apply(model, **({"lean": True} if "lean" in extras else {}))
+        liger_transformers.apply(model, **{name: True for name in ("lean", "mlp") if name in extras})
         # Not before: swaps are proved on the CPU.
         liger_core.use(None if way == "measured" else way, **dict.fromkeys(filter(None, left.split(".")), "torch"))
     if rank:
@@ -464,9 +465,8 @@ def row_of(job: Job, found: dict[str, Any], plain: Sequence[float] | None) -> di
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a name that doesn't exist ends the program with those that do."""
     languages = ["measured", "torch", *(backend.language for backend in backends())]
-    kinds = [
-        f"{language}{lean}{extra}" for language in languages for lean in ("", "-lean") for extra in ("", "-compile")
-    ]
+    extras = itertools.product(("", "-lean"), ("", "-mlp"), ("", "-compile"))
+    kinds = [f"{language}{''.join(extra)}" for extra in extras for language in languages]
     command = Command(__doc__, smoke="of the reference")
     command.add_names("models", [*MODELS], default=[next(iter(MODELS))])
     command.add_names("ways", ["plain", "compile", "liger", "trl", *kinds])

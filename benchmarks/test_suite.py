@@ -640,8 +640,8 @@ def test_each_way_has_the_memory_for_itself(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_ways_that_leave_ops_to_the_reference() -> None:
-    options = end_to_end.parse(["--smoke", "--ways=torch+rms_norm.rope-lean,measured-compile"])
-    assert options.ways == ["torch+rms_norm.rope-lean", "measured-compile"]
+    options = end_to_end.parse(["--smoke", "--ways=torch+rms_norm.rope-lean,measured-lean-mlp-compile"])
+    assert options.ways == ["torch+rms_norm.rope-lean", "measured-lean-mlp-compile"]
     with pytest.raises(SystemExit):
         end_to_end.parse(["--smoke", "--ways=nonsense+rms_norm"])
 

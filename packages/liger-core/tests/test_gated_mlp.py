@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_core.contract import Needs, Saved
-from liger_core.host.gated_mlp import Activation, GatedMLP
+from liger_core.host.gated_mlp import Activation, GatedMLP, _Backward
 from liger_core.host.linear import Linear
 from liger_core.ops.gated_mlp import gated_mlp, least_memory, whole_memory
 
@@ -45,9 +45,11 @@ def host() -> GatedMLP:
     return GatedMLP(Linear(), activation, activation)
 
 
-def arguments(dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+def arguments(
+    dtype: torch.dtype = torch.float32, rows: int = ROWS, hidden: int = HIDDEN, inner: int = INNER
+) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    shapes = (ROWS, HIDDEN), (INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)
+    shapes = (rows, hidden), (inner, hidden), (inner, hidden), (OUT, inner)
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) / 3 for shape in shapes)
 
 
@@ -157,10 +159,41 @@ def test_gradients_by_columns_are_those_of_the_reference(budget: int | None, fro
             torch.testing.assert_close(gradient.double(), next(expected), rtol=1e-5, atol=1e-4)
 
 
-def test_the_error_does_not_grow_with_the_number_of_columns() -> None:
-    given = arguments(torch.bfloat16)
+MANY: dict[str, int] = {"rows": 2000, "hidden": 24, "inner": 16}
+"""Of a call whose weights are much smaller than x: their sums move less than x's, so backward goes by rows."""
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (3,), (0, 1, 2), (1, 2, 3)], ids=str)
+def test_gradients_by_rows_are_those_of_the_reference(frozen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(**MANY)
+    needs = tuple(i not in frozen for i in range(4))
+    memory = whole_memory(given[0], given[1], grad=True) // 6
+    chunks: list[int] = []
+    by_rows = _Backward.by_rows
+    monkeypatch.setattr(_Backward, "by_rows", lambda self, most: (chunks.append(most), by_rows(self, most))[1])
+    dy = torch.ones(MANY["rows"], OUT)
+    leaves = [t.double().requires_grad_(n) for t, n in zip(given, needs, strict=True)]
+    expected = iter(
+        torch.autograd.grad(gated_mlp.reference(*leaves), [t for t in leaves if t.requires_grad], dy.double())
+    )
+    with torch.no_grad(), Allocated() as allocated:
+        allocated.given(*given, dy)
+        _, saved = host().forward(needs, *given, memory_budget=memory, **OPTIONS)
+        found = host().backward(needs, saved, dy, memory_budget=memory, **OPTIONS)
+    assert len(chunks) == needs[0]  # x's gradient is the only sum of the other way
+    assert all(most < MANY["rows"] // 2 for most in chunks)
+    assert allocated.peak(*found, _) <= memory
+    assert [t is not None for t in found] == [*needs]
+    for gradient in found:
+        if gradient is not None:
+            torch.testing.assert_close(gradient.double(), next(expected), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [{}, MANY], ids=["columns", "rows"])
+def test_the_error_does_not_grow_with_the_number_of_chunks(sizes: dict[str, int]) -> None:
+    given = arguments(torch.bfloat16, **sizes)
     leaves = [t.double().requires_grad_() for t in given]
-    dy = torch.ones(ROWS, OUT)
+    dy = torch.ones(given[0].shape[0], OUT)
     truth = torch.autograd.grad(gated_mlp.reference(*leaves), leaves, dy.double())
     errors = []
     for memory in (None, least_memory(given[0], given[1], x_grad=True, grad=True)):

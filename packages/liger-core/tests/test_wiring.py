@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import subprocess
@@ -34,10 +35,11 @@ def serve(
     monkeypatch: pytest.MonkeyPatch,
     forward: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
+    keeps: Callable[..., Any] | None = None,
 ) -> None:
     """Install a language, "toy", with a kernel of one op."""
     kernel = types.ModuleType(f"toy.ops.{name}")
-    kernel.forward, kernel.backward = forward, backward  # type: ignore[attr-defined]
+    kernel.forward, kernel.backward, kernel.keeps = forward, backward, keeps  # type: ignore[attr-defined]
     monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, asked: asked == name)
     monkeypatch.setattr(BackendInfo, "kernel", lambda self, asked: kernel)
     install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))
@@ -351,6 +353,98 @@ def test_backward_runs_without_autocast(toys: None, monkeypatch: pytest.MonkeyPa
             (dx,) = torch.autograd.grad(y.sum(), x, create_graph=again)
         assert dx.requires_grad is again
     assert found == [False, False]
+
+
+@pytest.fixture
+def early(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[contract.Op[..., Any], list[str]]]:
+    """An op whose kernel keeps its arguments alone in checkpointing, and the passes that ran."""
+    ran: list[str] = []
+
+    @op(differentiable=("x", "weight"), autocast=("x", "weight"))
+    def early(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
+        return x @ weight.t() * factor
+
+    def forward(needs: Needs, x: Tensor, weight: Tensor, *, factor: float = 1.0) -> tuple[Tensor, Saved]:
+        ran.append(f"forward {needs}")
+        y = x @ weight.t()
+        return y * factor, (x, weight, y) if any(needs) else ()
+
+    def keeps(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> contract.Early:
+        return contract.Early((x, weight, None), (*x.shape[:-1], weight.shape[0]))
+
+    def backward(needs: Needs, saved: Saved, dy: Tensor, *, factor: float) -> tuple[Tensor | None, ...]:
+        x, weight, y = saved
+        ran.append("backward" if y is None else "backward of what forward kept")
+        dy = dy * factor
+        return dy @ weight if needs[0] else None, dy.t() @ x if needs[1] else None
+
+    serve("early", install, monkeypatch, forward, backward, keeps)
+    with liger_core.use("toy"):
+        yield early, ran
+    del contract.ops["early"]
+
+
+@pytest.mark.parametrize("place", ["alone", "in lean", "in autocast"])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_what_is_kept_early_is_made_again_without_the_forward(
+    early: tuple[contract.Op[..., Any], list[str]], needs: tuple[bool, bool], place: str
+) -> None:
+    """Checkpointing runs the region again until the kernel's arguments are there, which is before its forward."""
+    from torch.utils.checkpoint import checkpoint
+
+    call, ran = early
+    torch.manual_seed(0)
+    x, weight = (torch.randn(4, 4, requires_grad=need) for need in needs)
+    leaves = [leaf for leaf in (x, weight) if leaf.requires_grad]
+
+    def region(x: Tensor, weight: Tensor, last: bool = True) -> Tensor:
+        with liger_core.lean() if place == "in lean" else contextlib.nullcontext():
+            y = call(x.sin(), weight, factor=-0.5)
+            return x + y if last else y.sigmoid()
+
+    with torch.autocast("cpu", enabled=place == "in autocast"):
+        with liger_core.use("torch"):
+            expected = torch.autograd.grad(region(x, weight).sum(), leaves)
+        found = checkpoint(region, x, weight, use_reentrant=False)
+        assert ran == ["forward (False, False)"]
+        actual = torch.autograd.grad(found.sum(), leaves)
+        torch.testing.assert_close(actual, expected)
+        assert ran == ["forward (False, False)", "backward"]
+        ran.clear()  # something after it keeps its result: the forward runs again
+        torch.autograd.grad(checkpoint(region, x, weight, False, use_reentrant=False).sum(), leaves)
+        assert ran == ["forward (False, False)"] * 2 + ["backward"]
+        ran.clear()  # reentrant checkpointing runs the whole region again, with autograd
+        torch.autograd.grad(region(x, weight).sum(), leaves)
+        assert ran == [f"forward {needs}", "backward of what forward kept"]
+
+
+def test_what_is_kept_early_in_other_uses(early: tuple[contract.Op[..., Any], list[str]]) -> None:
+    """Retained graphs, selective checkpointing, hooks of other code, and gradients of gradients, which say what they lack."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    call, ran = early
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    y = checkpoint(call, x, weight, use_reentrant=False)
+    assert type(y.grad_fn).__name__ == "early[toy]Backward"
+    first = torch.autograd.grad(y.sum(), (x, weight), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, weight)), first)
+    (dx,) = torch.autograd.grad(checkpoint(call, x, weight, use_reentrant=False).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dx.sum().backward()
+    ran.clear()
+
+    def context() -> Any:
+        return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+
+    y = checkpoint(call, x, weight, use_reentrant=False, context_fn=context)
+    assert ran == ["forward (True, True)"]
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, weight)), first)
+    ran.clear()
+    with torch.autograd.graph.save_on_cpu():
+        y = call(x, weight)
+    assert ran == ["forward (True, True)"]
 
 
 def test_checkpoint_with_create_graph(toys: None) -> None:

@@ -20,6 +20,13 @@ def test_model_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown in README.read_text(encoding="utf-8")
 
 
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["llama", "--mlp", "--lean"]) == 0
+    shown = capsys.readouterr().out
+    assert "32 × gated_mlp(in checkpointing, activation='silu')" in shown
+    assert "32 × lean" in shown
+
+
 def test_unknown_model_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["olm2"]) == 2
     assert "transformers has no model type 'olm2'; close to it: " in capsys.readouterr().err

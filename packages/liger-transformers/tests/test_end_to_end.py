@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -28,9 +29,12 @@ def end_to_end(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_losses_of_all_ways_agree(end_to_end: ModuleType) -> None:
-    ways = ["plain", "torch", "torch-lean", "trl"]
-    rows = end_to_end.main(["--smoke", "--models=llama-1b,qwen3-moe-8-layers", f"--ways={','.join(ways)}"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_losses_of_all_ways_agree(end_to_end: ModuleType, checkpointing: bool, calls: Counter[str]) -> None:
+    ways = ["plain", "torch", "torch-lean", "torch-lean-mlp", "trl"]
+    more = ["--checkpointing"] if checkpointing else []
+    rows = end_to_end.main(["--smoke", "--models=llama-1b,qwen3-moe-8-layers", f"--ways={','.join(ways)}", *more])
+    assert (calls["gated_mlp"] > 1) is checkpointing  # one call proved it
     assert [row["way"] for row in rows] == ways * 2
     for row in rows:
         assert float(row["ms"]) > 0

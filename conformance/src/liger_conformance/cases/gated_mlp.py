@@ -59,6 +59,17 @@ CASES = (
     Case("batched", "odd", rows=(2, 3), hidden=16, inner=24),
     Case("least", "option", memory_budget=888, **SIZES),
     Case("between", "option", memory_budget=1700, **SIZES),
+    # The weights' sums are smaller than x's: backward goes by rows.
+    Case("by-rows", "option", memory_budget=4800, rows=64, hidden=16, inner=8),
+    Case(
+        "by-rows-without-up",
+        "option",
+        how=How(wanted=("x", "gate_weight", "down_weight")),
+        memory_budget=4800,
+        rows=64,
+        hidden=16,
+        inner=8,
+    ),
     Case("all-fits", "option", memory_budget=1 << 20, **SIZES),
     Case("without-dx", "option", how=How(wanted=("gate_weight", "down_weight")), memory_budget=900, **SIZES),
     Case("dx-alone", "option", how=How(wanted=("x",)), memory_budget=1700, **SIZES),

@@ -37,9 +37,9 @@ from liger_core.contract import ops
 
 @pytest.mark.cases(kernels=True)
 def test_signature(target: Target) -> None:
-    """Parameters, kinds and defaults of `forward` and `refuses` are the contract's."""
+    """Parameters, kinds and defaults of `forward`, `refuses` and `keeps` are the contract's."""
     expected = [(p.name, p.kind, p.default) for p in target.op.signature.parameters.values()]
-    for name, extra in (("forward", 1), ("refuses", 0)):
+    for name, extra in (("forward", 1), ("refuses", 0), ("keeps", 0)):
         function: Callable[..., Any] | None = getattr(target.kernel, name, None)
         if function is not None:
             found = [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]

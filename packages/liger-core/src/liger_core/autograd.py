@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,18 @@ class Run(Protocol):
     ) -> Any:
         """Returns the op's result."""
         ...
+
+
+class Early(NamedTuple):
+    """What a kernel's `keeps` returns.
+
+    Attributes:
+        saved: what forward would keep for backward, of the arguments alone.
+        shape: the result's.
+    """
+
+    saved: Saved
+    shape: tuple[int, ...]
 
 
 class Once:
@@ -177,18 +189,50 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             gradients = iter(found)
             return None, *[next(gradients) if takes else None for takes in takes_gradient]
 
+    class Keeping(Node):
+        """Keeps what backward takes before forward runs, of which `Running` is the node.
+
+        Autograd packs what a Function saves after its forward. But checkpointing stops to run a region again where the last
+        tensor is packed that was, and so a forward whose arguments are all that is kept needn't run again.
+        """
+
+        @staticmethod
+        def forward(ctx: Any, call: tuple[Any, ...], *given: Tensor | None) -> Any:
+            needs, options, early = call
+            ctx.call = needs, options, None, _strides(early.saved), None
+            ctx.save_for_backward(*early.saved)
+            ctx.set_materialize_grads(False)
+            first = given[0]
+            assert first is not None
+            return torch.empty((), dtype=first.dtype, device=first.device).expand(early.shape)
+
+    class Running(torch.autograd.Function):
+        """Runs the forward. The gradient of what it returns goes to `Keeping`, whose result has no memory."""
+
+        @staticmethod
+        def forward(ctx: Any, arguments: Arguments, keeping: Tensor) -> Any:
+            ctx.set_materialize_grads(False)
+            return kernel.forward(nothing, **arguments)[0]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            return None, *grads
+
     # Profiles, `grad_fn` and anomaly reports show a node by its class.
-    named: Any = type(Node)(f"{op.name}[{language}]", (Node,), {})  # pyright: ignore[reportCallIssue]
-    node = named._backward_cls
+    def name(node: Any) -> Any:
+        return type(node)(f"{op.name}[{language}]", (node,), {})
 
     def raw(self: Any) -> Any:
         """The saved tensors, for hooks on single ones: these are registered after forward, whatever was active then."""
         needs, options, once, strides, parts = self.call
         if strides is None:
             self.call = needs, options, once, _strides(self.saved_tensors), parts
-        return super(node, self)._raw_saved_tensors
+        own: Any = super(type(self), self)
+        return own._raw_saved_tensors
 
-    node._raw_saved_tensors = property(raw)
+    named, keeping, running = map(name, (Node, Keeping, Running))
+    named._backward_cls._raw_saved_tensors = property(raw)
+    keeps = getattr(kernel, "keeps", None)
 
     # named.apply, but for 1.8 of its 6.7 µs: it asks whether a torch.func transform is active, as `Op.call` has done.
     apply = super(torch.autograd.Function, named).apply  # pyright: ignore[reportAttributeAccessIssue]
@@ -223,6 +267,9 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
                 result = tuple(
                     None if _is_absent(r) else r if keeps else r.detach() for r, keeps in zip(result, kept, strict=True)
                 )
+        elif keeps is not None and remade.checkpointed():
+            result = keeping.apply((needs, options, keeps(**arguments)), *[arguments[name] for name in tensors])
+            result = running.apply(arguments, result)
         else:
             result = apply((needs, arguments, options, None), *[arguments[name] for name in tensors])
             if op.remade is not None and (keeper := remade.active()) is not None:

@@ -8,6 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 
+from liger_core.autograd import Early as Early
 from liger_core.autograd import Once as Once
 from liger_core.autograd import Saved as Saved
 from liger_core.calling import Op as Op
@@ -94,6 +95,9 @@ def implements(
       writes to what it is given.
     - optionally ``refuses(<the contract's signature>) -> str | None``: why this kernel can't take a call. It reads
       metadata, not data.
+    - optionally ``keeps(<the contract's signature>) -> Early``, if `backward` can do with arguments alone, in place of what
+      `forward` keeps. In activation checkpointing autograd then keeps these before `forward` runs, without any needs, and
+      `forward` doesn't run again if nothing after it keeps a tensor. The op has one result.
     """
 
     def same(forward: Callable[Concatenate[Needs, P], tuple[Any, Saved]]) -> Any:

@@ -10,9 +10,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch._C import _has_storage, _is_any_autocast_enabled
+from torch._C import _get_dispatch_stack_at, _has_storage, _is_any_autocast_enabled, _len_torch_dispatch_stack
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from liger_core import modes
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What packs a tensor that autograd saves, and what unpacks it."""
@@ -65,6 +67,26 @@ def innermost() -> Hooks | None:
 def active() -> Keeper | None:
     """The `Keeper` of the innermost hooks, or None."""
     return keeper_of(innermost())
+
+
+def checkpointed() -> bool:
+    """Whether non-reentrant activation checkpointing keeps what autograd saves, around `lean` or not.
+
+    It runs a region again only until everything that was saved has been saved once more. If a policy chooses what is kept
+    (selective checkpointing), it is False: then products may be kept.
+    """
+    if modes.compiling():
+        return False
+    hooks = innermost()
+    if (keeper := keeper_of(hooks)) is not None:
+        hooks = keeper.outer
+    if hooks is None or getattr(hooks[0], "__module__", None) != _CHECKPOINT:
+        return False
+    active = _len_torch_dispatch_stack()
+    return not any(type(_get_dispatch_stack_at(place)).__module__ == _CHECKPOINT for place in range(active))
+
+
+_CHECKPOINT = "torch.utils.checkpoint"
 
 
 class Kept(NamedTuple):

@@ -17,6 +17,7 @@ from liger_transformers.experts import experts as mixture_experts
 from liger_transformers.experts import gate as own_gate
 from liger_transformers.head import Lazy, head_of, swap_head
 from liger_transformers.lean import layer
+from liger_transformers.mlp import mlp as gated_mlp
 from liger_transformers.rotary import OPS as ROTARY_OPS
 from liger_transformers.rotary import rotary
 from liger_transformers.swap import original_class, replaced_by, swapped_for
@@ -71,6 +72,7 @@ def apply(
     layer_norm: bool = True,
     rope: bool = True,
     glu: bool = True,
+    mlp: bool = False,
     experts: bool = False,
     loss: bool = True,
     trl: bool = False,
@@ -94,6 +96,8 @@ def apply(
         layer_norm: swap norms for `layer_norm`.
         rope: swap rotary functions for `rope`, `qwen2vl_mrope` and `llama4_rope`.
         glu: swap activations for `swiglu`, `geglu` and `relu_squared`.
+        mlp: run gated MLPs as `gated_mlp` in gradient checkpointing with ``use_reentrant=False``. It takes less memory and the
+            same matrix products, if nothing after the MLP keeps a tensor in its layer, such as a norm of the MLP's result.
         experts: swap the experts of mixtures for `fused_moe`. If no kernel takes the call, the reference runs, which takes
             longer than transformers' grouped products. Without `experts` they stay, and their activation is a gate.
         loss: swap the head and the loss for `fused_linear_cross_entropy`.
@@ -125,6 +129,7 @@ def apply(
         "swiglu": glu,
         "geglu": glu,
         "relu_squared": glu,
+        "gated_mlp": mlp,
         "fused_moe": experts,
         "lean": lean,
     }
@@ -135,6 +140,8 @@ def apply(
             _become(module, layer(module), wanted, report)
         if rope:
             _become(module, rotary(module), wanted, report)
+        if mlp:
+            _become(module, gated_mlp(module), wanted, report)
         _become(module, mixture_experts(module), wanted, report)
         gates = glu and "fused_moe" not in (swapped_for(module) or "")
         if gates:

@@ -25,18 +25,23 @@ from liger_transformers.apply import apply
 AUTO = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModel)
 """The classes are tried in this order."""
 
+EXTRAS = ("mlp", "experts", "lean")
+"""Swaps that are made only on request."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (1: nothing would be swapped, 2: there is no such model)."""
     parser = argparse.ArgumentParser(prog="liger-transformers", description=__doc__)
     parser.add_argument("model", metavar="MODEL_TYPE", help="such as llama; or a directory that holds a config.json")
+    for name in EXTRAS:
+        parser.add_argument(f"--{name}", action="store_true", help=f"as apply(model, {name}=True) does")
     options = parser.parse_args(arguments)
     try:
         model = on_meta(options.model)
     except ValueError as error:
         print(f"liger-transformers: {error}", file=sys.stderr)
         return 2
-    report = apply(model, strict=False)
+    report = apply(model, strict=False, **{name: getattr(options, name) for name in EXTRAS})
     print(report)
     return 0 if report.swapped else 1
 

@@ -277,20 +277,20 @@ def activations(parent: nn.Module) -> Iterator[tuple[str, nn.Module, Found]]:
     In a module that multiplies they are gates. Elsewhere only the square of ReLU is an op of its own.
     """
     children = [(name, child) for name, child in parent.named_children() if is_activation(child)]
-    multiplies = bool(children) and _multiplies(type(parent))
+    gates = bool(children) and multiplies(type(parent))
     for name, child in children:
         if swapped_for(child) is not None:
             yield name, child, type(child)
             continue
         op = activation_op(child)
-        if not multiplies and op != "relu_squared":
+        if not gates and op != "relu_squared":
             continue
         if (why := has_own_forward(child)) is not None:
             yield name, child, why
         elif op is None:
             yield name, child, "it is neither SiLU, nor GELU's tanh approximation, nor the square of ReLU"
         else:
-            yield name, child, _gated_class(type(child), op) if multiplies else _relu_squared_class(type(child))
+            yield name, child, _gated_class(type(child), op) if gates else _relu_squared_class(type(child))
 
 
 def is_activation(module: nn.Module) -> bool:
@@ -301,7 +301,7 @@ def is_activation(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _multiplies(cls: type[nn.Module]) -> bool:
+def multiplies(cls: type[nn.Module]) -> bool:
     """Whether the class's own code has a `*`: it has one if an activation is a gate."""
     return any(
         i.opname in ("BINARY_MULTIPLY", "INPLACE_MULTIPLY") or (i.opname == "BINARY_OP" and i.argrepr in ("*", "*="))

@@ -25,23 +25,33 @@ Op.__call__ = lambda op, *args, **kwargs: (calls.append(op.name), original_call(
 plain, inputs = build(name), batch()
 output, want = run(plain, inputs)
 count = 0
-for first, own_unit, checkpointing in itertools.product((True, False), repeat=3):
+for first, own_unit, checkpointing, inner in itertools.product(
+    (True, False), (True, False), (True, False), (None, "mlp", "linear")
+):
+    if inner is not None and not (checkpointing and own_unit):
+        continue
     model = copy.deepcopy(plain)
     if first:
-        liger_transformers.apply(model)
+        liger_transformers.apply(model, mlp=True)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.model.layers:
+        if inner == "mlp":
+            fully_shard(layer.mlp, mesh=mesh)
+        if inner == "linear":
+            fully_shard(layer.mlp.up_proj, mesh=mesh)
         fully_shard(layer, mesh=mesh)
     if own_unit and not model.config.tie_word_embeddings:
         fully_shard(model.lm_head, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if not first:
-        liger_transformers.apply(model)
+        liger_transformers.apply(model, mlp=True)
     calls.clear()
     sharded = model(**inputs)
     sharded.loss.backward()
     assert calls.count("fused_linear_cross_entropy") == 1, calls
+    # A linear layer that gathers its weight itself has hooks, which only calling it runs.
+    assert calls.count("gated_mlp") == (4 if checkpointing and inner != "linear" else 0), calls
     torch.testing.assert_close(sharded.loss, output.loss)
     for key, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor), key
@@ -53,4 +63,5 @@ for first, own_unit, checkpointing in itertools.product((True, False), repeat=3)
     assert not calls
     count += 1
 print(f"{count} ways are equal")
+dist.barrier()
 dist.destroy_process_group()

@@ -1,19 +1,20 @@
 """`gated_mlp` by PyTorch's matrix products and a language's activation kernels: what is made when, and what is kept.
 
-Without a memory budget the two branches are kept, and backward makes the activation again from them. With a budget only x is
-kept. Forward then goes by rows, whose results are final. Backward goes by columns of the branches: each column's weight
-gradients are final, and x's gradient is a float32 sum.
+Without a memory budget the two branches are kept, and backward makes the activation again from them. With a budget, or in
+activation checkpointing, only x is kept. Forward then goes by rows, whose results are final. Backward goes by columns of the
+branches or by rows, whichever reads and writes less: each column's weight gradients are final, and x's gradient is a float32
+sum; each row's gradient of x is final, and the weights' gradients are float32 sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_core.contract import Needs, Saved
+from liger_core.contract import Early, Needs, Saved
 from liger_core.host.linear import Linear
 from liger_core.ops.gated_mlp import accumulator_memory, whole_memory
 
@@ -78,6 +79,22 @@ class GatedMLP:
             del gate, up, product  # freed before the next rows' are made
         return y.view(shape), (x, gate_weight, up_weight, down_weight, None, None) if grad else ()
 
+    def keeps(
+        self,
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        *,
+        activation: str = "silu",
+        gate_multiplier: float = 1.0,
+        down_multiplier: float = 1.0,
+        memory_budget: int | None = None,
+    ) -> Early:
+        """In checkpointing x is enough: what would make the branches again there makes them in backward."""
+        shape = (*x.shape[:-1], down_weight.shape[0])
+        return Early((x, gate_weight, up_weight, down_weight, None, None), shape)
+
     def backward(
         self,
         needs: Needs,
@@ -89,36 +106,19 @@ class GatedMLP:
         down_multiplier: float,
         memory_budget: int | None,
     ) -> tuple[Tensor | None, ...]:
-        x, gate_weight, up_weight, down_weight, gate, up = saved
+        x, *weights, gate, up = saved
         options = _options(activation, gate_multiplier, down_multiplier)
         dys = dy.reshape(-1, dy.shape[-1])
-        rows = None if x is None else x.reshape(-1, x.shape[-1])
-        hidden, inner = gate_weight.shape[1], gate_weight.shape[0]
-        gradients = _Gradients(self.activations[activation], options, needs, rows, dys)
-        for name, weight in (("gate", gate_weight), ("up", up_weight), ("down", down_weight)):
-            gradients.allocate(name, weight)
-        dx = None
-        if gate is not None:
-            both = gradients.of(slice(0, inner), gate, up, down_weight)
-            if needs[0]:
-                dx = torch.mm(both[0], gate_weight).addmm_(both[1], up_weight)
+        rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
+        run = _Backward(self.linear, self.activations[activation], options, needs, rows, weights, dys)
+        if gate is not None or memory_budget is None or whole_memory(rows, weights[0], grad=True) <= memory_budget:
+            dx = run.at_once(gate, up)
         else:
-            assert rows is not None
-            assert memory_budget is not None
-            room = memory_budget - accumulator_memory(rows, needs[0])
-            most = max(1, room // (5 * rows.shape[0] * rows.dtype.itemsize))
-            for first, last in self.linear.chunks(inner, most):
-                some = slice(first, last)
-                gate, up = torch.mm(rows, gate_weight[some].t()), torch.mm(rows, up_weight[some].t())
-                both = gradients.of(some, gate, up, down_weight[:, some])
-                del gate, up  # frees their memory for the products
-                if needs[0]:
-                    dx = self.linear.add_product(dx, both[0].t(), gate_weight[some], torch.float32)
-                    dx = self.linear.add_product(dx, both[1].t(), up_weight[some], torch.float32)
-                del both  # freed before the next columns' are made
+            by_rows, most = _way(self.linear, needs, rows, weights, memory_budget)
+            dx = run.by_rows(most) if by_rows else run.by_columns(most)
         if dx is not None:
-            dx = dx.to(dy.dtype).view((*dy.shape[:-1], hidden))
-        return dx, gradients.made.get("gate"), gradients.made.get("up"), gradients.made.get("down")
+            dx = dx.to(dy.dtype).view((*dy.shape[:-1], weights[0].shape[1]))
+        return dx, run.made.get("gate"), run.made.get("up"), run.made.get("down")
 
 
 def _options(activation: str, gate_multiplier: float, down_multiplier: float) -> dict[str, Any]:
@@ -127,40 +127,122 @@ def _options(activation: str, gate_multiplier: float, down_multiplier: float) ->
     return {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
 
 
-class _Gradients:
-    """The gradients of weights, made for some columns of the branches after others."""
+def _way(linear: Linear, needs: Needs, rows: Any, weights: Sequence[Tensor], memory_budget: int) -> tuple[bool, int]:
+    """Whether backward goes by rows, and of how many rows or columns a chunk has room: the way that moves less for its sums."""
+    (count, hidden), inner, size = rows.shape, weights[0].shape[0], rows.dtype.itemsize
+    most = max(1, (memory_budget - accumulator_memory(rows, needs[0])) // (5 * count * size))
+    sums = 4 * sum(weight.numel() for weight, wanted in zip(weights, needs[1:], strict=True) if wanted)
+    most_rows = (memory_budget - (0 if rows.dtype is torch.float32 else sums)) // (5 * inner * size)
+    if most_rows < 1 or linear.takes_memory(rows, torch.float32):
+        return False, most
+    moved = -(-inner // most) * (
+        8 * count * hidden if needs[0] else 0
+    )  # a column's two products each read the sum and write it
+    by_rows = -(-count // most_rows) * sums < moved
+    return by_rows, most_rows if by_rows else most
+
+
+class _Backward:
+    """The gradients, from all rows and columns of the branches at once or in chunks.
+
+    Attributes:
+        made: those of the weights, by "gate", "up" and "down".
+    """
 
     def __init__(
         self,
+        linear: Linear,
         activation: Activation,
         options: dict[str, Any],
         needs: Needs,
         rows: Any,
+        weights: Sequence[Tensor],
         dys: Tensor,
     ) -> None:
-        self.activation, self.options, self.rows, self.dys = activation, options, rows, dys
+        self.linear, self.activation, self.options = linear, activation, options
+        self.rows, self.weights, self.dys = rows, weights, dys
         self.needs_x, *wanted = needs
         self.wants: dict[str, bool] = dict(zip(("gate", "up", "down"), wanted, strict=True))
+        self.branches = self.needs_x or self.wants["gate"], self.needs_x or self.wants["up"]
         self.made: dict[str, Tensor] = {}
 
-    def allocate(self, name: str, weight: Tensor) -> None:
-        """Allocate the gradient of a weight, if it is wanted."""
-        if self.wants[name]:
-            self.made[name] = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    def at_once(self, gate: Tensor | None, up: Tensor | None) -> Tensor | None:
+        """x's gradient. Branches that weren't kept are made."""
+        gate_weight, up_weight, _ = self.weights
+        if gate is None or up is None:
+            gate, up = torch.mm(self.rows, gate_weight.t()), torch.mm(self.rows, up_weight.t())
+        self._allocate()
+        both = self._columns(slice(0, gate_weight.shape[0]), gate, up)
+        return torch.mm(both[0], gate_weight).addmm_(both[1], up_weight) if self.needs_x else None
 
-    def of(self, some: slice, gate: Tensor, up: Tensor, down_weight: Tensor) -> tuple[Any, Any]:
+    def by_columns(self, most: int) -> Tensor | None:
+        """x's gradient, a float32 sum. Each column's gradients of weights are made in one piece."""
+        gate_weight, up_weight, _ = self.weights
+        self._allocate()
+        dx = None
+        for first, last in self.linear.chunks(gate_weight.shape[0], most):
+            some = slice(first, last)
+            gate, up = torch.mm(self.rows, gate_weight[some].t()), torch.mm(self.rows, up_weight[some].t())
+            both = self._columns(some, gate, up)
+            del gate, up  # frees their memory for the products
+            if self.needs_x:
+                dx = self.linear.add_product(dx, both[0].t(), gate_weight[some], torch.float32)
+                dx = self.linear.add_product(dx, both[1].t(), up_weight[some], torch.float32)
+            del both  # freed before the next columns' are made
+        return dx
+
+    def by_rows(self, most: int) -> Tensor | None:
+        """x's gradient, each row in one piece. The gradients of weights are float32 sums."""
+        gate_weight, up_weight, down_weight = self.weights
+        dx = torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device) if self.needs_x else None
+        for first, last in self.linear.chunks(self.rows.shape[0], most):
+            rows, dys = self.rows[first:last], self.dys[first:last]
+            gate, up = torch.mm(rows, gate_weight.t()), torch.mm(rows, up_weight.t())
+            if self.wants["down"]:
+                product = self._product(gate, up)
+                self._add("down", dys, product)
+                del product
+            both: Any = None, None
+            if True in self.branches:
+                both = self._branches(gate, up, torch.mm(dys, down_weight))
+            del gate, up  # as in `by_columns`
+            self._add("gate", both[0], rows)
+            self._add("up", both[1], rows)
+            if dx is not None:
+                torch.mm(both[0], gate_weight, out=dx[first:last]).addmm_(both[1], up_weight)
+            del both
+        for name in self.made:
+            self.made[name] = self.made[name].to(self.rows.dtype)
+        return dx
+
+    def _allocate(self) -> None:
+        """Allocate the weights' gradients that are wanted."""
+        for (name, wanted), weight in zip(self.wants.items(), self.weights, strict=True):
+            if wanted:
+                self.made[name] = torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+    def _columns(self, some: slice, gate: Tensor, up: Tensor) -> tuple[Any, Any]:
         """Write these columns of the weights' gradients, and return those of gate and up; None for one that isn't needed."""
         if self.wants["down"]:
-            product = self.activation.forward((False, False), gate, up, **self.options)[0]
+            product = self._product(gate, up)
             torch.mm(self.dys.t(), product, out=self.made["down"][:, some])
             del product
-        needs = self.needs_x or self.wants["gate"], self.needs_x or self.wants["up"]
-        if True not in needs:
+        if True not in self.branches:
             return None, None
-        both: tuple[Any, ...] = self.activation.backward(
-            needs, (gate, up), torch.mm(self.dys, down_weight), **self.options
-        )
+        both = self._branches(gate, up, torch.mm(self.dys, self.weights[2][:, some]))
         for name, gradient in zip(("gate", "up"), both, strict=True):
             if self.wants[name]:
                 torch.mm(gradient.t(), self.rows, out=self.made[name][some])
-        return both[0], both[1]
+        return both
+
+    def _product(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.activation.forward((False, False), gate, up, **self.options)[0]
+
+    def _branches(self, gate: Tensor, up: Tensor, dproduct: Tensor) -> tuple[Any, Any]:
+        both: Any = self.activation.backward(self.branches, (gate, up), dproduct, **self.options)
+        return both
+
+    def _add(self, name: str, a: Any, b: Tensor) -> None:
+        """Add aᵀ b to a weight's gradient, if it is wanted."""
+        if self.wants[name]:
+            self.made[name] = self.linear.add_product(self.made.get(name), a, b, torch.float32)

@@ -9,3 +9,4 @@ from liger_cutile.ops._linear import LINEAR
 host = GatedMLP(LINEAR, Activation(swiglu.forward, swiglu.backward), Activation(geglu.forward, geglu.backward))
 forward = implements(gated_mlp)(host.forward)
 backward = host.backward
+keeps = host.keeps

@@ -1,0 +1,172 @@
+"""Gated MLPs: running one on random numbers shows whether it is `gated_mlp`, which it then runs in gradient checkpointing."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+import liger_core as liger
+from liger_core import remade, tensors
+from liger_core.ops.gated_mlp import whole_memory
+from liger_transformers.experts import ACTIVATIONS
+from liger_transformers.leaves import PROBE_ERRORS, Found, activation_op, is_activation, multiplies, simple
+from liger_transformers.promise import settle
+from liger_transformers.swap import has_own_forward, original_class, subclass, swapped_for
+
+PARTS, SMALL = 3, 2**29
+"""A call's memory budget is a part of what it takes at once, but so many bytes at least: small products are slow.
+
+A third is as little as other parts of a step take: docs/memory.md counts them."""
+
+
+def mlp(module: nn.Module) -> Found:
+    """The swap of a module of three linear layers and an activation."""
+    if "gated_mlp" in (swapped_for(module) or ""):
+        return type(module)
+    children = dict(module.named_children())
+    activations = [name for name, child in children.items() if is_activation(child)]
+    linears = tuple(name for name in children if name not in activations)
+    if len(activations) != 1 or not linears or not multiplies(type(module)):
+        return None
+    if (why := has_own_forward(module)) is not None:
+        return why
+    if len(linears) != 3 or module._parameters or module._buffers:
+        return "it holds something else than three linear layers and an activation"
+    for name in linears:
+        if (why := _why_not_linear(children[name])) is not None:
+            return f"{name} {why}"
+    (name,) = activations
+    if (why := _why_not_alone(children[name])) is not None:
+        return f"{name} {why}"
+    activation = ACTIVATIONS.get(activation_op(children[name]) or "")
+    if activation is None:
+        return "its activation is neither SiLU nor GELU's tanh approximation"
+    act = name, original_class(type(children[name]))
+    return _mlp_class(original_class(type(module)), act, linears, activation, simple(module))
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _why_not_alone(module: nn.Module) -> str | None:
+    """Why calling the module isn't calling its class's forward, or None."""
+    if (why := has_own_forward(module)) is not None:
+        return f"stays: {why}"
+    return "has hooks, which would not be called" if any(vars(module)[hooks] for hooks in HOOKS) else None
+
+
+def _why_not_linear(module: Any) -> str | None:
+    """Why a product with the module's weight isn't all that calling the module does, or None."""
+    if not isinstance(module, nn.Linear) or original_class(type(module)).forward is not nn.Linear.forward:
+        return f"is a {type(module).__name__}, whose forward is not nn.Linear's"
+    if (why := _why_not_alone(module)) is not None:
+        return why
+    if "parametrizations" in module._modules:
+        return "has parametrizations"
+    if module._parameters.get("bias") is not None:
+        return "has a bias, and gated_mlp takes none"
+    # FSDP2 makes a DTensor's parameters plain tensors while their module runs.
+    if type(module.weight) not in (nn.Parameter, Tensor) and tensors.full_name(type(module.weight)) != tensors.DTENSOR:
+        return f"has a weight of the type {type(module.weight).__name__}"
+    return None
+
+
+@functools.cache
+def _mlp_class(
+    cls: type[nn.Module],
+    act: tuple[str, type[nn.Module]],
+    linears: tuple[str, ...],
+    activation: str,
+    attributes: tuple[tuple[str, Any], ...],
+) -> Found:
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    stand_in = object.__new__(cls)
+    nn.Module.__init__(stand_in)
+    stand_in.__dict__.update(attributes)
+    stand_in._modules[act[0]] = nn.SiLU() if activation == "silu" else nn.GELU(approximate="tanh")
+    x, gate_weight, up_weight, down_weight = draw(2, 3, 5), draw(7, 5), draw(7, 5), draw(6, 7)
+    numbers = sorted({value for _, value in attributes if type(value) is float}) if activation == "silu" else []
+    failed = None
+    for names in itertools.permutations(linears):
+        for name, weight in zip(names, (gate_weight, up_weight, down_weight), strict=True):
+            stand_in._modules[name] = _linear(weight)
+        try:
+            with torch.no_grad():
+                want = cls.forward(stand_in, x)
+        except PROBE_ERRORS as error:  # of matrices that don't fit, in another order than the module's
+            failed = failed or f"its forward raises {type(error).__name__} on a tensor"
+            continue
+        failed = "it is not gated_mlp"
+        for gate_multiplier, down_multiplier in itertools.product((1.0, *numbers), repeat=2):
+            options: dict[str, Any] = {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
+            got = liger.gated_mlp(x, gate_weight, up_weight, down_weight, activation=activation, **options)
+            if (
+                isinstance(want, Tensor)
+                and want.shape == got.shape
+                and torch.allclose(got, want, rtol=1e-10, atol=1e-12)
+            ):
+                return _swap(cls, act, names, activation, gate_multiplier, down_multiplier)
+    return failed
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+@functools.cache
+def _swap(
+    cls: type[nn.Module],
+    act: tuple[str, type[nn.Module]],
+    names: tuple[str, ...],
+    activation: str,
+    gate_multiplier: float,
+    down_multiplier: float,
+) -> type[nn.Module]:
+    options: dict[str, Any] = {"activation": activation}
+    if (gate_multiplier, down_multiplier) != (1.0, 1.0):
+        options |= {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
+
+    def weights(self: nn.Module) -> list[Tensor] | None:
+        """Those of the products; None if the module has become another one since, as by PEFT."""
+        child, linears = self._modules.get(act[0]), [cast("Any", self._modules.get(name)) for name in names]
+        if child is None or original_class(type(child)) is not act[1] or _why_not_alone(child) is not None:
+            return None
+        if _has_any_global_hook() or any(map(_why_not_linear, linears)):
+            return None
+        return [linear.weight for linear in linears]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and remade.checkpointed():
+            x, given = settle(args[0]), weights(self)
+            if given is not None and isinstance(x, Tensor) and _fit(x, given):
+                return liger.gated_mlp(x, *given, **options, memory_budget=memory_budget(x, given[0]))
+        return cls.forward(self, *args, **kwargs)
+
+    words = ", ".join(["in checkpointing", *(f"{name}={value!r}" for name, value in options.items())])
+    return subclass(cls, functools.wraps(cls.forward)(forward), f"gated_mlp({words})")
+
+
+def _fit(x: Tensor, weights: list[Tensor]) -> bool:
+    """Whether the op takes these tensors as the linear layers would; weights that are divided among processes it doesn't."""
+    if any(type(weight) not in (nn.Parameter, Tensor) for weight in weights):
+        return False
+    same = {x.dtype, *(weight.dtype for weight in weights)}
+    halves = {torch.float32, torch.bfloat16, torch.float16}
+    return same <= halves and (len(same) == 1 or torch.is_autocast_enabled(x.device.type))
+
+
+def memory_budget(x: Tensor, gate_weight: Tensor) -> int | None:
+    """What a call may allocate; None if everything at once is little."""
+    whole = whole_memory(x, gate_weight, grad=True)
+    if whole <= SMALL:
+        return None
+    # Under autocast x is narrower in the op, and its sum is float32.
+    least = max(12 * gate_weight.shape[0], 4 * x.numel() + 20 * (x.numel() // max(1, x.shape[-1])))
+    return max(whole // PARTS, SMALL, least)

@@ -325,6 +325,15 @@ def test_norms_that_are_left(norm: nn.Module) -> None:
     assert type(model[0]) is type(norm)
 
 
+@pytest.mark.parametrize("eps", [1e-12, 1e-6, 1e-5])
+def test_norms_as_wide_as_models(eps: float) -> None:
+    """Among many columns a bias nearly cancels some product, so that rounding decides most digits of that element."""
+    for width in (768, 1024, 1152, 4096):
+        for norm, op in ((nn.LayerNorm, "layer_norm"), (OnePlus, "layer_norm(weight + 1)")):
+            report = liger_transformers.apply(nn.Sequential(norm(width, eps=eps)), strict=False)
+            assert {o for _, o in report.swapped} == {op}, (width, report)
+
+
 def test_a_norm_in_mixed_dtypes_returns_what_it_did() -> None:
     """A weight in float32 widens bfloat16, in modes that multiply by it last."""
     model = build("llama")

@@ -11,7 +11,7 @@ import time
 import types
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -84,8 +84,23 @@ def test_nothing_to_swap(caplog: pytest.LogCaptureFixture) -> None:
         report = liger_transformers.apply(model, strict=False)
     assert "swapped nothing in Sequential" in caplog.text
     assert sum(report.left.values()) == 1
-    with pytest.raises(ValueError, match="some kinds are switched off"):
-        liger_transformers.apply(build("llama"), rms_norm=False, layer_norm=False, rope=False, glu=False, loss=False)
+    off = dict.fromkeys(("rms_norm", "layer_norm", "rope", "glu", "loss"), False)
+    with pytest.raises(
+        ValueError, match=r"in LlamaForCausalLM: rms_norm=False, .*, loss=False left such modules out; it"
+    ):
+        liger_transformers.apply(build("llama"), **off)
+    with pytest.raises(
+        ValueError, match="in Sequential: loss=False left such modules out; Odd: it is neither rms_norm"
+    ):
+        liger_transformers.apply(model, loss=False)
+
+
+def test_other_arguments() -> None:
+    for function in (liger_transformers.apply, liger_transformers.restore):
+        with pytest.raises(TypeError, match=f"{function.__name__}: model is a str; it takes a torch.nn.Module"):
+            function(cast("Any", "gpt2"))
+    with pytest.raises(TypeError, match="apply: rope is 'no'; it takes True or False"):
+        liger_transformers.apply(build("llama"), rope=cast("Any", "no"))
 
 
 def test_another_instance_is_untouched(calls: Counter[str]) -> None:

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from liger_transformers.apply import apply
+from liger_transformers.leaves import PROBE_ERRORS
 
 AUTO = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModel)
 """The classes are tried in this order."""
@@ -28,7 +29,11 @@ AUTO = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (1: nothing would be swapped, 2: there is no such model)."""
-    parser = argparse.ArgumentParser(prog="liger-transformers", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="liger-transformers",
+        description=__doc__,
+        epilog="The exit status is 1 if nothing would be swapped, and 2 if there is no such model.",
+    )
     parser.add_argument("model", metavar="MODEL_TYPE", help="such as llama; or a directory that holds a config.json")
     options = parser.parse_args(arguments)
     try:
@@ -51,13 +56,21 @@ def on_meta(name: str) -> PreTrainedModel:
     else:
         close = difflib.get_close_matches(name, list(CONFIG_MAPPING), 5)
         raise ValueError(
-            f"transformers has no model type {name!r}" + (f"; close to it: {', '.join(close)}" if close else "")
+            f"transformers has no model type {name!r}"
+            + (f"; close to it: {', '.join(close)}" if close else "")
+            + ". It takes a `model_type`, such as llama, or a directory that holds a config.json; nothing is downloaded"
         )
     auto: Any = next((auto for auto in AUTO if type(config) in auto._model_mapping), None)
     if auto is None:
         raise ValueError(f"transformers has no text model of type {name!r}")
-    with torch.device("meta"):
-        return auto.from_config(config)
+    try:
+        with torch.device("meta"):
+            return auto.from_config(config)
+    except (*PROBE_ERRORS, ImportError) as error:
+        raise ValueError(
+            f"transformers can't build a model of {name!r}: {type(error).__name__}: {error}. Some types' default "
+            "configurations build nothing: name a directory that holds a model's config.json"
+        ) from error
 
 
 if __name__ == "__main__":

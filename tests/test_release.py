@@ -96,6 +96,17 @@ def test_refusals_say_why(workspace: Path) -> None:
         release.plan("liger-cutile", "patch", "2026-02-03")
 
 
+def test_a_package_without_a_tag_is_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its version was probably never released, and `patch` would leave it out."""
+    for tags, noted in (("", True), ("liger-core-v0.1.0", True), ("liger-cutile-v0.0.1", False)):
+        monkeypatch.setattr(release, "run", lambda *_, tags=tags: tags)
+        assert release.main(["liger-cutile", "patch", "--dry-run"]) == 0
+        assert ("liger-cutile has no tag here; `first` releases" in capsys.readouterr().err) == noted
+    monkeypatch.setattr(release, "run", lambda *_: "")
+    assert release.main(["liger-cutile", "first", "--dry-run"]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_a_dry_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """On the checkout itself: each package could be released, and no file is written."""
     before = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -219,6 +219,8 @@ def main(arguments: list[str] | None = None) -> int:
         known = run("git", "tag").split()
         if again := [tag for tag in planned.tags if tag in known]:
             raise Refused(f"{', '.join(again)} is tagged already")
+        if args.part != "first" and not any(tag.startswith(f"{args.package}-v") for tag in known):
+            print(f"note: {args.package} has no tag here; `first` releases the version that stands", file=sys.stderr)
         if args.dry_run:
             print(planned.diff(), end="")
             print(f"would tag {', '.join(planned.tags)}")

@@ -269,6 +269,8 @@ def test_a_device_without_language_names_the_doctor(
     install()
     liger_core.rms_norm(X, W)
     assert "no installed language serves cpu by default; `liger doctor` lists the others" in caplog.text
+    said = str(liger_core.explain("rms_norm", device="cuda"))
+    assert said.endswith("no kernel language is installed: `liger doctor` prints how to install one")
 
 
 def test_a_backend_may_refuse_the_machine(install: object) -> None:

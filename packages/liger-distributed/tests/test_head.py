@@ -233,3 +233,11 @@ def test_one_process_needs_no_group() -> None:
 def test_the_first_argument_is_checked() -> None:
     with pytest.raises(ValueError, match="fused_linear_cross_entropy: target has shape"):
         LossHead(HIDDEN, VOCABULARY)(torch.randn(4, HIDDEN), torch.zeros(3, dtype=torch.int64))
+
+
+def test_the_count_is_checked() -> None:
+    head, target = LossHead(HIDDEN, VOCABULARY), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(TypeError, match="LossHead: labels is 4; it takes the tensor that `count` returns"):
+        head(torch.randn(4, HIDDEN), target, labels=4)
+    with pytest.raises(TypeError, match="LossHead.count: there is no target; it takes the target of each call"):
+        head.count()

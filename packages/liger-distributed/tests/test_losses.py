@@ -260,6 +260,42 @@ def test_what_is_refused(pool: Pool, name: str, columns: int, options: Any, erro
         assert says in text
 
 
+@pytest.mark.parametrize("group", [None, "world"])
+def test_what_is_no_group(group: Any) -> None:
+    """Such as torch.distributed.group.WORLD, before init_process_group."""
+    x, target = torch.randn(2, 4), torch.tensor([0, 1])
+    calls: dict[str, tuple[Any, ...]] = {
+        "cross_entropy": (x, target),
+        "fused_linear_cross_entropy": (x, x, target),
+        "token_logprobs": (x, target),
+        "fused_linear_token_logprobs": (x, x, target),
+        "fused_linear_jsd": (x, x, x, x),
+        "grpo_loss": (torch.randn(1, 3, 4), None, None, target[None], torch.ones(1), None),
+    }
+    for name, arguments in calls.items():
+        with pytest.raises(TypeError, match=f"{name}: group is {group!r}; it takes a torch.distributed.ProcessGroup"):
+            getattr(liger_distributed, name)(*arguments, group=group)
+    if group is not None:
+        with pytest.raises(TypeError, match="LossHead: group is 'world'; it takes a torch.distributed.ProcessGroup"):
+            liger_distributed.LossHead(4, 2, group=group)
+
+
+def refuse_others() -> str | None:
+    group = dist.new_group([1])
+    x, target = torch.randn(2, 4), torch.tensor([0, 1])
+    with pytest.raises(TypeError, match="fused_linear_cross_entropy: vocabulary is '8'; it takes an int"):
+        liger_distributed.fused_linear_cross_entropy(x, x, target, group=dist.group.WORLD, vocabulary="8")  # type: ignore[arg-type]
+    if dist.get_rank() == 1:
+        return None
+    with pytest.raises(ValueError, match="only the processes of a group call with it") as caught:
+        liger_distributed.fused_linear_cross_entropy(x, x, target, group=group)
+    return str(caught.value)
+
+
+def test_a_group_of_others(pool: Pool) -> None:
+    assert "this process is not in `group`" in pool.run(refuse_others)[0]
+
+
 def fail(rank: int) -> None:
     if dist.get_rank() == rank:
         raise RuntimeError(f"rank {rank} fails")

@@ -11,7 +11,7 @@ import time
 import types
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -84,8 +84,23 @@ def test_nothing_to_swap(caplog: pytest.LogCaptureFixture) -> None:
         report = liger_transformers.apply(model, strict=False)
     assert "swapped nothing in Sequential" in caplog.text
     assert sum(report.left.values()) == 1
-    with pytest.raises(ValueError, match="some kinds are switched off"):
-        liger_transformers.apply(build("llama"), rms_norm=False, layer_norm=False, rope=False, glu=False, loss=False)
+    off = dict.fromkeys(("rms_norm", "layer_norm", "rope", "glu", "loss"), False)
+    with pytest.raises(
+        ValueError, match=r"in LlamaForCausalLM: rms_norm=False, .*, loss=False left such modules out; it"
+    ):
+        liger_transformers.apply(build("llama"), **off)
+    with pytest.raises(
+        ValueError, match="in Sequential: loss=False left such modules out; Odd: it is neither rms_norm"
+    ):
+        liger_transformers.apply(model, loss=False)
+
+
+def test_other_arguments() -> None:
+    for function in (liger_transformers.apply, liger_transformers.restore):
+        with pytest.raises(TypeError, match=f"{function.__name__}: model is a str; it takes a torch.nn.Module"):
+            function(cast("Any", "gpt2"))
+    with pytest.raises(TypeError, match="apply: rope is 'no'; it takes True or False"):
+        liger_transformers.apply(build("llama"), rope=cast("Any", "no"))
 
 
 def test_another_instance_is_untouched(calls: Counter[str]) -> None:
@@ -323,6 +338,15 @@ def test_norms_that_are_left(norm: nn.Module) -> None:
     model = nn.Sequential(norm)
     assert not liger_transformers.apply(model, strict=False).swapped
     assert type(model[0]) is type(norm)
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-6, 1e-5])
+def test_norms_as_wide_as_models(eps: float) -> None:
+    """Among many columns a bias nearly cancels some product, so that rounding decides most digits of that element."""
+    for width in (768, 1024, 1152, 4096):
+        for norm, op in ((nn.LayerNorm, "layer_norm"), (OnePlus, "layer_norm(weight + 1)")):
+            report = liger_transformers.apply(nn.Sequential(norm(width, eps=eps)), strict=False)
+            assert {o for _, o in report.swapped} == {op}, (width, report)
 
 
 def test_a_norm_in_mixed_dtypes_returns_what_it_did() -> None:

@@ -32,10 +32,21 @@ def test_unknown_model_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert "transformers has no model type 'olm2'; close to it: " in capsys.readouterr().err
 
 
+def test_a_name_on_a_hub(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["acme/llama-9b"]) == 2
+    assert "It takes a `model_type`, such as llama, or a directory that holds a config.json" in capsys.readouterr().err
+
+
 def test_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma2", "num_hidden_layers": 3}')
     assert cli.main([str(tmp_path)]) == 0
     assert "3 × geglu" in capsys.readouterr().out
+
+
+def test_a_configuration_that_builds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": 7}')
+    assert cli.main([str(tmp_path)]) == 2
+    assert f"transformers can't build a model of {str(tmp_path)!r}: ValueError: " in capsys.readouterr().err
 
 
 def test_readme_trains(tmp_path: Path) -> None:

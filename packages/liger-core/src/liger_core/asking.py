@@ -73,6 +73,8 @@ class Explanation(NamedTuple):
             mark = "->" if c is self.chosen else "  "
             said = "chosen" if c is self.chosen else f"no: {c.why_not}" if c.why_not else "would run next"
             lines.append(f"{mark} {c.language}: {said}" + (f"  ({c.source})" if c.source else ""))
+        if len(self.candidates) == 1 and self.demanded is None:
+            lines.append("   no kernel language is installed: `liger doctor` prints how to install one")
         if self.measured is not None:
             lines.append(f"   measured: {self.measured}")
         lines += [f"   {part}" for part in self.parts]

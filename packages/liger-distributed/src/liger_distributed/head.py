@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from liger_core import fused_linear_cross_entropy, tensors
-from liger_distributed.vocabulary import landed
+from liger_distributed.vocabulary import landed, member
 
 
 class LossHead(nn.Linear):
@@ -57,6 +57,8 @@ class LossHead(nn.Linear):
     ) -> None:
         linear: Any = super()
         linear.__init__(hidden, vocabulary, bias, device, dtype)
+        if group is not None:
+            member("LossHead", group)
         # The group's name and size, because a module that holds a group can't be copied.
         self._group = None if group is None else (group.group_name, group.size())
         self.averaged, self.ignore_index, self.softcap = averaged, ignore_index, softcap
@@ -85,6 +87,8 @@ class LossHead(nn.Linear):
         if target is None:
             logits = super().forward(x)
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if labels is not None and not isinstance(cast("object", labels), Tensor):
+            raise TypeError(f"LossHead: labels is {labels!r}; it takes the tensor that `count` returns")
         own = self._count(target)
         summed = self._summed(own) if labels is None else None  # in flight while the loss is computed
         loss: Tensor = cast("Any", fused_linear_cross_entropy)(
@@ -115,6 +119,8 @@ class LossHead(nn.Linear):
         Returns:
             int64 ``[]``, the same on all processes.
         """
+        if not targets:
+            raise TypeError("LossHead.count: there is no target; it takes the target of each call of this step")
         return landed(self._summed(torch.stack([self._count(target) for target in targets]).sum()))
 
     def extra_repr(self) -> str:

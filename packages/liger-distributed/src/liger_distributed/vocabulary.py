@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from liger_core import checks
 from liger_core.contract import upcast
 from liger_core.ops.logit_statistics import LogitStatistics
 
@@ -32,8 +34,12 @@ def part_of(op: str, group: ProcessGroup, columns: int, vocabulary: int | None) 
     """The columns that this process has, as torch.chunk divides a vocabulary. None: all processes have equally many.
 
     Raises:
-        ValueError: the process has another number of columns.
+        TypeError: `group` is no process group, or `vocabulary` no int.
+        ValueError: the process is not in the group, or has another number of columns.
     """
+    member(op, group)
+    if vocabulary is not None and not isinstance(cast("object", vocabulary), torch.SymInt):
+        checks.integer(op, vocabulary=vocabulary)
     size, rank = group.size(), group.rank()
     whole = columns * size if vocabulary is None else vocabulary
     each = -(-whole // size)
@@ -44,6 +50,18 @@ def part_of(op: str, group: ProcessGroup, columns: int, vocabulary: int | None) 
             f"{min(each, whole - first)}, as torch.chunk divides them"
         )
     return Part(group, whole, first, columns)
+
+
+def member(op: str, group: object) -> None:
+    """Raise TypeError if that is no process group, and ValueError if this process is not in it."""
+    if isinstance(group, ProcessGroup):
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{op}: this process is not in `group`; only the processes of a group call with it")
+    raise TypeError(
+        f"{op}: group is {group!r}; it takes a torch.distributed.ProcessGroup, such as torch.distributed.group.WORLD, "
+        "which is None before init_process_group"
+    )
 
 
 def joined(mine: LogitStatistics, target: Tensor, part: Part, ignore_index: int) -> LogitStatistics:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import liger_core as liger
+from liger_core.checks import flag
 from liger_transformers import leaves
 from liger_transformers.experts import experts as mixture_experts
 from liger_transformers.experts import gate as own_gate
@@ -113,10 +114,14 @@ def apply(
         What was swapped, and what was left and why. It prints as a table.
 
     Raises:
+        TypeError: `model` is no module, or a switch is neither True nor False.
         ValueError: nothing in the model could be swapped, and the message says why. Or `lazy` is something else, or `trl` or
             `lazy` is set with ``loss=False``.
         RuntimeError: `trl` is set, and the model has the fused head of another TRL than 1.16.
     """
+    _is_module("apply", model)
+    switches = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope, "glu": glu, "experts": experts}
+    flag("liger_transformers.apply", **switches, loss=loss, trl=trl, lean=lean, strict=strict)
     if lazy not in (False, True, "always"):
         raise ValueError(f"liger_transformers.apply: lazy is {lazy!r}; it takes False, True or 'always'")
     if (trl or lazy) and not loss:
@@ -159,16 +164,25 @@ def apply(
         if why is None and (op := swap_head(pretrained, linears, lazy, trl)):
             report.swapped[report.model, op] = 1
     if not report.swapped:
-        off = "" if rms_norm and layer_norm and rope and glu and loss else "; some kinds are switched off"
-        reasons = (
-            "; ".join(f"{what}: {why}" for what, why in report.left)
-            or "it holds no norm, rotary function, gate or head"
-        )
-        message = f"liger_transformers.apply swapped nothing in {report.model}: {reasons}{off}"
+        off = [name for name, on in (*switches.items(), ("loss", loss)) if not on and name != "experts"]
+        reasons = "; ".join(f"{what}: {why}" for what, why in report.left)
+        if not reasons:
+            reasons = f"it holds no {'other ' if off else ''}norm, rotary function, gate or head"
+        if off:
+            reasons = f"{', '.join(f'{name}=False' for name in off)} left such modules out; {reasons}"
+        message = f"liger_transformers.apply swapped nothing in {report.model}: {reasons}"
         if strict:
             raise ValueError(message)
         log.warning(message)
     return report
+
+
+def _is_module(function: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"liger_transformers.{function}: model is a {type(model).__name__}; it takes a torch.nn.Module, such as a "
+            "transformers model"
+        )
 
 
 def _pretrained(model: nn.Module) -> PreTrainedModel | None:
@@ -190,7 +204,8 @@ def _become(module: nn.Module, found: leaves.Found, wanted: dict[str, bool], rep
 
 
 def restore(model: nn.Module) -> None:
-    """Give every module of the model its class from before `apply`."""
+    """Give every module of the model its class from before `apply`. A model without swaps stays as it is."""
+    _is_module("restore", model)
     for module in model.modules():
         if swapped_for(module) is not None:
             module.__class__ = original_class(type(module))

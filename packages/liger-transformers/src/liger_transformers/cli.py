@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from liger_transformers.apply import apply
+from liger_transformers.leaves import PROBE_ERRORS
 
 AUTO = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModel)
 """The classes are tried in this order."""
@@ -31,7 +33,11 @@ EXTRAS = ("mlp", "experts", "lean")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (1: nothing would be swapped, 2: there is no such model)."""
-    parser = argparse.ArgumentParser(prog="liger-transformers", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="liger-transformers",
+        description=__doc__,
+        epilog="The exit status is 1 if nothing would be swapped, and 2 if there is no such model.",
+    )
     parser.add_argument("model", metavar="MODEL_TYPE", help="such as llama; or a directory that holds a config.json")
     for name in EXTRAS:
         parser.add_argument(f"--{name}", action="store_true", help=f"as apply(model, {name}=True) does")
@@ -49,20 +55,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def on_meta(name: str) -> PreTrainedModel:
     """A model of this type, or of this directory's configuration, that takes no memory. ValueError if there is none."""
     configs: Any = AutoConfig
-    if os.path.isdir(name):
-        config = configs.from_pretrained(name)
-    elif name in CONFIG_MAPPING:
-        config = configs.for_model(name)
-    else:
+    if not os.path.isdir(name) and name not in CONFIG_MAPPING:
         close = difflib.get_close_matches(name, list(CONFIG_MAPPING), 5)
         raise ValueError(
-            f"transformers has no model type {name!r}" + (f"; close to it: {', '.join(close)}" if close else "")
+            f"transformers has no model type {name!r}"
+            + (f"; close to it: {', '.join(close)}" if close else "")
+            + ". It takes a `model_type`, such as llama, or a directory that holds a config.json; nothing is downloaded"
         )
-    auto: Any = next((auto for auto in AUTO if type(config) in auto._model_mapping), None)
-    if auto is None:
+    try:
+        config = configs.from_pretrained(name) if os.path.isdir(name) else configs.for_model(name)
+        auto: Any = next((auto for auto in AUTO if type(config) in auto._model_mapping), None)
+        with torch.device("meta"):
+            model = auto.from_config(config) if auto is not None else None
+    except (*PROBE_ERRORS, ImportError, OSError, StrictDataclassError) as error:
+        raise ValueError(
+            f"transformers can't build a model of {name!r}: {type(error).__name__}: {error}. Some types' default "
+            "configurations build nothing: name a directory that holds a model's config.json"
+        ) from error
+    if model is None:
         raise ValueError(f"transformers has no text model of type {name!r}")
-    with torch.device("meta"):
-        return auto.from_config(config)
+    return model
 
 
 if __name__ == "__main__":

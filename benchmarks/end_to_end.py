@@ -14,7 +14,8 @@ with fused kernels. Each way is a process of its own:
 - `trl`: transformers' code under the head of TRL's trainers, which never holds the logits; TRL 1.16.
 - `LANGUAGE`: `liger_transformers.apply` with kernels of that language; `LANGUAGE-lean`: with ``lean=True``; `LANGUAGE-mlp` and
   `LANGUAGE-lean-mlp`: with ``mlp=True``, which differs with ``--checkpointing`` alone. Each may end in `-compile`.
-  `triton+rms_norm.swiglu-compile` leaves these ops to the reference. `measured` stands for the language that measured times choose.
+  `triton+rms_norm.swiglu-compile` leaves these ops to the reference. `measured` stands for the language that measured times
+  choose.
 
 `plain` comes first, then ours, then the others, each with all models in turn. The record is written after each of them, so that a
 run which is cut off has what it measured.

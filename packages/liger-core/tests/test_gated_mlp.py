@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+import liger_core
+from liger_core import BackendInfo
 from liger_core.contract import Needs, Saved
 from liger_core.host.gated_mlp import Activation, GatedMLP, _Backward
 from liger_core.host.linear import Linear
@@ -157,6 +163,63 @@ def test_gradients_by_columns_are_those_of_the_reference(budget: int | None, fro
     for gradient in found:
         if gradient is not None:
             torch.testing.assert_close(gradient.double(), next(expected), rtol=1e-5, atol=1e-4)
+
+
+def serve(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a language, "toy", with this op alone."""
+    kernel, made = types.ModuleType("toy.ops.gated_mlp"), host()
+    vars(kernel).update(forward=made.forward, backward=made.backward, keeps=made.keeps)
+    monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, asked: asked == "gated_mlp")
+    monkeypatch.setattr(BackendInfo, "kernel", lambda self, asked: kernel)
+    install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("way", ["columns", "rows"])
+def test_a_budget_in_compiled_code(
+    way: str, dynamic: bool, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph, whose gradients are those of eager mode."""
+    serve(install, monkeypatch)
+    given = [t.requires_grad_() for t in arguments(**(MANY if way == "rows" else {}))]
+    memory = whole_memory(given[0], given[1], grad=True) // 6
+
+    def call(*given: Tensor) -> Tensor:
+        return gated_mlp(*given, memory_budget=memory)
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    with liger_core.use("toy"):
+        expected = torch.autograd.grad(call(*given).sum(), given)
+        found = torch.autograd.grad(compiled(*given).sum(), given)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [None, 30_000])
+def test_in_checkpointing_the_products_are_those_of_other_code(
+    budget: int | None, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward three, backward eight: the branches are made twice, and what follows them once."""
+    serve(install, monkeypatch)
+    given = [t.requires_grad_() for t in arguments()]
+    flops: list[int] = []
+    mm = torch.mm
+
+    def counted(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        flops.append(a.shape[0] * a.shape[1] * b.shape[1])
+        return mm(a, b, **options)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    monkeypatch.setattr(
+        Linear, "add_product", lambda self, total, a, b, dtype: counted(a.t(), b) + (0 if total is None else total)
+    )
+    monkeypatch.setattr(Tensor, "addmm_", lambda total, a, b: total.add_(counted(a, b)))
+    with liger_core.use("toy"):
+        y = checkpoint(functools.partial(gated_mlp, memory_budget=budget), *given, use_reentrant=False)
+        y.sum().backward()
+    x, gate_weight, _, down_weight = given
+    branch, last = (x.shape[0] * weight.numel() for weight in (gate_weight, down_weight))
+    assert sum(flops) == 2 * branch + last + 2 * branch + 4 * branch + 2 * last
 
 
 MANY: dict[str, int] = {"rows": 2000, "hidden": 24, "inner": 16}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core.contract import Early, Needs, Saved
+from liger_core.contract import Early, Needs, Saved, compiling
 from liger_core.host.linear import Linear
 from liger_core.ops.gated_mlp import accumulator_memory, whole_memory
 
@@ -225,7 +225,10 @@ class _Backward:
         """Write these columns of the weights' gradients, and return those of gate and up; None for one that isn't needed."""
         if self.wants["down"]:
             product = self._product(gate, up)
-            torch.mm(self.dys.t(), product, out=self.made["down"][:, some])
+            if compiling():  # Dynamo takes no `out` with gaps
+                self.made["down"][:, some] = torch.mm(self.dys.t(), product)
+            else:
+                torch.mm(self.dys.t(), product, out=self.made["down"][:, some])
             del product
         if True not in self.branches:
             return None, None

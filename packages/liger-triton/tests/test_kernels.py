@@ -8,16 +8,19 @@ import torch
 
 import liger_core
 from liger_conformance.case import Make
+from liger_conformance.cases.fused_linear_logit_statistics import build as build_linear_statistics
 from liger_conformance.cases.fused_moe import build as build_fused_moe
 from liger_conformance.cases.group_norm import build as build_group_norm
 from liger_conformance.cases.grpo_loss import build as build_grpo_loss
 from liger_conformance.cases.jsd import build as build_jsd
+from liger_conformance.cases.logit_statistics import ALL
 from liger_conformance.cases.logit_statistics import build as build_logit_statistics
 from liger_conformance.compare import compare
 from liger_conformance.running import baseline_and_truth, evaluate
 from liger_core.contract import ops
 from liger_core.host.fused_moe import route
-from liger_triton.ops import fused_moe
+from liger_core.host.logit_statistics import labels_of, options_of
+from liger_triton.ops import _logit_statistics, fused_moe
 
 DEVICE = liger_core.infer_device()
 
@@ -256,6 +259,75 @@ def test_products_by_pytorch_take_rows_of_whole_vectors(
     assert not fused_moe._grouped(9, memory.as_strided((16, 16), (64, 1)))  # the result's
     assert not fused_moe._grouped(16, memory[1:].as_strided((16, 16), (64, 1)))
     assert not fused_moe._grouped(16, memory.half().as_strided((16, 16), (64, 1)))
+
+
+STATISTICS: dict[str, dict[str, Any]] = {
+    "plain": {"rows": 37, "vocabulary": 45},
+    "several-tiles": {"rows": 130, "vocabulary": 300, "ignored": 0.2, "elsewhere": 0.2, "first": 5},
+    "all": {
+        "rows": 29,
+        "vocabulary": 700,
+        "bias": True,
+        "temperature": 0.7,
+        **ALL,
+    },
+    "several-targets": {"rows": 131, "vocabulary": 260, "each": 3, "ignored": 0.5, "temperature": 1.5, **ALL},
+    "forbidden": {"rows": 25, "vocabulary": 129, "bias": True, "forbidden": True, "return_entropy": True},
+    "tempered": {"rows": 131, "vocabulary": 4200, "bias": True, "ignored": 0.2, "temperature": 0.5, "first": 3},
+    "few-columns": {"rows": 33, "vocabulary": 9, **ALL},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", STATISTICS.values(), ids=STATISTICS.keys())
+@pytest.mark.parametrize("wanted", [None, (), ("x",)], ids=["gradients", "no-gradient", "frozen"])
+def test_statistics_of_logits_that_are_not_held(
+    wanted: tuple[str, ...] | None, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that multiplies a tile of logits, which is taken on Hopper: the right values and gradients."""
+    taken = []
+    product = _logit_statistics.KERNELS.product
+    monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
+    monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
+    monkeypatch.setattr(_logit_statistics.KERNELS, "product", lambda *of: (taken.append(of), product(*of))[1])
+    # Less memory than all logits take, which would be kept.
+    monkeypatch.setattr("liger_core.host.fused_linear_logit_statistics.LEAST_TILE", 1)
+    arguments = build_linear_statistics(Make(dtype, DEVICE), hidden=72, **options)
+    op = ops["fused_linear_logit_statistics"]
+    baseline, truth = baseline_and_truth(op, arguments, wanted)
+    with liger_core.use("triton"):
+        actual = evaluate(op, op, arguments, wanted)
+    for what, value in actual.items().items():
+        compare(what, value, baseline.items()[what], truth.items()[what])
+    assert taken
+
+
+@pytest.mark.parametrize(("stride", "fits"), [((64, 1), True), ((1, 64), False), ((60, 1), False), ((0, 1), False)])
+def test_statistics_of_logits_that_are_not_held_take_rows_that_tma_loads(
+    stride: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
+    x, weight = torch.zeros(1 << 16, dtype=torch.bfloat16).as_strided((600, 16), stride), torch.zeros(9, 16).bfloat16()
+
+    def taken(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        most: int = 600,
+        targets: int = 1,
+        softcap: float | None = None,
+        class_weight: torch.Tensor | None = None,
+    ) -> bool:
+        labels = labels_of(torch.zeros(600, targets).long(), class_weight, None, options_of(0, -100, softcap, 1.0))
+        return bool(_logit_statistics.KERNELS.rows_of_product(x, weight, labels, most))
+
+    assert taken(x, weight) == fits
+    assert not taken(x.float(), weight.float())
+    assert not taken(x, weight[:, 1:])
+    assert not taken(x, weight, most=1)
+    assert not taken(x, weight, targets=5)
+    assert not taken(x, weight, softcap=30.0)
+    assert not taken(x, weight, class_weight=torch.ones(9))
+    assert not taken(x[:100], weight)
 
 
 @pytest.mark.parametrize(("tokens", "per_token", "experts"), [(700, 2, 5), (9, 1, 1), (130, 3, 70)])

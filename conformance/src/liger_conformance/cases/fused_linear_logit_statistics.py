@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.cases.fused_linear_cross_entropy import answers, few_chunks
 from liger_conformance.cases.logit_statistics import ALL, bad_options, bad_targets, targets
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
@@ -117,6 +117,32 @@ CASES = (
     ),
     Case("plain", "odd", rows=7, hidden=17, vocabulary=45),
     Case("many-rows", "odd", rows=133, hidden=8, vocabulary=33, ignored=0.1, return_entropy=True),
+    # So many rows that a kernel may make the logits' products, in less memory than they take.
+    Case("hundreds-of-rows", "odd", rows=515, hidden=24, vocabulary=300, ignored=0.1, memory_budget=300_000),
+    Case(
+        "hundreds-of-rows-frozen",
+        "odd",
+        how=How(wanted=("x",)),
+        rows=515,
+        hidden=24,
+        vocabulary=300,
+        ignored=0.1,
+        temperature=0.7,
+        memory_budget=300_000,
+    ),
+    Case(
+        "hundreds-of-rows-all",
+        "odd",
+        rows=515,
+        hidden=24,
+        vocabulary=300,
+        each=2,
+        ignored=0.5,
+        bias=True,
+        temperature=0.7,
+        memory_budget=300_000,
+        **ALL,
+    ),
     Case("long-vocabulary", "odd", rows=2, hidden=16, vocabulary=3001, bias=True, softcap=5.0, return_entropy=True),
     Case("several", "odd", rows=6, hidden=16, vocabulary=40, each=4, ignored=0.3, return_entropy=True),
     Case("shared-targets", "option", rows=6, hidden=16, vocabulary=40, each=3, shared=True),

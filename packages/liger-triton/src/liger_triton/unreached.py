@@ -3,6 +3,7 @@
 _INTERPRETED = "Triton interprets a function, and no Kernel is made of it: tests/test_launch.py"
 _COMPILED = "a compiler that launches nothing gives nothing to remember: tests/test_launch.py"
 _HOPPER = "PyTorch's grouped product is taken on Hopper alone: tests/test_kernels.py"
+_NOT_HELD = "logits' products are made here on Hopper alone: tests/test_kernels.py"
 _AT_IMPORT = "called when a kernel's file is imported, before any test"
 
 UNREACHED = {
@@ -28,6 +29,13 @@ UNREACHED = {
     "interpreted fused_moe._grouped: * is false": _HOPPER,
     "interpreted fused_moe._in_rows": _HOPPER,
     "interpreted fused_moe._multiply": _HOPPER,
+    "interpreted _logit_statistics._Kernels.product*": _NOT_HELD,
+    "interpreted _logit_statistics._Kernels.rows_of_product: *": _NOT_HELD,
+    "interpreted _logit_statistics._descriptor": _NOT_HELD,
+    "interpreted _logit_statistics._join": _NOT_HELD,
+    "interpreted _logit_statistics._loads": _NOT_HELD,
+    "interpreted _logit_statistics._normalise": _NOT_HELD,
+    "interpreted _logit_statistics._tiles": _NOT_HELD,
     "* fused_moe.Kernels.route: blocks > MOST_BLOCKS or experts > MOST_EXPERTS is true": (
         "more than 512 experts, or 262144 slots: tests/test_kernels.py"
     ),

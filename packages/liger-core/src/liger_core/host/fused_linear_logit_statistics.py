@@ -1,8 +1,8 @@
 """Statistics of a linear layer's logits: the host code, to which a language adds its kernels.
 
-Forward makes float32 logits of some rows at a time. Backward makes them again, in one of two ways. With all rows and some
-columns, products give the weight's gradient, and x's is a sum over columns. With some rows and all columns, it is the other way
-round. If all logits fit at once, they are kept instead.
+Forward makes float32 logits of some rows at a time, unless a language has a kernel that holds none. Backward makes them again,
+in one of two ways. With all rows and some columns, products give the weight's gradient, and x's is a sum over columns. With some
+rows and all columns, it is the other way round. If all logits fit at once, they are kept instead.
 
 If the weight is frozen, and only lse and one picked logit are wanted, forward makes x's gradient but for two factors per row,
 and backward makes no product. With c the derivative of softcap and temperature, y the row's target and m = Σ_{v≠y} p_v c_v W_v,
@@ -44,7 +44,8 @@ class Plan(NamedTuple):
         rows: rows of logits that fit beside their gradient, with all columns.
         columns: columns of logits that fit beside their gradient, with all rows.
         by_columns: whether backward goes by `columns` instead of `rows`.
-        whole: all logits fit, and are kept for backward.
+        held: all logits fit, whatever wants a gradient: no call's results depend on that.
+        whole: they are kept for backward.
         frozen: forward makes what backward needs instead of x.
     """
 
@@ -52,6 +53,7 @@ class Plan(NamedTuple):
     rows: int
     columns: int
     by_columns: bool
+    held: bool
     whole: bool
     frozen: bool
 
@@ -83,6 +85,7 @@ def plan_of(
         tile = vocabulary * hidden * x.dtype.itemsize
         alone = max(tile // (4 * vocabulary), LEAST_TILE)
         tile_rows, tile_columns = max(tile // row, LEAST_TILE), tile // column
+        held = tile_rows >= rows
         by_columns = adds_up and tile_columns >= min(LEAST_TILE, vocabulary)
         tile_columns = max(tile_columns, 1)
     else:
@@ -90,7 +93,8 @@ def plan_of(
         alone = max((memory_budget - 32 * rows) // (4 * vocabulary), 1)
         tile = memory_budget - 32 * rows - 4 * vocabulary
         tile_rows = tile // row
-        if tile_rows < rows and adds_up:
+        held = tile_rows >= rows
+        if not held and adds_up:
             tile_rows = (tile - vocabulary * hidden * accum_dtype.itemsize) // row
         tile_columns = (tile - (4 * rows * hidden if needs[0] and narrow else 0)) // column
         if frozen:
@@ -98,8 +102,10 @@ def plan_of(
             frozen = kept_beside >= 1
             tile_rows = kept_beside if frozen else tile_rows
         by_columns = tile_rows < rows and tile_columns * rows > tile_rows * vocabulary
-    whole = tile_rows >= rows and not frozen
-    return Plan(alone, max(tile_rows, 1), max(tile_columns, 1), by_columns and not (whole or frozen), whole, frozen)
+    whole = held and not frozen
+    return Plan(
+        alone, max(tile_rows, 1), max(tile_columns, 1), by_columns and not (whole or frozen), held, whole, frozen
+    )
 
 
 class _Call:
@@ -125,9 +131,14 @@ class _Call:
         if self.plan.frozen:
             return self._frozen(results, x)
         size = x.shape[0]
-        rows = size if self.plan.whole else self.plan.alone
+        most = size if self.plan.held else self.plan.alone
+        rows = 0 if self.plan.held else self.kernels.rows_of_product(x, self.weight, self.labels, most)
+        if rows:
+            for first, last in self.linear.chunks(size, rows):
+                self.kernels.product(results, x[first:last], self.weight, self.labels, first)
+            return None, None
         logits = None
-        for first, last in self.linear.chunks(size, rows):
+        for first, last in self.linear.chunks(size, most):
             logits = None  # before the next ones are allocated
             logits = self.linear.product(x[first:last], self.weight.t())
             self.kernels.rows(results, logits, self.labels, first)
@@ -142,10 +153,16 @@ class _Call:
         one = torch.ones(size, dtype=torch.float32, device=x.device)
         less = torch.empty_like(results.picked)
         _, here = self.columns_of()
-        for first, last in self.linear.chunks(size, self.plan.rows):
+        taken = 0 if self.plan.held else self.kernels.rows_of_product(x, self.weight, self.labels, self.plan.alone)
+        for first, last in self.linear.chunks(size, min(self.plan.rows, taken) if taken else self.plan.rows):
             some = slice(first, last)
-            logits = self.linear.product(x[some], self.weight.t())
-            self.kernels.rows(results, logits, self.labels, first)
+            others = logits = None  # freed before the next ones are allocated
+            if taken:
+                others = torch.empty((last - first, self.weight.shape[0]), dtype=x.dtype, device=x.device)
+                self.kernels.product(results, x[some], self.weight, self.labels, first, others)
+            else:
+                logits = self.linear.product(x[some], self.weight.t())
+                self.kernels.rows(results, logits, self.labels, first)
             z = results.picked[some, 0]
             slope = torch.ones_like(z)
             if options.softcap is not None:
@@ -157,10 +174,12 @@ class _Call:
             p = torch.exp(z - results.lse[some]).masked_fill(~here[some], 0.0)
             torch.mul(p, slope, out=factors[0, some])
             factors[1, some] = slope
-            torch.neg(p, out=less[some, 0])
-            incoming = Incoming(one, less, None, None)
-            torch.mm(self._dlogits(logits, x.dtype, results.kept, incoming, first, 0), self.weight, out=m[some])
-            del logits
+            if logits is not None:
+                torch.neg(p, out=less[some, 0])
+                incoming = Incoming(one, less, None, None)
+                others = self._dlogits(logits, x.dtype, results.kept, incoming, first, 0)
+            assert others is not None
+            torch.mm(others, self.weight, out=m[some])
         return m, factors
 
     def columns_of(self) -> tuple[Tensor, Tensor]:

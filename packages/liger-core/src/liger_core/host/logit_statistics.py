@@ -83,6 +83,27 @@ class StatisticsKernels:
         """Write the results of the rows from `first_row` on, as many as `logits` has."""
         raise NotImplementedError
 
+    def rows_of_product(self, x: Tensor, weight: Tensor, labels: Labels, most: int) -> int:
+        """How many rows of x `product` takes at a time, if `most` rows of float32 logits fit into memory; 0: none.
+
+        Then PyTorch makes the logits.
+        """
+        return 0
+
+    def product(
+        self, results: Rows, x: Tensor, weight: Tensor, labels: Labels, first_row: int, others: Tensor | None = None
+    ) -> None:
+        """Write the results of the rows from `first_row` on, as many as x has; their logits are x · weightᵀ.
+
+        Args:
+            results, labels: as `rows` gets them.
+            x, weight: the linear layer's, as `rows_of_product` took them.
+            first_row: the first row.
+            others: in x's dtype and contiguous, one row for each of x. It gets the gradient of lse with respect to the logits,
+                and 0 at the target, of which each row then has one. Or None.
+        """
+        raise NotImplementedError
+
     def gradient(
         self,
         dlogits: Tensor,

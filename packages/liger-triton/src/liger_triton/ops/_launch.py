@@ -14,6 +14,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_core.contract import compiling
 
@@ -65,6 +66,8 @@ class Kernel:
                 device = value.get_device()
                 value = value.data_ptr()
                 pointers |= value
+            elif kind is TensorDescriptor:
+                key.append((value.base.dtype, *value.block_shape))
             else:  # None is compiled in; the values of floats and bools are not
                 key.append(kind)
             given.append(value)

@@ -3,19 +3,37 @@
 One program per row reads its logits once. It keeps running maxima and, relative to them, running sums: of exponentials e^d, of
 their squares, and of e^d d. The entropy is log Σ e^d − Σ e^d d / Σ e^d, whose two terms have one sign. Maxima are of the logits
 before the temperature. Differences of logits are multiplied by its inverse.
+
+On Hopper, logits of half-precision x and weight need no memory: the program that multiplies a tile of them finds its maxima and
+sums. Another kernel joins those of a row's tiles.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from liger_core import modes
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
-from liger_triton.ops._cross_entropy import _biased, _block, _cap, _exp_like
+from liger_triton.ops._cross_entropy import _biased, _block, _cap, _exp, _exp_like
+from liger_triton.ops._device import is_hopper
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows, power_of_2
 
 MOST_TARGETS = 128
 """Targets of a row that are looked up at once."""
+
+TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 256, 64
+"""The tile of logits that a program multiplies, and how much of x's rows it loads at once."""
+PART = 128
+"""Columns whose maxima and sums are found together: of a wider tile they would spill registers. A tile is one part or two."""
+TILES_IN_TURN = 8
+"""Tiles of x's rows whose programs run together on all of the weight, so that x is still in the L2 cache."""
+LEAST_ROWS = 512
+"""Rows below which PyTorch's product is as fast."""
+FEW_TARGETS = 4
+"""Targets of a row that are looked for in each tile. Each takes about as long as the exponentials."""
 
 
 @triton.jit
@@ -45,6 +63,65 @@ def _labels(target, k, count, k_stride, first_id, columns, ignore_index):
     return column, counts, counts & (column >= 0) & (column < columns)
 
 
+@triton.jit
+def _count(target, targets, k_stride, first_id, columns, ignore_index, TARGETS: tl.constexpr):
+    """How many of a row's targets count."""
+    counted = 0
+    for start in range(0, targets, TARGETS):
+        k = start + tl.arange(0, TARGETS)
+        _, counts, _ = _labels(target, k, targets, k_stride, first_id, columns, ignore_index)
+        counted += tl.sum(counts.to(tl.int32))
+    return counted
+
+
+@triton.jit
+def _store_ignored(lse, entropy, total, log_sum_squares, best, best_index, kept, row, rows):
+    """Write the results of a row without a target that counts."""
+    tl.store(lse + row, 0.0)
+    if entropy is not None:
+        tl.store(entropy + row, 0.0)
+    if total is not None:
+        tl.store(total + row, 0.0)
+    if log_sum_squares is not None:
+        tl.store(log_sum_squares + row, 0.0)
+    if best is not None:
+        tl.store(best + row, 0.0)
+        tl.store(best_index + row, -1)
+    if kept is not None:
+        tl.store(kept + rows + row, -1.0)
+
+
+@triton.jit
+def _store_row(
+    lse, entropy, total, log_sum_squares, best, best_index, kept, row, rows, columns, first_id, temperature, inverse,
+    maximum, exp_sum, product_sum, square_sum, weighted, highest, highest_column, logits,
+):  # fmt: skip
+    """Write a row's results from the maxima and sums of its parts."""
+    top = tl.max(maximum)
+    fall = _tempered(maximum - top, inverse)
+    rescale = _exp_like(fall, logits)
+    sum_of_all = tl.sum(exp_sum * rescale)
+    log_sum = tl.log(sum_of_all)
+    tl.store(lse + row, _cooled(top, temperature) + log_sum)
+    if entropy is not None:
+        product_sum = rescale * (product_sum + tl.where(rescale == 0.0, 0.0, fall) * exp_sum)
+        row_entropy = log_sum - tl.math.div_rn(tl.sum(product_sum), sum_of_all)
+        tl.store(entropy + row, row_entropy)
+    if total is not None:
+        tl.store(total + row, _cooled(tl.sum(weighted), temperature))
+    if log_sum_squares is not None:
+        tl.store(log_sum_squares + row, tl.log(tl.sum(square_sum * (rescale * rescale))) - 2.0 * log_sum)
+    if best is not None:
+        tl.store(best + row, tl.max(highest))
+        winner = tl.min(tl.where(highest == tl.max(highest), highest_column, columns))
+        tl.store(best_index + row, winner.to(tl.int64) + first_id)
+    if kept is not None:
+        tl.store(kept + row, top)
+        tl.store(kept + rows + row, sum_of_all)
+        if entropy is not None:
+            tl.store(kept + 2 * rows + row, row_entropy)
+
+
 @kernel(do_not_specialize=["first_row", "rows", "first_id", "target_stride", "k_stride"])
 def _rows(
     logits, bias, target, weight, lse, picked, entropy, total, log_sum_squares, best, best_index, kept,
@@ -57,11 +134,7 @@ def _rows(
     logits += local * row_stride
     target += row * target_stride
     picked += row * targets
-    counted = 0
-    for start in range(0, targets, TARGETS):
-        k = start + tl.arange(0, TARGETS)
-        _, counts, _ = _labels(target, k, targets, k_stride, first_id, columns, ignore_index)
-        counted += tl.sum(counts.to(tl.int32))
+    counted = _count(target, targets, k_stride, first_id, columns, ignore_index, TARGETS)
     for start in range(0, targets, TARGETS):
         k = start + tl.arange(0, TARGETS)
         column, _, known = _labels(target, k, targets, k_stride, first_id, columns, ignore_index)
@@ -69,18 +142,7 @@ def _rows(
         z = _cooled(_cap(_biased(z, bias, column, known), softcap, logits)[0], temperature)
         tl.store(picked + k, tl.where(known, z, 0.0), k < targets)
     if counted == 0:
-        tl.store(lse + row, 0.0)
-        if entropy is not None:
-            tl.store(entropy + row, 0.0)
-        if total is not None:
-            tl.store(total + row, 0.0)
-        if log_sum_squares is not None:
-            tl.store(log_sum_squares + row, 0.0)
-        if best is not None:
-            tl.store(best + row, 0.0)
-            tl.store(best_index + row, -1)
-        if kept is not None:
-            tl.store(kept + rows + row, -1.0)
+        _store_ignored(lse, entropy, total, log_sum_squares, best, best_index, kept, row, rows)
         return
 
     # A thread holds whole groups of columns, so each group has its own maximum and the loop exchanges nothing between threads.
@@ -125,29 +187,171 @@ def _rows(
             square_sum = square_sum * (rescale * rescale) + tl.sum(term * term, axis=1)
         exp_sum = exp_sum * rescale + tl.sum(term, axis=1)
         maximum = higher
-    top = tl.max(maximum)
-    fall = _tempered(maximum - top, inverse)
-    rescale = _exp_like(fall, logits)
-    sum_of_all = tl.sum(exp_sum * rescale)
-    log_sum = tl.log(sum_of_all)
-    tl.store(lse + row, _cooled(top, temperature) + log_sum)
-    if entropy is not None:
-        product_sum = rescale * (product_sum + tl.where(rescale == 0.0, 0.0, fall) * exp_sum)
-        row_entropy = log_sum - tl.math.div_rn(tl.sum(product_sum), sum_of_all)
-        tl.store(entropy + row, row_entropy)
-    if total is not None:
-        tl.store(total + row, _cooled(tl.sum(weighted), temperature))
-    if log_sum_squares is not None:
-        tl.store(log_sum_squares + row, tl.log(tl.sum(square_sum * (rescale * rescale))) - 2.0 * log_sum)
-    if best is not None:
-        tl.store(best + row, tl.max(highest))
-        winner = tl.min(tl.where(highest == tl.max(highest), highest_column, columns))
-        tl.store(best_index + row, winner.to(tl.int64) + first_id)
-    if kept is not None:
-        tl.store(kept + row, top)
-        tl.store(kept + rows + row, sum_of_all)
+    _store_row(
+        lse, entropy, total, log_sum_squares, best, best_index, kept, row, rows, columns, first_id, temperature, inverse,
+        maximum, exp_sum, product_sum, square_sum, weighted, highest, highest_column, logits,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tell_part(
+    x, first, part, bias, target, picked, terms, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
+    best_columns, row, here, target_stride, k_stride, columns, parts, first_id, ignore_index, temperature, inverse,
+    PART: tl.constexpr, TARGETS: tl.constexpr,
+):  # fmt: skip
+    """Write the maxima and sums of some columns of a tile of logits, and the targets' logits among them.
+
+    `terms`, of rows with one target, get the exponentials relative to the maximum, except the target's.
+    """
+    column = first + tl.arange(0, PART)
+    inside = column < columns
+    here &= part < parts
+    if bias is not None:
+        x += tl.load(bias + column, inside, other=0.0).to(tl.float32)[None, :]
+    at = row * parts + part
+    if bests is not None:
+        highest, place = tl.max(tl.where(inside[None, :], x, -float("inf")), axis=1, return_indices=True)
+        tl.store(bests + at, highest, here)
+        tl.store(best_columns + at, first + place, here)
+    for k in tl.static_range(TARGETS):
+        label = tl.load(target + row * target_stride + k * k_stride, here, other=ignore_index)
+        wanted = label - first_id
+        known = (label != ignore_index) & (wanted >= first) & (wanted < first + PART) & (wanted < columns)
+        found = tl.sum(tl.where(wanted.to(tl.int32)[:, None] == column[None, :], x, 0.0), axis=1)
+        tl.store(picked + row * TARGETS + k, _cooled(found, temperature), known)
+    if weighted_sums is not None:
+        tl.store(weighted_sums + at, tl.sum(tl.where(inside[None, :], x, 0.0), axis=1), here)
+    x = tl.where(inside[None, :], x, -float("inf"))
+    # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
+    top = tl.maximum(tl.max(x, axis=1), -3.4028234663852886e38)
+    depth = _tempered(x - top[:, None], inverse)
+    # No other work hides this. A term is off by its depth's rounding, which among so many is less than their sum's.
+    term = _exp(depth)
+    tl.store(maxima + at, top, here)
+    tl.store(exp_sums + at, tl.sum(term, axis=1), here)
+    if terms is not None:
+        wanted = tl.load(target + row * target_stride, here, other=ignore_index) - first_id
+        other = tl.where(wanted[:, None] == column[None, :], 0.0, term)
+        tl.store((terms + row[:, None] * columns) + column[None, :], other, here[:, None] & inside[None, :])
+    if product_sums is not None:
+        tl.store(product_sums + at, tl.sum(tl.where(term == 0.0, 0.0, term * depth), axis=1), here)
+    if square_sums is not None:
+        tl.store(square_sums + at, tl.sum(term * term, axis=1), here)
+
+
+@kernel(do_not_specialize=["rows", "first_id", "target_stride", "k_stride"])
+def _tiles(
+    x, weight, bias, target, picked, terms, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
+    best_columns, target_stride, k_stride, rows, columns, depth, parts, first_id, ignore_index, temperature,
+    inverse,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
+    TARGETS: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of logits. Write its maxima and sums, and the targets' logits."""
+    tiles, blocks = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    turn = tl.program_id(0) // (TURN * blocks)
+    rest = tl.program_id(0) % (TURN * blocks)
+    size = tl.minimum(tiles - turn * TURN, TURN)
+    first_row, first_column = (turn * TURN + rest % size) * ROWS, rest // size * COLUMNS
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, depth, DEPTH):
+        sums = tl.dot(x.load([first_row, k]), weight.load([first_column, k]).T, sums)
+    row = first_row.to(tl.int64) + tl.arange(0, ROWS)
+    here = row < rows
+    part = first_column // PART
+    if COLUMNS == PART:
+        _tell_part(
+            sums, first_column, part, bias, target, picked, terms, maxima, exp_sums, product_sums, square_sums,
+            weighted_sums, bests, best_columns, row, here, target_stride, k_stride, columns, parts, first_id,
+            ignore_index, temperature, inverse, PART, TARGETS,
+        )  # fmt: skip
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, PART)), (0, 2, 1)))
+        _tell_part(
+            left, first_column, part, bias, target, picked, terms, maxima, exp_sums, product_sums, square_sums,
+            weighted_sums, bests, best_columns, row, here, target_stride, k_stride, columns, parts, first_id,
+            ignore_index, temperature, inverse, PART, TARGETS,
+        )  # fmt: skip
+        _tell_part(
+            right, first_column + PART, part + 1, bias, target, picked, terms, maxima, exp_sums, product_sums,
+            square_sums, weighted_sums, bests, best_columns, row, here, target_stride, k_stride, columns,
+            parts, first_id, ignore_index, temperature, inverse, PART, TARGETS,
+        )  # fmt: skip
+
+
+@kernel(do_not_specialize=["first_row", "rows", "first_id", "target_stride", "k_stride"])
+def _join(
+    target, lse, picked, entropy, total, log_sum_squares, best, best_index, kept, maxima, exp_sums, product_sums,
+    square_sums, weighted_sums, bests, best_columns, target_stride, k_stride, columns, targets, parts, first_row, rows,
+    first_id, ignore_index, temperature, inverse,
+    BLOCK: tl.constexpr, TARGETS: tl.constexpr,
+):  # fmt: skip
+    """Write a row's results from the maxima and sums of its parts."""
+    local = tl.program_id(0).to(tl.int64)
+    row = first_row + local
+    target += row * target_stride
+    for start in range(0, targets, TARGETS):
+        k = start + tl.arange(0, TARGETS)
+        _, _, known = _labels(target, k, targets, k_stride, first_id, columns, ignore_index)
+        tl.store(picked + row * targets + k, 0.0, (k < targets) & (known == 0))
+    if _count(target, targets, k_stride, first_id, columns, ignore_index, TARGETS) == 0:
+        _store_ignored(lse, entropy, total, log_sum_squares, best, best_index, kept, row, rows)
+        return
+
+    maximum = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
+    exp_sum = tl.zeros([BLOCK], tl.float32)
+    square_sum = tl.zeros([BLOCK], tl.float32)
+    product_sum = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    highest = tl.full([BLOCK], -float("inf"), tl.float32)
+    highest_column = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, parts, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        there = part < parts
+        at = local * parts + part
+        if best is not None:
+            found = tl.load(bests + at, there, other=-float("inf"))
+            better = found > highest
+            highest = tl.where(better, found, highest)
+            highest_column = tl.where(better, tl.load(best_columns + at, there, other=0), highest_column)
+        if total is not None:
+            weighted += tl.load(weighted_sums + at, there, other=0.0)
+        top = tl.load(maxima + at, there, other=-3.4028234663852886e38)
+        higher = tl.maximum(maximum, top)
+        fall, own_fall = _tempered(maximum - higher, inverse), _tempered(top - higher, inverse)
+        rescale, own_rescale = _exp_like(fall, maxima), _exp_like(own_fall, maxima)
+        own_sum = tl.load(exp_sums + at, there, other=0.0)
         if entropy is not None:
-            tl.store(kept + 2 * rows + row, row_entropy)
+            # The maximum before the first logit leaves no sum, and the product with it could be infinite.
+            product_sum = rescale * (product_sum + tl.where(rescale == 0.0, 0.0, fall) * exp_sum)
+            own = tl.load(product_sums + at, there, other=0.0)
+            product_sum += own_rescale * (own + tl.where(own_rescale == 0.0, 0.0, own_fall) * own_sum)
+        if log_sum_squares is not None:
+            own = tl.load(square_sums + at, there, other=0.0)
+            square_sum = square_sum * (rescale * rescale) + own * (own_rescale * own_rescale)
+        exp_sum = exp_sum * rescale + own_sum * own_rescale
+        maximum = higher
+    _store_row(
+        lse, entropy, total, log_sum_squares, best, best_index, kept, row, rows, columns, first_id, temperature, inverse,
+        maximum, exp_sum, product_sum, square_sum, weighted, highest, highest_column, maxima,
+    )  # fmt: skip
+
+
+@kernel(do_not_specialize=["first_row", "rows"])
+def _normalise(terms, maxima, kept, columns, parts, first_row, rows, inverse, PARTS: tl.constexpr, PART: tl.constexpr):
+    """Turn `_tell_part`'s terms into the gradient of lse: into probabilities, over the temperature."""
+    blocks = tl.cdiv(columns, PARTS * PART)
+    local = (tl.program_id(0) // blocks).to(tl.int64)
+    part = tl.program_id(0) % blocks * PARTS + tl.arange(0, PARTS)
+    column = part[:, None] * PART + tl.arange(0, PART)[None, :]
+    inside = column < columns
+    terms += local * columns
+    exp_sum = tl.load(kept + rows + first_row + local)
+    top = tl.load(maxima + local * parts + part, part < parts, other=-3.4028234663852886e38)
+    fall = _tempered(top - tl.load(kept + first_row + local), inverse)
+    factor = tl.where(exp_sum == -1.0, 0.0, _tempered(_exp_like(fall, maxima) / exp_sum, inverse))
+    term = tl.load(terms + column, inside, other=0.0).to(tl.float32)
+    tl.store(terms + column, tl.where(exp_sum == -1.0, 0.0, term * factor[:, None]), inside)
 
 
 @kernel(do_not_specialize=["first_row", "first_column", "rows", "first_id", "target_stride", "k_stride"])
@@ -195,7 +399,75 @@ def _gradient(
     tl.store(dlogits + column, _tempered(dz * derivative, inverse), inside)
 
 
+def _descriptor(rows: Tensor, block: int) -> TensorDescriptor:
+    """How TMA loads blocks of rows."""
+    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [block, TILE_DEPTH])
+
+
+def _loads(rows: Tensor) -> bool:
+    """Whether TMA loads these rows: it wants addresses that are multiples of 16 bytes."""
+    row, column = rows.stride()
+    return column == 1 and row >= rows.shape[1] and row % 8 == 0 and rows.data_ptr() % 16 == 0
+
+
 class _Kernels(StatisticsKernels):
+    def rows_of_product(self, x: Tensor, weight: Tensor, labels: Labels, most: int) -> int:
+        if x.dtype is torch.float32 or not is_hopper(x.device) or modes.compiling():  # a trace has no addresses
+            return 0
+        if labels.options.softcap is not None or labels.weight is not None or labels.target.shape[1] > FEW_TARGETS:
+            return 0
+        if not (_loads(x) and _loads(weight)):
+            return 0
+        # A part takes up to seven numbers in place of its logits.
+        columns = weight.shape[0]
+        rows = min(x.shape[0], most * columns // (7 * ((columns + PART - 1) // PART)))
+        return rows if rows >= LEAST_ROWS else 0
+
+    def product(
+        self, results: Rows, x: Tensor, weight: Tensor, labels: Labels, first_row: int, others: Tensor | None = None
+    ) -> None:
+        n, columns = x.shape[0], weight.shape[0]
+        parts = (columns + PART - 1) // PART
+        _, picked, entropy, total, log_sum_squares, best, _, _ = results
+        options, target = labels.options, labels.target
+
+        def of_parts(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            return torch.empty((n, parts), dtype=dtype, device=x.device) if wanted else None
+
+        found = (
+            of_parts(True),
+            of_parts(True),
+            of_parts(entropy is not None),
+            of_parts(log_sum_squares is not None),
+            of_parts(total is not None),
+            of_parts(best is not None),
+            of_parts(best is not None, torch.int32),
+        )
+        some = slice(first_row, first_row + n)
+        # These spill registers beside a wide tile. `others` don't count: a result has the same bits without them.
+        several = target.shape[1] > 1 or any(result is not None for result in (entropy, total, log_sum_squares))
+        rich = (best is not None and several) or columns % 16 != 0
+        tile_columns = PART if rich else TILE_COLUMNS
+        tiles = (n + TILE_ROWS - 1) // TILE_ROWS * ((columns + tile_columns - 1) // tile_columns)
+        _tiles[(tiles,)](
+            _descriptor(x, TILE_ROWS), _descriptor(weight, tile_columns), labels.bias, target[some],
+            picked[some], others, *found, target.stride(0), target.stride(1), n, columns, x.shape[1], parts,
+            options.first, options.ignore_index, options.temperature, options.inverse, ROWS=TILE_ROWS,
+            COLUMNS=tile_columns, PART=PART, DEPTH=TILE_DEPTH, TURN=TILES_IN_TURN, TARGETS=target.shape[1], num_warps=8,
+            num_stages=4,
+        )  # fmt: skip
+        _join[(n,)](
+            target, *results, *found, target.stride(0), target.stride(1), columns, target.shape[1], parts, first_row,
+            target.shape[0], options.first, options.ignore_index, options.temperature, options.inverse,
+            BLOCK=1024, TARGETS=min(power_of_2(target.shape[1], 1), MOST_TARGETS), num_warps=4,
+        )  # fmt: skip
+        if others is not None:
+            blocks = (columns + 4095) // 4096
+            _normalise[(n * blocks,)](
+                others, found[0], results.kept, columns, parts, first_row, target.shape[0], options.inverse,
+                PARTS=4096 // PART, PART=PART, num_warps=8,
+            )  # fmt: skip
+
     def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
         logits, row_stride = as_rows(logits)
         n, columns = logits.shape

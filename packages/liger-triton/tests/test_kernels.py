@@ -348,6 +348,27 @@ def test_slots_are_sorted_as_pytorch_sorts_them(
     assert torch.equal(found.tile_starts[live], expected.tile_starts[live])
 
 
+def test_a_float32_gradient_of_experts_is_a_sum_of_sums() -> None:
+    """Over some slots each."""
+    # One running sum would lose every 1 that follows the first slot's 2²⁵. Each slot has silu(64) / 64, which is 1.
+    incoming = torch.zeros(1024, 1, device=DEVICE)
+    incoming[::32] = 1.0
+    incoming[0] = 2.0**25
+    arguments = {
+        "x": torch.ones(1024, 1, device=DEVICE),
+        "gate_up_weight": torch.tensor([64.0, 1 / 64], device=DEVICE).view(1, 2, 1),
+        "down_weight": torch.ones(1, 1, 1, device=DEVICE),
+        "expert_indices": torch.zeros(1024, 1, dtype=torch.int64, device=DEVICE),
+        "expert_weights": torch.ones(1024, 1, device=DEVICE),
+    }
+    op = ops["fused_moe"]
+    with liger_core.use("triton"):
+        actual = evaluate(op, op, arguments, ("down_weight",), {"result": incoming})
+    found = actual.gradients["down_weight"]
+    assert found is not None
+    assert 2**25 + 24 <= found.item() <= 2**25 + 32
+
+
 @pytest.mark.parametrize("columns", [17, 64, 100, 768, 1408, 2500, 5632, 11008, 14336])
 def test_halves_of_rows_fill_their_tiles(columns: int) -> None:
     """Gate and up that are the halves of rows leave few lanes idle, and each row is in one tile."""

@@ -32,6 +32,8 @@ SUMMED = 1024
 # Slots whose float32 terms of a weight's gradient are added one after another. Of n terms such a sum is off by √n roundings,
 # where PyTorch's product divides them among several sums.
 IN_SUM = 128
+# Half of float16's least normal number: about the activation of a gate that is as small as that number.
+HALF_NORMAL = 2.0**-15
 
 
 @ct.function
@@ -111,7 +113,12 @@ def _made_up(gates, ups, factors, limit, GELU):
         rounded = ct.where((gates > limit) | (rounded > limit), limit, rounded)
         gates = ct.where(gates > limit, limit, gates)
     acts, slopes = _activate(gates, factors, GELU)
-    return ct.where(acts == 0.0, ups, ups + ups * (gates - rounded) * (slopes / acts))
+    none = acts == 0.0
+    if factors.dtype == ct.float16:
+        # Rounding takes 2⁻¹¹ of a normal gate at most, and up to all of a smaller one. The other factor, of which the gate's
+        # gradient is a multiple, must not be off by as much.
+        none = ct.abs(acts) < HALF_NORMAL
+    return ct.where(none, ups, ups + ups * (gates - rounded) * (slopes / acts))
 
 
 @ct.kernel

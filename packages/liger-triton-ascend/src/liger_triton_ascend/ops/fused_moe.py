@@ -22,6 +22,8 @@ by COLUMNS alive, 96 KiB by the estimate of the Unified Buffer. Not measured."""
 SUMMED, WHOLE = 128, 1 << 30
 """Slots whose terms of a weight's gradient are added one after another, in float32 and in other dtypes. A sum of n terms made so
 is off by √n roundings. PyTorch's product divides the terms among several sums."""
+HALF_NORMAL = tl.constexpr(2.0**-15)
+"""Half of float16's least normal number: about the activation of a gate that is as small as that number."""
 SUM_TILES = 4
 """Float32 tiles of `_sum_slots` alive, by the same estimate."""
 
@@ -77,8 +79,13 @@ def _up(
                 rounded = kept_gates.to(factors.dtype.element_ty).to(tl.float32)
                 if limit is not None:
                     rounded = tl.where(rounded > limit, limit, rounded)
+                none = acts == 0.0
+                if factors.dtype.element_ty == tl.float16:
+                    # Rounding takes 2⁻¹¹ of a normal gate at most, and up to all of a smaller one. The other factor, of which the
+                    # gate's gradient is a multiple, must not be off by as much.
+                    none = tl.abs(acts) < HALF_NORMAL
                 # A first-order correction: what rounding took from the gate, times the derivative of the activation.
-                kept_ups += tl.where(acts == 0.0, 0.0, ups * (gates - rounded) * (slopes / acts))
+                kept_ups += tl.where(none, 0.0, ups * (gates - rounded) * (slopes / acts))
         if limit is not None:
             kept_ups = tl.where(ups > limit, float("inf"), tl.where(ups < -limit, float("-inf"), kept_ups))
             ups = tl.where(ups > limit, limit, tl.where(ups < -limit, -limit, ups))

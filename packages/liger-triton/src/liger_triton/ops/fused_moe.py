@@ -27,6 +27,8 @@ CLEARERS = 8
 SUMMED = 128
 """Slots whose float32 terms of a weight's gradient are added one after another. A sum of n terms made so is off by √n roundings.
 PyTorch's product divides the terms among several sums."""
+HALF_NORMAL = tl.constexpr(2.0**-15)
+"""Half of float16's least normal number: about the activation of a gate that is as small as that number."""
 MOST_BLOCKS, MOST_EXPERTS = 2048, 512
 """Slots are sorted here up to so many blocks and experts, because one program adds up what all blocks have counted."""
 
@@ -208,8 +210,13 @@ def _up(
                 rounded = kept_gates.to(factors.dtype.element_ty).to(tl.float32)
                 if limit is not None:
                     rounded = tl.where(rounded > bound, bound, rounded)
+                none = acts == 0.0
+                if factors.dtype.element_ty == tl.float16:
+                    # Rounding takes 2⁻¹¹ of a normal gate at most, and up to all of a smaller one. The other factor, of which the
+                    # gate's gradient is a multiple, must not be off by as much.
+                    none = tl.abs(acts) < HALF_NORMAL
                 # A first-order correction: what rounding took from the gate, times the derivative of the activation.
-                kept_ups += tl.where(acts == 0.0, 0.0, ups * (gates - rounded) * (slopes / acts))
+                kept_ups += tl.where(none, 0.0, ups * (gates - rounded) * (slopes / acts))
         if limit is not None:
             infinity = float("inf")
             kept_ups = tl.where(ups > bound, infinity, tl.where(ups < -bound, -infinity, kept_ups))

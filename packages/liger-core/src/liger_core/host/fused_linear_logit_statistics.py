@@ -154,7 +154,8 @@ class _Call:
         less = torch.empty_like(results.picked)
         _, here = self.columns_of()
         taken = 0 if self.plan.held else self.kernels.rows_of_product(x, self.weight, self.labels, self.plan.alone)
-        for first, last in self.linear.chunks(size, min(self.plan.rows, taken) if taken else self.plan.rows):
+        # The plan has room for logits beside their gradient. Without logits, twice as many rows take less.
+        for first, last in self.linear.chunks(size, min(2 * self.plan.rows, taken) if taken else self.plan.rows):
             some = slice(first, last)
             others = logits = None  # freed before the next ones are allocated
             if taken:

@@ -223,6 +223,7 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
             title = "fused_linear_cross_entropy of a divided vocabulary"
             name = f"parallel-{dist.get_world_size()}"
             records.write(name, head, rows, COLUMNS, title, records.table(COLUMNS, lines), options.out)
+    dist.barrier()  # gloo aborts a process whose peer has ended already
     dist.destroy_process_group()
     return rows
 

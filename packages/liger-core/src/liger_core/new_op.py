@@ -20,7 +20,7 @@ BY_HAND = """\
 Written. What you have now is y = x · weight, which passes its cases. To do, by hand:
   1. the formula, the signature and the checks: {op}
   2. the cases: {cases}
-{kernels}  {next}. benchmarks/traffic.py, benchmarks/peers.py, README.md (table of ops) and SMALL in
+{kernels}  {next}. benchmarks/traffic.py, benchmarks/peers.py, README.md (table of ops, and the number below it) and SMALL in
      packages/liger-core/tests/test_references_basic.py: an entry in each
 Then: uv run python tools/languages.py && uv run python tools/sharding_table.py
       uv run pytest conformance --impl=torch --op={name}

@@ -101,6 +101,8 @@ def test_other_arguments() -> None:
             function(cast("Any", "gpt2"))
     with pytest.raises(TypeError, match="apply: rope is 'no'; it takes True or False"):
         liger_transformers.apply(build("llama"), rope=cast("Any", "no"))
+    with pytest.raises(TypeError, match="apply: mlp is 'no'; it takes True or False"):
+        liger_transformers.apply(build("llama"), mlp=cast("Any", "no"))
 
 
 def test_another_instance_is_untouched(calls: Counter[str]) -> None:

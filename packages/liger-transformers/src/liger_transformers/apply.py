@@ -120,8 +120,8 @@ def apply(
         RuntimeError: `trl` is set, and the model has the fused head of another TRL than 1.16.
     """
     _is_module("apply", model)
-    switches = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope, "glu": glu, "experts": experts}
-    flag("liger_transformers.apply", **switches, loss=loss, trl=trl, lean=lean, strict=strict)
+    switches = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope, "glu": glu, "loss": loss}
+    flag("liger_transformers.apply", **switches, mlp=mlp, experts=experts, trl=trl, lean=lean, strict=strict)
     if lazy not in (False, True, "always"):
         raise ValueError(f"liger_transformers.apply: lazy is {lazy!r}; it takes False, True or 'always'")
     if (trl or lazy) and not loss:
@@ -164,7 +164,7 @@ def apply(
         if why is None and (op := swap_head(pretrained, linears, lazy, trl)):
             report.swapped[report.model, op] = 1
     if not report.swapped:
-        off = [name for name, on in (*switches.items(), ("loss", loss)) if not on and name != "experts"]
+        off = [name for name, on in switches.items() if not on]
         reasons = "; ".join(f"{what}: {why}" for what, why in report.left)
         if not reasons:
             reasons = f"it holds no {'other ' if off else ''}norm, rotary function, gate or head"

@@ -131,18 +131,20 @@ class _Call:
         if self.plan.frozen:
             return self._frozen(results, x)
         size = x.shape[0]
-        most = size if self.plan.held else self.plan.alone
-        rows = 0 if self.plan.held else self.kernels.rows_of_product(x, self.weight, self.labels, most)
-        if rows:
-            for first, last in self.linear.chunks(size, rows):
+        if taken := self._taken(x):
+            for first, last in self.linear.chunks(size, taken):
                 self.kernels.product(results, x[first:last], self.weight, self.labels, first)
             return None, None
         logits = None
-        for first, last in self.linear.chunks(size, most):
+        for first, last in self.linear.chunks(size, size if self.plan.held else self.plan.alone):
             logits = None  # before the next ones are allocated
             logits = self.linear.product(x[first:last], self.weight.t())
             self.kernels.rows(results, logits, self.labels, first)
         return (logits if self.plan.whole and any(self.needs) else None), None
+
+    def _taken(self, x: Tensor) -> int:
+        """Rows whose results a kernel makes at a time from x itself; 0 if the logits are made first."""
+        return 0 if self.plan.held else self.kernels.rows_of_product(x, self.weight, self.labels, self.plan.alone)
 
     def _frozen(self, results: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
         """Each row's m, and the factors that turn the gradients of lse and of picked into W_y's factor, ``[2, N]``."""
@@ -153,7 +155,7 @@ class _Call:
         one = torch.ones(size, dtype=torch.float32, device=x.device)
         less = torch.empty_like(results.picked)
         _, here = self.columns_of()
-        taken = 0 if self.plan.held else self.kernels.rows_of_product(x, self.weight, self.labels, self.plan.alone)
+        taken = self._taken(x)
         # The plan has room for logits beside their gradient. Without logits, twice as many rows take less.
         for first, last in self.linear.chunks(size, min(2 * self.plan.rows, taken) if taken else self.plan.rows):
             some = slice(first, last)

@@ -135,9 +135,8 @@ def _way(linear: Linear, needs: Needs, rows: Any, weights: Sequence[Tensor], mem
     most_rows = (memory_budget - (0 if rows.dtype is torch.float32 else sums)) // (5 * inner * size)
     if most_rows < 1 or linear.takes_memory(rows, torch.float32):
         return False, most
-    moved = -(-inner // most) * (
-        8 * count * hidden if needs[0] else 0
-    )  # a column's two products each read the sum and write it
+    # A chunk of columns has two products, each of which reads x's sum and writes it.
+    moved = -(-inner // most) * (8 * count * hidden if needs[0] else 0)
     by_rows = -(-count // most_rows) * sums < moved
     return by_rows, most_rows if by_rows else most
 

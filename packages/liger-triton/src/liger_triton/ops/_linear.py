@@ -1,10 +1,26 @@
-"""Triton's part of linear layers: it scales gradients that were made before the gradient of the loss was known."""
+"""Triton's part of linear layers: it scales gradients that were made before the gradient of the loss was known, and says which
+tile of a product a program makes.
+"""
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_core.host.linear import Linear
 from liger_triton.ops._launch import kernel
+
+TILES_IN_TURN = 8
+"""Blocks of rows whose programs run together on all blocks of columns, so that what they load is still in the L2 cache."""
+
+
+@triton.jit
+def tile_in_turn(tiles, columns, COLUMNS: tl.constexpr, TURN: tl.constexpr):
+    """This program's block of rows, and its block of columns."""
+    blocks = tl.cdiv(columns, COLUMNS)
+    turn = tl.program_id(0) // (TURN * blocks)
+    rest = tl.program_id(0) % (TURN * blocks)
+    size = tl.minimum(tiles - turn * TURN, TURN)
+    return turn * TURN + rest % size, rest // size
 
 
 @kernel

@@ -19,6 +19,7 @@ from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsK
 from liger_triton.ops._cross_entropy import _biased, _block, _cap, _exp, _exp_like
 from liger_triton.ops._device import is_hopper
 from liger_triton.ops._launch import kernel
+from liger_triton.ops._linear import TILES_IN_TURN, tile_in_turn
 from liger_triton.ops._rows import as_rows, power_of_2
 
 MOST_TARGETS = 128
@@ -28,8 +29,6 @@ TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 256, 64
 """The tile of logits that a program multiplies, and how much of x's rows it loads at once."""
 PART = 128
 """Columns whose maxima and sums are found together: of a wider tile they would spill registers. A tile is one part or two."""
-TILES_IN_TURN = 8
-"""Tiles of x's rows whose programs run together on all of the weight, so that x is still in the L2 cache."""
 LEAST_ROWS = 512
 """Rows below which PyTorch's product is as fast."""
 FEW_TARGETS = 4
@@ -248,11 +247,8 @@ def _tiles(
     TARGETS: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of logits. Write its maxima and sums, and the targets' logits."""
-    tiles, blocks = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
-    turn = tl.program_id(0) // (TURN * blocks)
-    rest = tl.program_id(0) % (TURN * blocks)
-    size = tl.minimum(tiles - turn * TURN, TURN)
-    first_row, first_column = (turn * TURN + rest % size) * ROWS, rest // size * COLUMNS
+    tile, block = tile_in_turn(tl.cdiv(rows, ROWS), columns, COLUMNS, TURN)
+    first_row, first_column = tile * ROWS, block * COLUMNS
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, depth, DEPTH):
         sums = tl.dot(x.load([first_row, k]), weight.load([first_column, k]).T, sums)
@@ -349,7 +345,7 @@ def _normalise(terms, maxima, kept, columns, parts, first_row, rows, inverse, PA
     exp_sum = tl.load(kept + rows + first_row + local)
     top = tl.load(maxima + local * parts + part, part < parts, other=-3.4028234663852886e38)
     fall = _tempered(top - tl.load(kept + first_row + local), inverse)
-    factor = tl.where(exp_sum == -1.0, 0.0, _tempered(_exp_like(fall, maxima) / exp_sum, inverse))
+    factor = _tempered(_exp_like(fall, maxima) / exp_sum, inverse)
     term = tl.load(terms + column, inside, other=0.0).to(tl.float32)
     tl.store(terms + column, tl.where(exp_sum == -1.0, 0.0, term * factor[:, None]), inside)
 

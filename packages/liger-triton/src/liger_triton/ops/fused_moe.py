@@ -14,11 +14,9 @@ from liger_core.contract import implements
 from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing, route
 from liger_triton.ops._device import is_hopper, shared_memory
 from liger_triton.ops._launch import kernel
+from liger_triton.ops._linear import TILES_IN_TURN, tile_in_turn
 from liger_triton.ops._rows import in_vectors, power_of_2
 from liger_triton.ops.geglu import _gelu
-
-TILES_IN_TURN = 8
-"""Blocks of rows whose programs run together on all blocks of columns, so that what they load is still in the L2 cache."""
 
 COUNTED, FOUND = 128, 16
 """Slots that one program counts and places; experts or blocks of rows that one program finds."""
@@ -46,16 +44,6 @@ def _activate(gate, GELU: tl.constexpr):
         return _gelu(gate)
     else:
         return _silu(gate)
-
-
-@triton.jit
-def _place(tiles, columns, COLUMNS: tl.constexpr, TURN: tl.constexpr):
-    """This program's block of rows, and its block of columns."""
-    blocks = tl.cdiv(columns, COLUMNS)
-    turn = tl.program_id(0) // (TURN * blocks)
-    rest = tl.program_id(0) % (TURN * blocks)
-    size = tl.minimum(tiles - turn * TURN, TURN)
-    return turn * TURN + rest % size, rest // size
 
 
 @triton.jit
@@ -176,7 +164,7 @@ def _up(
     GELU: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    tile, block = _place(tiles, columns, COLUMNS, TURN)
+    tile, block = tile_in_turn(tiles, columns, COLUMNS, TURN)
     expert = tl.load(tile_experts + tile)
     if expert < experts:
         row, here = _rows(tl.load(tile_starts + tile), tl.load(starts + expert + 1), ROWS)
@@ -236,7 +224,7 @@ def _product(
     ADD: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    tile, block = _place(tiles, columns, COLUMNS, TURN)
+    tile, block = tile_in_turn(tiles, columns, COLUMNS, TURN)
     expert = tl.load(tile_experts + tile)
     if expert < experts:
         row, here = _rows(tl.load(tile_starts + tile), tl.load(starts + expert + 1), ROWS)
@@ -268,7 +256,7 @@ def _gradient(
     GELU: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    tile, block = _place(tiles, columns, COLUMNS, TURN)
+    tile, block = tile_in_turn(tiles, columns, COLUMNS, TURN)
     expert = tl.load(tile_experts + tile)
     if expert < experts:
         row, here = _rows(tl.load(tile_starts + tile), tl.load(starts + expert + 1), ROWS)

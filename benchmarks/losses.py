@@ -18,8 +18,9 @@ Subjects:
 With ``--seconds`` what would start after that many is a row without numbers: a record is whole within a known time. Sizes of
 one subject come before the next, and short lengths before long ones.
 
-Providers are ``ours-LANGUAGE``, ``eager`` (PyTorch as its users write it), ``compile``, ``liger`` (liger-kernel's chunked losses
-and its fused_linear_scaled_cross_entropy) and ``cce`` (cut-cross-entropy). A provider that fails is a row that says why.
+Providers are ``ours-LANGUAGE``, ``ours-LANGUAGE-grouped`` (DPO and GRPO by `fused_linear_grouped_loss`, a pair or a completion
+after another), ``eager`` (PyTorch as its users write it), ``compile``, ``liger`` (liger-kernel's chunked losses and its
+fused_linear_scaled_cross_entropy) and ``cce`` (cut-cross-entropy). A provider that fails is a row that says why.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ from torch import Tensor
 
 import liger_core
 from liger_core.backend import backends
-from liger_core.losses import dpo_loss, fused_linear_token_logprobs, policy_loss, sequence_logprobs
+from liger_core.losses import (
+    dpo_loss,
+    fused_linear_grouped_loss,
+    fused_linear_token_logprobs,
+    policy_loss,
+    sequence_logprobs,
+)
 
 COLUMNS = (
     "subject",
@@ -60,6 +67,7 @@ COLUMNS = (
 )
 SUBJECTS = ("logprobs", "dpo", "grpo", "ratio", "length")
 PEERS = ("eager", "compile", "liger", "cce")
+GROUPED = "-grouped"
 PRODUCTS = {"forward": 1, "full": 4, "frozen": 2}
 """Matrix products of rows × hidden × vocabulary that a mode of ``logprobs`` needs."""
 
@@ -78,6 +86,11 @@ class Sizes(NamedTuple):
 
 
 SMOKE = Sizes(rows=6, pairs=1, length=5, hidden=8, vocabulary=24, exact=8)
+
+
+def language_of(provider: str) -> str | None:
+    """The language of a provider's kernels, if they are ours."""
+    return provider[len("ours-") :].removesuffix(GROUPED) if provider.startswith("ours-") else None
 
 
 def _logprobs_of_logits(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -118,12 +131,19 @@ def dpo_of(provider: str, any_length: bool = False) -> Callable[..., Tensor]:
         )[0]
     logprobs = logprobs_of(provider, any_length)
 
+    def of_pair(tokens: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
+        return dpo_loss(*sequence_logprobs(tokens).chunk(2), ref_chosen[None], ref_rejected[None]).loss
+
     def loss(x: Tensor, weight: Tensor, target: Tensor, ref_x: Tensor, ref_weight: Tensor) -> Tensor:
         def scored(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
             return sequence_logprobs(logprobs(x.flatten(0, 1), weight, target.flatten()).view(target.shape)).chunk(2)
 
         with torch.no_grad():
             reference = scored(ref_x, ref_weight)
+        if provider.endswith(GROUPED):
+            pairs = len(x) // 2
+            policy = x.unflatten(0, (2, pairs)).transpose(0, 1), weight, target.unflatten(0, (2, pairs)).transpose(0, 1)
+            return fused_linear_grouped_loss(of_pair, *policy, *reference) / pairs
         return dpo_loss(*scored(x, weight), *reference).loss
 
     return loss
@@ -140,9 +160,14 @@ def grpo_of(provider: str, any_length: bool = False) -> Callable[..., Tensor]:
         )[0]
     logprobs = logprobs_of(provider, any_length)
 
+    def of_completion(tokens: Tensor, mask: Tensor, advantage: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+        return policy_loss(tokens[None], old[None], ref[None], advantage[None], mask[None], loss_type="grpo").loss
+
     def loss(
         x: Tensor, weight: Tensor, target: Tensor, mask: Tensor, advantages: Tensor, old: Tensor, ref: Tensor
     ) -> Tensor:
+        if provider.endswith(GROUPED):
+            return fused_linear_grouped_loss(of_completion, x, weight, target, mask, advantages, old, ref) / len(x)
         found = logprobs(x.flatten(0, 1), weight, target.flatten()).view(target.shape)
         return policy_loss(found, old, ref, advantages, mask, loss_type="grpo").loss
 
@@ -195,9 +220,8 @@ class Bench:
         """A row of the call that `make` prepares; its milliseconds, if it has any."""
         if self.is_late(subject, mode, rows, provider):
             return None
-        language = provider.removeprefix("ours-")
         try:
-            with liger_core.use(language) if provider != language else liger_core.use():
+            with liger_core.use(language_of(provider)):
                 call = make()
                 peak = peak_memory(call, self.device)
                 ms = milliseconds(call, self.device) if timed else None
@@ -291,7 +315,7 @@ class Bench:
                 if self.is_late("ratio", f"logits of {scale}", rows, provider):
                     continue
                 try:
-                    with torch.no_grad(), liger_core.use(provider[5:] if provider.startswith("ours-") else None):
+                    with torch.no_grad(), liger_core.use(language_of(provider)):
                         function = logprobs_of(provider)
                         found = function(x, weight, target).double()
                         parts = [function(x[i::8], weight, target[i::8]).double() for i in range(8)]
@@ -327,16 +351,17 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     command = Command(__doc__, smoke="our reference and eager PyTorch")
     ours = [f"ours-{language}" for language in ("torch", *(backend.language for backend in backends()))]
     command.add_names("subjects", SUBJECTS, default=SUBJECTS)
-    command.add_names("providers", [*ours, *PEERS])
+    command.add_names("providers", [*ours, *(f"{name}{GROUPED}" for name in ours), *PEERS])
     command.add_argument(
         "--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[1024, 4096, 16384, 65536]
     )
     command.add_argument("--seconds", type=float, help="what would start later is not run")
     options = command.parse_args(words)
     if options.smoke:
-        options.device, options.providers, options.lengths = "cpu", ["ours-torch", "eager"], [4, 6]
+        options.device, options.lengths = "cpu", [4, 6]
+        options.providers = ["ours-torch", f"ours-torch{GROUPED}", "eager"]
     able = [f"ours-{b.language}" for b in backends() if b.missing(options.device) is None]
-    options.providers = options.providers or [*able, *PEERS]
+    options.providers = options.providers or [*able, *(f"{name}{GROUPED}" for name in able), *PEERS]
     command.check(options)
     return options
 
@@ -350,7 +375,8 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
     for subject in options.subjects:
         more = {"lengths": options.lengths} if subject == "length" else {}
         measure: Callable[..., None] = getattr(bench, subject)
-        measure(options.providers, **more)
+        providers = [p for p in options.providers if subject not in ("logprobs", "ratio") or not p.endswith(GROUPED)]
+        measure(providers, **more)
     if not options.smoke:
         lines = [[str(row[column]) for column in COLUMNS] for row in bench.found]
         title = "Losses on log-probabilities, without logits"

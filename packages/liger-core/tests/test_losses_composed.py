@@ -108,6 +108,28 @@ def with_entropy(given: Inputs) -> Tensor:
     return policy - 0.01 * (entropy * mask).sum() / mask.sum().clamp(min=1)
 
 
+def grouped_pairs(given: Inputs) -> Tensor:
+    """DPO, a pair after another."""
+    x, target = (given[name].unflatten(0, (2, -1)).transpose(0, 1) for name in ("x", "target"))
+
+    def loss(logprobs: Tensor, target: Tensor) -> Tensor:
+        chosen, rejected = losses.sequence_logprobs(logprobs, target != -100).chunk(2)
+        return losses.dpo_loss(chosen, rejected).loss
+
+    return losses.fused_linear_grouped_loss(loss, x, given["weight"], target, target)
+
+
+def grouped_completions(given: Inputs) -> Tensor:
+    """GRPO, a completion after another."""
+
+    def loss(logprobs: Tensor, target: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+        mask = (target != -100)[None]
+        return losses.policy_loss(logprobs[None], old[None], None, advantage[None], mask, beta=0.0).loss
+
+    inputs = given["target"], given["old"], given["advantages"]
+    return losses.fused_linear_grouped_loss(loss, given["x"], given["weight"], given["target"], *inputs)
+
+
 LOSSES: dict[str, Callable[[Inputs], Tensor]] = {
     **{f"dpo-{kind}": dpo(kind) for kind in preference.DPO_LOSS_TYPES},
     "orpo": lambda given: losses.orpo_loss(*halves(given, average=True)).loss,
@@ -120,6 +142,8 @@ LOSSES: dict[str, Callable[[Inputs], Tensor]] = {
     "exploring": exploring,
     "packed": packed,
     "topk": topk,
+    "grouped-pairs": grouped_pairs,
+    "grouped-completions": grouped_completions,
 }
 
 

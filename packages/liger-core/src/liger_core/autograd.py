@@ -179,9 +179,7 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
                 else:
                     found = kernel.backward(needs, saved, *grads, **options)
                 if again:
-                    sources = [t for t in (*kept, *grads) if t is not None and t.requires_grad]
-                    sources = sources or [torch.empty(0, requires_grad=True)]
-                    found = tuple(g if g is None else _NoSecondDerivative.apply(no_double, g, *sources) for g in found)
+                    found = without_second_derivatives(no_double, found, (*kept, *grads))
             if parts is not None:
                 found = parts.gradients(found)
             if all_take_gradient:
@@ -280,6 +278,20 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
         return result
 
     return run
+
+
+def without_second_derivatives(
+    message: str, found: Sequence[Tensor | None], used: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients that a backward found, as what can't be differentiated: that raises a RuntimeError with the message.
+
+    Args:
+        message: what the error says.
+        found: the gradients.
+        used: the tensors that they were computed from.
+    """
+    sources = [t for t in used if t is not None and t.requires_grad] or [torch.empty(0, requires_grad=True)]
+    return tuple(g if g is None else _NoSecondDerivative.apply(message, g, *sources) for g in found)
 
 
 def _strides(saved: Sequence[Tensor | None]) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 `token_logprobs` and `fused_linear_token_logprobs` make the log-probabilities, with the kernels of their ops.
 """
 
+from liger_core.losses.grouped import fused_linear_grouped_loss
 from liger_core.losses.logprobs import (
     TokenLogprobsOutput,
     fused_linear_token_logprobs,
@@ -30,6 +31,7 @@ __all__ = [
     "TokenLogprobsOutput",
     "cpo_loss",
     "dpo_loss",
+    "fused_linear_grouped_loss",
     "fused_linear_token_logprobs",
     "kto_loss",
     "orpo_loss",

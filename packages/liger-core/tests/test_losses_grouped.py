@@ -1,0 +1,284 @@
+"""`fused_linear_grouped_loss` beside the same loss of all log-probabilities at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from liger_core import lean, losses
+from liger_core.host.fused_linear_logit_statistics import plan_of
+from liger_core.losses import grouped
+from liger_core.ops.fused_linear_logit_statistics import most_statistics_memory
+
+PAIRS, LENGTH, HIDDEN, VOCABULARY = 3, 5, 16, 40
+WANTED = ("x", "weight", "bias")
+
+Inputs = dict[str, Tensor]
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> Inputs:
+    """Pairs, whose first completion is empty, and what the reference model says of them."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(VOCABULARY, (PAIRS, 2, LENGTH), generator=generator)
+    target[:, :, -1], target[0, 0] = -100, -100
+    made = {
+        "x": torch.randn(PAIRS, 2, LENGTH, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(),
+        "weight": torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64).mul(0.25).to(dtype),
+        "bias": torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(),
+        "target": target,
+        "reference": -20 * torch.rand(PAIRS, 2, generator=generator),
+        "old": torch.rand(PAIRS, 2, LENGTH, generator=generator) - 4,
+        "advantages": torch.randn(PAIRS, 2, generator=generator),
+    }
+    made["weight"].requires_grad_()
+    return made
+
+
+def dpo(logprobs: Tensor, target: Tensor, reference: Tensor) -> Any:
+    chosen, rejected = losses.sequence_logprobs(logprobs, target != -100)
+    return losses.dpo_loss(chosen[None], rejected[None], reference[:1], reference[1:])
+
+
+def policy(logprobs: Tensor, target: Tensor, old: Tensor, advantages: Tensor) -> Any:
+    return losses.policy_loss(logprobs, old, None, advantages, target != -100, beta=0.0, loss_type="grpo")
+
+
+def exploring(found: Any, target: Tensor) -> Tensor:
+    return -(found.logprobs.exp() * (target != -100)).sum() - 0.1 * found.entropy.sum()
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], tuple[str, ...], dict[str, Any]]] = {
+    "dpo": (dpo, ("target", "reference"), {}),
+    "policy": (policy, ("target", "old", "advantages"), {}),
+    "softcap": (dpo, ("target", "reference"), {"softcap": 3.0, "temperature": 0.5}),
+    "exploring": (exploring, ("target",), {"return_entropy": True}),
+}
+
+
+def call(name: str, given: Inputs, **more: Any) -> Any:
+    loss, names, options = LOSSES[name]
+    return losses.fused_linear_grouped_loss(
+        loss,
+        given["x"],
+        given["weight"],
+        given["target"],
+        *(given[key] for key in names),
+        bias=given["bias"],
+        **{**options, **more},
+    )
+
+
+def plain(name: str, given: Inputs) -> list[Any]:
+    """What the loss returns for each group, from the log-probabilities of all."""
+    loss, names, options = LOSSES[name]
+    flat = given["x"].flatten(0, -2), given["weight"], given["target"].flatten(), given["bias"]
+    found = losses.fused_linear_token_logprobs(*flat, **options)
+    fields = [f.view(given["target"].shape) for f in (found if isinstance(found, tuple) else (found,)) if f is not None]
+    rows = []
+    for group in range(PAIRS):
+        mine = [field[group] for field in fields]
+        first = losses.TokenLogprobsOutput(*mine, None, None) if len(mine) > 1 else mine[0]
+        rows.append(loss(first, *(given[key][group] for key in names)))
+    return rows
+
+
+def first(returned: Any) -> Tensor:
+    return returned[0] if isinstance(returned, tuple) else returned
+
+
+def gradients(loss: Tensor, given: Inputs) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, [given[name] for name in WANTED])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_is_the_sum_over_groups(name: str) -> None:
+    given = inputs()
+    returned, rows = call(name, given), plain(name, given)
+    right = sum(map(first, rows))
+    assert isinstance(right, Tensor)
+    torch.testing.assert_close(first(returned), right)
+    # The factor is what a mean, or a scaler of gradients, brings.
+    torch.testing.assert_close(gradients(first(returned) / 7, given), gradients(right / 7, given))
+    if isinstance(returned, tuple):
+        assert type(returned) is type(rows[0])
+        for mine, *theirs in zip(returned[1:], *(row[1:] for row in rows), strict=True):
+            if mine is None:
+                assert theirs == [None] * PAIRS
+            else:
+                assert not mine.requires_grad
+                torch.testing.assert_close(mine, torch.stack(theirs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_is_as_exact_as_its_dtype(dtype: torch.dtype) -> None:
+    given = inputs(dtype)
+    exact = {name: t.detach().double().requires_grad_() if name in WANTED else t for name, t in given.items()}
+    right = gradients(first(call("dpo", exact)), exact)
+    for mine, theirs in zip(gradients(first(call("dpo", given)), given), right, strict=True):
+        assert mine.dtype is dtype
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=2 * torch.finfo(dtype).eps * theirs.abs().max())
+
+
+def test_small_gradients_do_not_underflow_in_float16() -> None:
+    """Of 1e-9 a token, below what float16 holds: a scaler's factor comes after they were rounded."""
+    given = inputs(torch.float16)
+    scaled = (
+        losses.fused_linear_grouped_loss(lambda lp: 1e-9 * lp.sum(), given["x"], given["weight"], given["target"]) * 1e9
+    )
+    right = losses.fused_linear_grouped_loss(lambda lp: lp.sum(), given["x"], given["weight"], given["target"])
+    wanted = given["x"], given["weight"]
+    got = torch.autograd.grad(scaled, wanted)
+    for mine, theirs in zip(got, torch.autograd.grad(right, wanted), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3 * float(theirs.abs().max()))
+
+
+def test_a_group_is_one_call_that_holds_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, budgets = inputs(torch.bfloat16), []
+    logprobs = grouped.fused_linear_token_logprobs
+
+    def noted(*args: Any, **options: Any) -> Any:
+        budgets.append(options["memory_budget"])
+        return logprobs(*args, **options)
+
+    monkeypatch.setattr(grouped, "fused_linear_token_logprobs", noted)
+    returned = first(call("dpo", given))
+    assert budgets == [most_statistics_memory(2 * LENGTH, given["x"], given["weight"])] * PAIRS
+    gradients(returned, given)
+    assert len(budgets) == PAIRS
+    first(call("dpo", given, memory_budget=5000))
+    assert budgets[PAIRS:] == [5000] * PAIRS
+    with torch.no_grad():
+        call("dpo", given)
+    assert len(budgets) == 2 * PAIRS + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_memory_of_a_group_is_the_least_that_holds_its_logits(dtype: torch.dtype) -> None:
+    x, weight = torch.empty(10, HIDDEN, dtype=dtype), torch.empty(VOCABULARY, HIDDEN, dtype=dtype)
+    most = most_statistics_memory(10, x, weight)
+
+    def held(budget: int) -> bool:
+        needs = (True, True, True)
+        return plan_of(needs, x, weight, accum_dtype=torch.float32, memory_budget=budget, picked_alone=True).whole
+
+    assert held(most)
+    assert not held(most - 1)
+
+
+@pytest.mark.parametrize("wanted", [("x",), ("weight",), ("x", "weight")], ids=str)
+def test_gradients_of_some(wanted: tuple[str, ...]) -> None:
+    given = {name: t.detach().requires_grad_(name in wanted) if name in WANTED else t for name, t in inputs().items()}
+    tensors = [given[name] for name in wanted]
+    right = sum(map(first, plain("dpo", given)))
+    assert isinstance(right, Tensor)
+    torch.testing.assert_close(
+        torch.autograd.grad(first(call("dpo", given)), tensors), torch.autograd.grad(right, tensors)
+    )
+
+
+def test_without_a_gradient() -> None:
+    given = inputs()
+    with torch.no_grad():
+        returned = call("dpo", given)
+    assert not returned.loss.requires_grad
+    assert torch.equal(returned.loss, call("dpo", given).loss.detach())
+
+
+def test_a_graph_that_is_retained_gives_its_gradients_again() -> None:
+    given = inputs()
+    loss = call("dpo", given).loss
+    once = torch.autograd.grad(loss, [given[n] for n in WANTED], retain_graph=True)
+    torch.testing.assert_close(gradients(2 * loss, given), tuple(2 * g for g in once))
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    given = inputs()
+    (dx,) = torch.autograd.grad(call("dpo", given).loss, given["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="fused_linear_grouped_loss has no second derivative"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu", "lean", "func"])
+def test_inside_of_what_changes_autograd(around: str) -> None:
+    given = inputs()
+    right = call("dpo", given).loss
+    expected = gradients(right, given)
+    if around == "func":
+
+        def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return call("dpo", {**given, "x": x, "weight": weight, "bias": bias}).loss
+
+        got = torch.func.grad(loss, argnums=(0, 1, 2))(*(given[name].detach() for name in WANTED))
+    elif around == "checkpoint":
+        got = gradients(checkpoint(lambda: call("dpo", given).loss, use_reentrant=False), given)
+    else:
+        with lean() if around == "lean" else torch.autograd.graph.save_on_cpu():
+            found = call("dpo", given).loss
+        got = gradients(found, given)
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_loss_of_nothing_has_gradients_of_zero() -> None:
+    given = inputs()
+    returned = losses.fused_linear_grouped_loss(
+        lambda lp: torch.zeros((), requires_grad=False), given["x"], given["weight"], given["target"]
+    )
+    assert not any(g.any() for g in torch.autograd.grad(returned, (given["x"], given["weight"])))
+
+
+def test_groups_without_tokens() -> None:
+    x, weight = torch.empty(2, 0, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    returned = losses.fused_linear_grouped_loss(lambda lp: lp.sum(), x, weight, torch.empty(2, 0, dtype=torch.int64))
+    assert returned == 0
+    dx, dweight = torch.autograd.grad(returned, (x, weight))
+    assert dx.shape == x.shape
+    assert not dweight.any()
+
+
+def test_bad_input_is_named() -> None:
+    given = inputs()
+    x, weight, target = given["x"], given["weight"], given["target"]
+
+    def total(lp: Tensor, *inputs: Tensor) -> Tensor:
+        return lp.sum()
+
+    run = losses.fused_linear_grouped_loss
+    with pytest.raises(TypeError, match=r"loss has type Tensor; it takes a function"):
+        run(x, weight, target, x)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"x has shape \(0, 2, 5, 16\); it takes at least one group"):
+        run(total, x[:0], weight, target[:0])
+    with pytest.raises(ValueError, match=r"target has shape \(3, 2\); it takes \(3, 2, 5\), that of x"):
+        run(total, x, weight, target[..., 0])
+    with pytest.raises(ValueError, match=r"input 1 has shape \(2, 2\); it takes \(3, ...\), a row per group"):
+        run(total, x, weight, target, target, given["reference"][:2])
+    with pytest.raises(ValueError, match=r"the loss returned shape \(2, 5\); it returns a scalar"):
+        run(lambda lp: lp, x, weight, target)
+    with pytest.raises(ValueError, match=r"the loss returned None; it returns a scalar"):
+        run(lambda lp: None, x, weight, target)
+    with pytest.raises(ValueError, match=r"linear_weight"):
+        run(total, x, weight[:, :-1], target)
+    with pytest.raises(ValueError, match=r"memory_budget is 1; it takes at least"):
+        run(total, x, weight, target, memory_budget=1)
+    with pytest.raises(IndexError, match=r"target"):
+        run(total, x, weight, target + VOCABULARY)
+
+
+def test_another_source_of_gradients_is_an_error() -> None:
+    given = inputs()
+    other = torch.ones(4, requires_grad=True)
+    with pytest.raises(ValueError, match=r"depends on a tensor of shape \(4,\) that requires a gradient; .* detach"):
+        losses.fused_linear_grouped_loss(
+            lambda lp: lp.sum() * other.sum().tanh(), given["x"], given["weight"], given["target"]
+        )
+
+
+def test_inputs_are_constants() -> None:
+    given = inputs()
+    scale = torch.ones(PAIRS, requires_grad=True)
+    returned = losses.fused_linear_grouped_loss(
+        lambda lp, mine: lp.sum() * mine, given["x"], given["weight"], given["target"], scale
+    )
+    assert torch.autograd.grad(returned, scale, allow_unused=True) == (None,)

@@ -20,8 +20,9 @@ from liger_conformance.running import (
     only,
 )
 from liger_core.contract import ops
+from liger_core.host.cross_entropy import Rows, labels_of, options_of
 from liger_cutile import backend
-from liger_cutile.ops import _grid, embedding
+from liger_cutile.ops import _cross_entropy, _divergences, _grid, _totals, embedding
 
 DEVICE = liger_core.infer_device()
 if why := backend.missing(DEVICE):
@@ -397,6 +398,31 @@ def test_a_float32_gradient_of_experts_is_a_sum_of_sums() -> None:
     found = actual.gradients["down_weight"]
     assert found is not None
     assert 2**25 + 24 <= found.item() <= 2**25 + 32
+
+
+def test_sums_of_many_equal_values() -> None:
+    """All are rounded alike: of 2²⁰ of them, a running sum of each 2048th would be off by 20 units of rounding."""
+    value = torch.tensor(0.7, device=DEVICE)
+    n, unit = 1 << 20, 2.0**-23
+    exact = n * value.double().item()
+    values, labels = value.expand(n).contiguous(), torch.zeros(n, dtype=torch.int64, device=DEVICE)
+    found = torch.empty(1, device=DEVICE)
+    _divergences.launch_total(found, values, None, 1.0)
+    assert abs(found.item() - exact) <= 2 * unit * exact
+    loss, z_loss = torch.empty((), device=DEVICE), torch.empty((), device=DEVICE)
+    weight = value.expand(2).contiguous()
+    given = labels_of(labels, weight, None, 2, options_of(-100, 0.0, 0.0, None, False, "mean"))
+    totals = torch.empty(2, device=DEVICE)
+    _cross_entropy.KERNELS.sums(loss, z_loss, None, totals, Rows(values, values, None, None, None), given)
+    assert abs(z_loss.item() - value.item()) <= 2 * unit * value.item()
+    assert abs(loss.item() - 1.7) <= 4 * unit
+    assert abs(totals[1].item() - exact) <= 2 * unit * exact
+    rows = n // 8
+    exact = rows * value.double().item()
+    first, second = torch.empty(4, device=DEVICE), torch.empty(4, device=DEVICE)
+    _totals.launch_totals(first, second, values.view(2, rows, 4))
+    for total in (first, second):
+        assert (total.double() - exact).abs().max() <= 16 * unit * exact
 
 
 def check(name: str, build: Build, dtype: torch.dtype, incoming: dict[str, torch.Tensor] | None = None) -> None:

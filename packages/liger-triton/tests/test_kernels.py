@@ -18,9 +18,12 @@ from liger_conformance.cases.logit_statistics import build as build_logit_statis
 from liger_conformance.compare import compare
 from liger_conformance.running import baseline_and_truth, evaluate
 from liger_core.contract import ops
+from liger_core.host.cross_entropy import Rows
+from liger_core.host.cross_entropy import labels_of as labels_of_classes
+from liger_core.host.cross_entropy import options_of as options_of_classes
 from liger_core.host.fused_moe import route
 from liger_core.host.logit_statistics import labels_of, options_of
-from liger_triton.ops import _logit_statistics, fused_moe
+from liger_triton.ops import _cross_entropy, _divergences, _logit_statistics, _partial_sums, _totals, fused_moe
 
 DEVICE = liger_core.infer_device()
 
@@ -257,6 +260,7 @@ def test_products_by_pytorch_take_rows_of_whole_vectors(
     memory = torch.zeros(8192, dtype=torch.bfloat16)
     assert fused_moe._grouped(16, memory.as_strided((16, 16), stride)) == fits
     assert not fused_moe._grouped(9, memory.as_strided((16, 16), (64, 1)))  # the result's
+    assert not fused_moe._grouped(16, memory.as_strided((16, 18), (0, 1)))  # its gathered rows
     assert not fused_moe._grouped(16, memory[1:].as_strided((16, 16), (64, 1)))
     assert not fused_moe._grouped(16, memory.half().as_strided((16, 16), (64, 1)))
 
@@ -367,6 +371,31 @@ def test_a_float32_gradient_of_experts_is_a_sum_of_sums() -> None:
     found = actual.gradients["down_weight"]
     assert found is not None
     assert 2**25 + 24 <= found.item() <= 2**25 + 32
+
+
+def test_sums_of_many_equal_values() -> None:
+    """All are rounded alike: of 2²⁰ of them, a running sum of each 2048th would be off by 20 units of rounding."""
+    value = torch.tensor(0.7, device=DEVICE)
+    n, unit = 1 << 20, 2.0**-23
+    exact = n * value.double().item()
+    values, labels = value.expand(n).contiguous(), torch.zeros(n, dtype=torch.int64, device=DEVICE)
+    found = _divergences.total(values, None, 1)
+    assert abs(found.item() - exact) <= 2 * unit * exact
+    loss, z_loss = torch.empty((), device=DEVICE), torch.empty((), device=DEVICE)
+    weight = value.expand(2).contiguous()
+    given = labels_of_classes(labels, weight, None, 2, options_of_classes(-100, 0.0, 0.0, None, False, "mean"))
+    totals = torch.empty(2, device=DEVICE)
+    _cross_entropy.KERNELS.sums(loss, z_loss, None, totals, Rows(values, values, None, None, None), given)
+    assert abs(z_loss.item() - value.item()) <= 2 * unit * value.item()
+    assert abs(loss.item() - 1.7) <= 4 * unit
+    assert abs(totals[1].item() - exact) <= 2 * unit * exact
+    rows = n // 8
+    exact = rows * value.double().item()
+    first, second, _ = _totals.totals(values, rows, 4, values[:4], values[:4])
+    for total in (first, second, _partial_sums.total(values.view(rows, 8), values[:8])):
+        assert total is not None
+        # NumPy, which interprets, adds up the last 128 numbers one after another.
+        assert (total.double() - exact).abs().max() <= 16 * unit * exact
 
 
 @pytest.mark.parametrize("columns", [17, 64, 100, 768, 1408, 2500, 5632, 11008, 14336])

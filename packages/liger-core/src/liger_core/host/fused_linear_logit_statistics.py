@@ -212,9 +212,9 @@ class _Call:
         return dx
 
     def backward(
-        self, x: Tensor, logits: Tensor | None, kept: Tensor, incoming: Incoming
+        self, x: Tensor, logits: Once | None, kept: Tensor, incoming: Incoming
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, weight and bias. `logits` are all of them, to be overwritten; or None."""
+        """The gradients of x, weight and bias. `logits` are all of them, to be overwritten and freed; or None."""
         dx, dweight = (
             self._by_columns(x, kept, incoming) if self.plan.by_columns else self._by_rows(x, logits, kept, incoming)
         )
@@ -223,15 +223,16 @@ class _Call:
         return dx, dweight, None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype)
 
     def _by_rows(
-        self, x: Tensor, logits: Tensor | None, kept: Tensor, incoming: Incoming
+        self, x: Tensor, whole: Once | None, kept: Tensor, incoming: Incoming
     ) -> tuple[Tensor | None, Tensor | None]:
+        (logits,) = (None if whole is None else whole.take()) or (None,)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if self.needs[0] else None
         dweight, dtype = None, self.weight.dtype if self.plan.whole else self.accum_dtype
         for first, last in self.linear.chunks(x.shape[0], x.shape[0] if self.plan.whole else self.plan.rows):
             if logits is None:
                 logits = self.linear.product(x[first:last], self.weight.t())
             dlogits = self._dlogits(logits, x.dtype, kept, incoming, first, 0)
-            logits = None
+            logits = None  # freed before the products
             if dx is not None:
                 torch.mm(dlogits, self.weight, out=dx[first:last])
             if self.needs[1]:
@@ -360,8 +361,7 @@ class FusedLinearStatistics:
         incoming = incoming_of(dlse, dpicked, dentropy, dtotal)
         if plan.frozen:
             return call.of_frozen(x, kept, incoming), None, None
-        (whole,) = logits[0].take() or (None,) if logits else (None,)
-        return call.backward(x, whole, kept, incoming)
+        return call.backward(x, logits[0] if logits else None, kept, incoming)
 
 
 def _picked_alone(target: Tensor, return_entropy: bool, return_total: bool) -> bool:

@@ -17,6 +17,7 @@ from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._exp import exp_like
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
+from liger_cutile.ops._sums import add_up
 from liger_cutile.ops._tiles import ZERO, load, load_vector
 
 # Columns of a tile, and blocks per multiprocessor. Four blocks leave a thread 64 registers, and 4096 columns fill half of them
@@ -212,9 +213,9 @@ def _reduce(
 ):  # fmt: skip
     # One block adds up everything, so the order of the sums is always the same.
     counted = ct.zeros((BLOCK,), ct.float32)
-    weights = ct.zeros((BLOCK,), ct.float32)
-    loss_sum = ct.zeros((BLOCK,), ct.float32)
-    z_loss_sum = ct.zeros((BLOCK,), ct.float32)
+    weights, weights_lost = ct.zeros((BLOCK,), ct.float32), ct.zeros((BLOCK,), ct.float32)
+    loss_sum, lost = ct.zeros((BLOCK,), ct.float32), ct.zeros((BLOCK,), ct.float32)
+    z_loss_sum, z_lost = ct.zeros((BLOCK,), ct.float32), ct.zeros((BLOCK,), ct.float32)
     hit_sum = ct.zeros((BLOCK,), ct.float32)
     rows = target.shape[0]
     for tile in range(ct.num_tiles(target, axis=0, shape=(BLOCK,))):
@@ -225,11 +226,12 @@ def _reduce(
         if given(weight):
             known = counts & (label >= 0) & (label < columns)
             at = ct.astype(ct.where(known, label, 0), ct.int32)
-            weights += ct.astype(ct.gather(weight, at, mask=known), ct.float32)
+            found = ct.astype(ct.gather(weight, at, mask=known), ct.float32)
+            weights, weights_lost = add_up(weights, weights_lost, found)
         if given(losses):
-            loss_sum += ct.load(losses, (tile,), (BLOCK,), padding_mode=ZERO)
+            loss_sum, lost = add_up(loss_sum, lost, ct.load(losses, (tile,), (BLOCK,), padding_mode=ZERO))
         if given(z_losses):
-            z_loss_sum += ct.load(z_losses, (tile,), (BLOCK,), padding_mode=ZERO)
+            z_loss_sum, z_lost = add_up(z_loss_sum, z_lost, ct.load(z_losses, (tile,), (BLOCK,), padding_mode=ZERO))
         if given(hits):
             hit_sum += ct.load(hits, (tile,), (BLOCK,), padding_mode=ZERO)
     any_counted = ct.sum(counted) > 0.0

@@ -11,6 +11,7 @@ from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import as_one_row, blocks, power_of_2
+from liger_cutile.ops._sums import add_up
 from liger_cutile.ops._tiles import ZERO
 
 # Bytes of a tile that is read by TMA, and blocks per multiprocessor: without that hint, the compiler gives one block all
@@ -169,9 +170,9 @@ def _count(count, labels, ignore_index: ct.ScalarInt64, BLOCK: ConstInt):
 
 @ct.kernel
 def _total(total, sums, count, divisor, BLOCK: ConstInt):
-    lanes = ct.zeros((BLOCK,), ct.float32)
+    lanes, lost = ct.zeros((BLOCK,), ct.float32), ct.zeros((BLOCK,), ct.float32)
     for tile in range(ct.num_tiles(sums, axis=0, shape=(BLOCK,))):
-        lanes += ct.load(sums, (tile,), (BLOCK,), padding_mode=ZERO, allow_tma=False)
+        lanes, lost = add_up(lanes, lost, ct.load(sums, (tile,), (BLOCK,), padding_mode=ZERO, allow_tma=False))
     if given(count):
         divisor = divisor * ct.load(count, (0,), ())
     ct.store(total, (0,), ct.sum(lanes) / divisor)

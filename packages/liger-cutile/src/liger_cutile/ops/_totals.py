@@ -9,6 +9,7 @@ from torch import Tensor
 
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks
+from liger_cutile.ops._sums import add_up
 
 MOST_ROWS_AT_ONCE, MOST_BYTES_AT_ONCE = 2048, 8192
 """Rows, and bytes per row, up to which one launch makes all gradients: inputs that are read twice are still in the cache. On an
@@ -43,9 +44,10 @@ def _store(total, column, sums):
 @ct.kernel(occupancy=4)
 def _totals(first, second, partial, ROWS: ConstInt, BLOCK: ConstInt):
     column, which = ct.bid(0), ct.bid(1)
-    sums = ct.zeros((1, ROWS, BLOCK), ct.float32)
+    sums, lost = ct.zeros((1, ROWS, BLOCK), ct.float32), ct.zeros((1, ROWS, BLOCK), ct.float32)
     for row in range(ct.num_tiles(partial, axis=1, shape=(1, ROWS, BLOCK))):
-        sums += ct.load(partial, (which, row, column), (1, ROWS, BLOCK), padding_mode=ct.PaddingMode.ZERO)
+        found = ct.load(partial, (which, row, column), (1, ROWS, BLOCK), padding_mode=ct.PaddingMode.ZERO)
+        sums, lost = add_up(sums, lost, found)
     total = ct.reshape(ct.sum(sums, axis=1), (BLOCK,))
     if which == 0:
         _store(first, column, total)

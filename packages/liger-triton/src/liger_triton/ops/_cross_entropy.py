@@ -14,7 +14,7 @@ from triton.language.extra import libdevice
 
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows
+from liger_triton.ops._rows import add_up, as_rows
 
 
 @triton.jit
@@ -240,9 +240,9 @@ def _reduce(
 ):  # fmt: skip
     # One program adds up everything, so the order of the sums is always the same.
     counted = tl.zeros([BLOCK], tl.float32)
-    weights = tl.zeros([BLOCK], tl.float32)
-    loss_sum = tl.zeros([BLOCK], tl.float32)
-    z_loss_sum = tl.zeros([BLOCK], tl.float32)
+    weights, weights_lost = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    loss_sum, lost = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    z_loss_sum, z_lost = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     hit_sum = tl.zeros([BLOCK], tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -252,11 +252,12 @@ def _reduce(
         counted += tl.where(counts, 1.0, 0.0)
         if weight is not None:
             known = counts & (label >= 0) & (label < columns)
-            weights += tl.load(weight + label, known, other=0.0).to(tl.float32)
+            found = tl.load(weight + label, known, other=0.0).to(tl.float32)
+            weights, weights_lost = add_up(weights, weights_lost, found)
         if losses is not None:
-            loss_sum += tl.load(losses + row, inside, other=0.0)
+            loss_sum, lost = add_up(loss_sum, lost, tl.load(losses + row, inside, other=0.0))
         if z_losses is not None:
-            z_loss_sum += tl.load(z_losses + row, inside, other=0.0)
+            z_loss_sum, z_lost = add_up(z_loss_sum, z_lost, tl.load(z_losses + row, inside, other=0.0))
         if hits is not None:
             hit_sum += tl.load(hits + row, inside, other=0.0)
     any_counted = tl.sum(counted) > 0.0

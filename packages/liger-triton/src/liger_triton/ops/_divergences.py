@@ -14,6 +14,7 @@ from triton.language.extra import libdevice
 
 from liger_triton.ops._device import sm_count
 from liger_triton.ops._launch import kernel
+from liger_triton.ops._rows import add_up
 
 TILE = 1024
 """Elements of a tile; half as many if they are loaded one by one."""
@@ -136,10 +137,10 @@ def _count(count, labels, rows, ignore_index, BLOCK: tl.constexpr):
 @kernel(do_not_specialize=["size", "divisor"])
 def _total(total, sums, count, size, divisor, BLOCK: tl.constexpr):
     # One program adds up everything, so the order of the sums is always the same.
-    lanes = tl.zeros([BLOCK], tl.float32)
+    lanes, lost = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        lanes += tl.load(sums + index, index < size, other=0.0)
+        lanes, lost = add_up(lanes, lost, tl.load(sums + index, index < size, other=0.0))
     divisor = tl.cast(divisor, tl.float32)
     if count is not None:
         divisor *= tl.load(count)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_triton.ops._device import sm_count as sm_count
 from liger_triton.ops._launch import kernel
+from liger_triton.ops._rows import add_up
 
 MOST_ROWS_AT_ONCE, MOST_BYTES_AT_ONCE = 2048, 8192
 """Rows, and bytes per row, up to which one launch makes all gradients: inputs that are read twice are still in the cache, and
@@ -32,11 +33,11 @@ def at_once(x: Tensor, rows: int, columns: int) -> bool:
 def _total(total, partial, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    sums, lost = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
         at = partial + row.to(tl.int64)[:, None] * columns + column[None, :]
-        sums += tl.load(at, (row < rows)[:, None] & inside[None, :], other=0.0)
+        sums, lost = add_up(sums, lost, tl.load(at, (row < rows)[:, None] & inside[None, :], other=0.0))
     tl.store(total + column, tl.sum(sums, 0), inside)
 
 

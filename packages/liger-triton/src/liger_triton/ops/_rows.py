@@ -18,6 +18,18 @@ def multiply(a, b, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def add_up(total, lost, values):
+    """Running totals with more values, and what rounding has added to them, to be subtracted from the next values.
+
+    Where many values are equal, they are rounded alike, and the error would grow with their number. Source: Kahan, Further
+    Remarks on Reducing Truncation Errors, 1965.
+    """
+    values -= lost
+    result = total + values
+    return result, tl.where(tl.abs(result) < float("inf"), (result - total) - values, 0.0)
+
+
+@triton.jit
 def packed(xs):
     """Rows of 2-byte elements, ``[rows, columns]``, as uint32 of two neighbours each: float32 takes twice the registers."""
     first, second = tl.split(tl.reshape(xs, (xs.shape[0], xs.shape[1] // 2, 2)))

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_triton.ops._launch import kernel
+from liger_triton.ops._rows import add_up
 
 
 @kernel
@@ -15,11 +16,11 @@ def _totals(first, second, scalar, partial, rows, columns, scalars, ROWS: tl.con
     if start < width:
         column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         inside = column < columns
-        sums = tl.zeros((ROWS, BLOCK), tl.float32)
+        sums, lost = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
         for first_row in range(0, rows, ROWS):
             row = first_row + tl.arange(0, ROWS)
             at = partial + row.to(tl.int64)[:, None] * width + (start + column)[None, :]
-            sums += tl.load(at, (row < rows)[:, None] & inside[None, :], other=0.0)
+            sums, lost = add_up(sums, lost, tl.load(at, (row < rows)[:, None] & inside[None, :], other=0.0))
         result = tl.sum(sums, 0)
         if first is not None:
             tl.store(first + column, result, inside & (start + column < columns))

@@ -546,7 +546,12 @@ def _grouped(columns: int, *operands: Tensor) -> bool:
 
 
 def _in_rows(operand: Tensor) -> bool:
-    """Whether one dimension has adjacent elements, and the other strides and the start are multiples of 8 elements."""
+    """Whether one dimension has adjacent elements, and the other strides and the start are multiples of 8 elements.
+
+    Rows of a matrix may be gathered, and then follow each other.
+    """
+    if operand.dim() == 2 and operand.shape[1] % 8:
+        return False
     *outer, row, column = operand.stride()
     apart = row if column == 1 else column if row == 1 else 1
     return not (apart % 8 or any(stride % 8 for stride in outer) or operand.storage_offset() % 8)

@@ -24,6 +24,7 @@ from liger_core.host.cross_entropy import options_of as options_of_classes
 from liger_core.host.fused_moe import route
 from liger_core.host.logit_statistics import labels_of, options_of
 from liger_triton.ops import _cross_entropy, _divergences, _logit_statistics, _partial_sums, _totals, fused_moe
+from liger_triton.ops._linear import LINEAR
 
 DEVICE = liger_core.infer_device()
 
@@ -282,20 +283,31 @@ STATISTICS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "fit"),
+    [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
+    ids=["bfloat16", "float16", "that-fit"],
+)
 @pytest.mark.parametrize("options", STATISTICS.values(), ids=STATISTICS.keys())
 @pytest.mark.parametrize("wanted", [None, (), ("x",)], ids=["gradients", "no-gradient", "frozen"])
 def test_statistics_of_logits_that_are_not_held(
-    wanted: tuple[str, ...] | None, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    wanted: tuple[str, ...] | None,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    fit: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The kernel that multiplies a tile of logits, which is taken on Hopper: the right values and gradients."""
-    taken = []
-    product = _logit_statistics.KERNELS.product
+    taken, normalised, logits = [], [], []
+    made = LINEAR.product
+    monkeypatch.setattr(LINEAR, "product", lambda *of: (logits.append(of), made(*of))[1])
+    product, normalise = _logit_statistics.KERNELS.product, _logit_statistics.KERNELS.normalise
     monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
     monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
     monkeypatch.setattr(_logit_statistics.KERNELS, "product", lambda *of: (taken.append(of), product(*of))[1])
-    # Less memory than all logits take, which would be kept.
-    monkeypatch.setattr("liger_core.host.fused_linear_logit_statistics.LEAST_TILE", 1)
+    monkeypatch.setattr(_logit_statistics.KERNELS, "normalise", lambda *of: (normalised.append(of), normalise(*of))[1])
+    # Less memory than all logits take, which would be kept; or so much.
+    monkeypatch.setattr("liger_core.host.fused_linear_logit_statistics.LEAST_TILE", 1024 if fit else 1)
     arguments = build_linear_statistics(Make(dtype, DEVICE), hidden=72, **options)
     op = ops["fused_linear_logit_statistics"]
     baseline, truth = baseline_and_truth(op, arguments, wanted)
@@ -303,7 +315,11 @@ def test_statistics_of_logits_that_are_not_held(
         actual = evaluate(op, op, arguments, wanted)
     for what, value in actual.items().items():
         compare(what, value, baseline.items()[what], truth.items()[what])
-    assert taken
+    several = options.get("each") or options.get("return_entropy") or options.get("return_total")
+    assert bool(taken) == (not fit or not (several or options.get("bias")))
+    assert bool(normalised) == (bool(taken) and not several and (wanted == ("x",) or (wanted is None and fit)))
+    if fit and taken:
+        assert not logits
 
 
 @pytest.mark.parametrize(("stride", "fits"), [((64, 1), True), ((1, 64), False), ((60, 1), False), ((0, 1), False)])

@@ -119,6 +119,8 @@ CASES = (
     Case("many-rows", "odd", rows=133, hidden=8, vocabulary=33, ignored=0.1, return_entropy=True),
     # So many rows that a kernel may make the logits' products, in less memory than they take.
     Case("hundreds-of-rows", "odd", rows=515, hidden=24, vocabulary=300, ignored=0.1, memory_budget=300_000),
+    # All logits fit, or what a kernel leaves instead of them.
+    Case("hundreds-of-rows-that-fit", "odd", rows=530, hidden=24, vocabulary=48, ignored=0.1),
     Case(
         "hundreds-of-rows-frozen",
         "odd",

@@ -30,6 +30,7 @@ UNREACHED = {
     "interpreted fused_moe._in_rows": _HOPPER,
     "interpreted fused_moe._multiply": _HOPPER,
     "interpreted _logit_statistics._Kernels.product*": _NOT_HELD,
+    "interpreted _logit_statistics._Kernels.normalise": _NOT_HELD,
     "interpreted _logit_statistics._Kernels.rows_of_product: *": _NOT_HELD,
     "compiled* _logit_statistics._Kernels.rows_of_product: not (_loads(x) and _loads(weight)) is true": (
         "that takes PyTorch's product, as other calls do: tests/test_kernels.py"

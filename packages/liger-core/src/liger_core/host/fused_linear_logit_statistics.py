@@ -4,6 +4,9 @@ Forward makes float32 logits of some rows at a time, unless a language has a ker
 in one of two ways. With all rows and some columns, products give the weight's gradient, and x's is a sum over columns. With some
 rows and all columns, it is the other way round. If all logits fit at once, they are kept instead.
 
+A kernel that holds no logits can leave exponentials, in x's dtype. Where these fit at once, and lse and one picked logit alone
+are wanted, they are kept: the backward makes the gradient of the logits of them.
+
 If the weight is frozen, and only lse and one picked logit are wanted, forward makes x's gradient but for two factors per row,
 and backward makes no product. With c the derivative of softcap and temperature, y the row's target and m = Σ_{v≠y} p_v c_v W_v,
 the gradient is g_lse m + (g_lse p_y + g_picked) c_y W_y. Kept apart, the two terms don't cancel when p_y is near 1.
@@ -11,7 +14,7 @@ the gradient is g_lse m + (g_lse p_y + g_picked) c_y W_y. Kept apart, the two te
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,59 +129,83 @@ class _Call:
         self.weight, self.bias, self.labels = weight, bias, labels
         self.dbias: Tensor | None = None
 
-    def forward(self, results: Rows, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Write all rows' results. Return the logits, if they are to be kept; or, with a frozen weight, what backward needs."""
+    def forward(self, results: Rows, x: Tensor) -> tuple[Tensor, ...]:
+        """Write all rows' results. Return what is kept for `backward`, or for `of_frozen`."""
         if self.plan.frozen:
             return self._frozen(results, x)
-        size = x.shape[0]
-        if taken := self._taken(x):
+        size, keeps = x.shape[0], self.plan.whole and any(self.needs)
+        if taken := self._taken(x, results):
+            if keeps and taken >= size:
+                terms = torch.empty((size, self.weight.shape[0]), dtype=x.dtype, device=x.device)
+                beside = self.kernels.product(results, x, self.weight, self.labels, 0, terms)
+                return terms, beside, self._factors(results, slice(0, size))
             for first, last in self.linear.chunks(size, taken):
                 self.kernels.product(results, x[first:last], self.weight, self.labels, first)
-            return None, None
+            return ()
         logits = None
         for first, last in self.linear.chunks(size, size if self.plan.held else self.plan.alone):
             logits = None  # before the next ones are allocated
             logits = self.linear.product(x[first:last], self.weight.t())
             self.kernels.rows(results, logits, self.labels, first)
-        return (logits if self.plan.whole and any(self.needs) else None), None
+        return (logits,) if keeps and logits is not None else ()
 
-    def _taken(self, x: Tensor) -> int:
-        """Rows whose results a kernel makes at a time from x itself; 0 if the logits are made first."""
-        return 0 if self.plan.held else self.kernels.rows_of_product(x, self.weight, self.labels, self.plan.alone)
+    def _taken(self, x: Tensor, results: Rows) -> int:
+        """Rows whose results a kernel makes at a time from x itself; 0 if the logits are made first.
+
+        Where all logits fit, they are made and kept if the gradient of more than lse and one picked logit may need them.
+        """
+        more = self.bias is not None or results.entropy is not None or results.total is not None
+        if self.plan.held and (more or self.labels.target.shape[1] > 1):
+            return 0
+        return self.kernels.rows_of_product(x, self.weight, self.labels, self.plan.alone)
+
+    def _factors(self, results: Rows, some: slice) -> Tensor:
+        """Of each row's only target: by what the gradients of lse and of picked become that of its logit, ``[2, rows]``."""
+        z, options = results.picked[some, 0], self.labels.options
+        slope = torch.ones_like(z)
+        if options.softcap is not None:
+            tanh = z * ((options.temperature or 1.0) / options.softcap)
+            slope = 1.0 - tanh * tanh
+        if options.inverse is not None:
+            slope = slope * options.inverse
+        absent = ~self.columns_of()[1][some]
+        slope = slope.masked_fill(absent, 0.0)
+        p = torch.exp(z - results.lse[some]).masked_fill(absent, 0.0)
+        return torch.stack((p * slope, slope))
+
+    def _of_target(self, factors: Tensor, incoming: Incoming) -> Tensor:
+        """The gradient of each row's logit at its only target; 0 if that isn't here."""
+        found = torch.zeros_like(factors[0])
+        if incoming.lse is not None:
+            found.addcmul_(incoming.lse, factors[0])
+        if incoming.picked is not None:
+            found.addcmul_(incoming.picked[:, 0], factors[1])
+        return found
 
     def _frozen(self, results: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
         """Each row's m, and the factors that turn the gradients of lse and of picked into W_y's factor, ``[2, N]``."""
         assert results.kept is not None
-        options, size = self.labels.options, x.shape[0]
+        size = x.shape[0]
         m = torch.empty_like(x, memory_format=torch.contiguous_format)
         factors = torch.zeros((2, size), dtype=torch.float32, device=x.device)
         one = torch.ones(size, dtype=torch.float32, device=x.device)
         less = torch.empty_like(results.picked)
-        _, here = self.columns_of()
-        taken = self._taken(x)
+        taken = self._taken(x, results)
         # The plan has room for logits beside their gradient. Without logits, twice as many rows take less.
         for first, last in self.linear.chunks(size, min(2 * self.plan.rows, taken) if taken else self.plan.rows):
             some = slice(first, last)
             others = logits = None  # freed before the next ones are allocated
             if taken:
                 others = torch.empty((last - first, self.weight.shape[0]), dtype=x.dtype, device=x.device)
-                self.kernels.product(results, x[some], self.weight, self.labels, first, others)
+                beside = self.kernels.product(results, x[some], self.weight, self.labels, first, others)
+                self.kernels.normalise(others, beside, self.labels, results.kept, None, first)
             else:
                 logits = self.linear.product(x[some], self.weight.t())
                 self.kernels.rows(results, logits, self.labels, first)
-            z = results.picked[some, 0]
-            slope = torch.ones_like(z)
-            if options.softcap is not None:
-                tanh = z * ((options.temperature or 1.0) / options.softcap)
-                slope = 1.0 - tanh * tanh
-            if options.inverse is not None:
-                slope = slope * options.inverse
-            slope = slope.masked_fill(~here[some], 0.0)
-            p = torch.exp(z - results.lse[some]).masked_fill(~here[some], 0.0)
-            torch.mul(p, slope, out=factors[0, some])
-            factors[1, some] = slope
+            factors[:, some] = self._factors(results, some)
             if logits is not None:
-                torch.neg(p, out=less[some, 0])
+                # The target's own term is apart.
+                less[some, 0] = -torch.exp(results.picked[some, 0] - results.lse[some])
                 incoming = Incoming(one, less, None, None)
                 others = self._dlogits(logits, x.dtype, results.kept, incoming, first, 0)
             assert others is not None
@@ -197,11 +224,7 @@ class _Call:
         size, hidden = m.shape
         dx = torch.empty_like(m)
         column, _ = self.columns_of()
-        factor = torch.zeros_like(factors[0])
-        if incoming.lse is not None:
-            factor.addcmul_(incoming.lse, factors[0])
-        if incoming.picked is not None:
-            factor.addcmul_(incoming.picked[:, 0], factors[1])
+        factor = self._of_target(factors, incoming)
         # Per column of x, a row takes as much memory here as two columns of the tile.
         for first, last in self.linear.chunks(size, max(1, self.plan.rows * self.weight.shape[0] // (2 * hidden))):
             some = slice(first, last)
@@ -212,11 +235,11 @@ class _Call:
         return dx
 
     def backward(
-        self, x: Tensor, logits: Once | None, kept: Tensor, incoming: Incoming
+        self, x: Tensor, whole: Once | None, kept: Tensor, incoming: Incoming
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, weight and bias. `logits` are all of them, to be overwritten and freed; or None."""
+        """The gradients of x, weight and bias. `whole` is what `forward` kept, to be overwritten and freed; or None."""
         dx, dweight = (
-            self._by_columns(x, kept, incoming) if self.plan.by_columns else self._by_rows(x, logits, kept, incoming)
+            self._by_columns(x, kept, incoming) if self.plan.by_columns else self._by_rows(x, whole, kept, incoming)
         )
         dx = None if dx is None else dx.to(x.dtype)
         dweight = None if dweight is None else dweight.to(self.weight.dtype)
@@ -225,14 +248,17 @@ class _Call:
     def _by_rows(
         self, x: Tensor, whole: Once | None, kept: Tensor, incoming: Incoming
     ) -> tuple[Tensor | None, Tensor | None]:
-        (logits,) = (None if whole is None else whole.take()) or (None,)
+        held: tuple[Any, ...] = (None if whole is None else whole.take()) or ()
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if self.needs[0] else None
         dweight, dtype = None, self.weight.dtype if self.plan.whole else self.accum_dtype
         for first, last in self.linear.chunks(x.shape[0], x.shape[0] if self.plan.whole else self.plan.rows):
-            if logits is None:
-                logits = self.linear.product(x[first:last], self.weight.t())
-            dlogits = self._dlogits(logits, x.dtype, kept, incoming, first, 0)
-            logits = None  # freed before the products
+            if len(held) > 1:
+                dlogits = self._of_terms(held[0], held[1], held[2], kept, incoming)
+            else:
+                logits = held[0] if held else self.linear.product(x[first:last], self.weight.t())
+                held = ()
+                dlogits = self._dlogits(logits, x.dtype, kept, incoming, first, 0)
+                del logits  # freed before the products
             if dx is not None:
                 torch.mm(dlogits, self.weight, out=dx[first:last])
             if self.needs[1]:
@@ -254,6 +280,14 @@ class _Call:
                 torch.mm(dlogits.t(), x, out=dweight[first:last])
             del dlogits
         return dx, dweight
+
+    def _of_terms(self, terms: Tensor, beside: Any, factors: Tensor, kept: Tensor, incoming: Incoming) -> Tensor:
+        """The gradient of all logits, in place of what `forward` kept."""
+        dlse = torch.zeros_like(factors[0]) if incoming.lse is None else incoming.lse
+        self.kernels.normalise(terms, beside, self.labels, kept, dlse, 0)
+        column, here = self.columns_of()
+        column, found = column[:, None], self._of_target(factors, incoming)[:, None].to(terms.dtype)
+        return terms.scatter_(1, column, torch.where(here[:, None], found, terms.gather(1, column)))
 
     def _dlogits(
         self, logits: Tensor, dtype: torch.dtype, kept: Tensor, incoming: Incoming, first_row: int, first_column: int
@@ -318,14 +352,15 @@ class FusedLinearStatistics:
             differentiable=any(needs),
         )
         call = _Call(self.kernels, self.linear, needs, linear_weight, bias, labels, plan, accum_dtype)
-        kept, factors = call.forward(rows, x)
+        kept = call.forward(rows, x)
         result = result_of(rows, target)
         if not any(needs):
             return result, ()
         if plan.frozen:
-            return result, (kept, linear_weight, bias, target, labels.weight, factors)
+            m, factors = kept
+            return result, (m, linear_weight, bias, target, labels.weight, factors)
         saved = x, linear_weight, bias, target, labels.weight, rows.kept
-        return result, saved if kept is None or modes.compiling() else (*saved, Once(kept))
+        return result, (*saved, Once(*kept)) if kept and not modes.compiling() else saved
 
     def backward(
         self,

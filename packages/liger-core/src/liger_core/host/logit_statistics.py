@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,16 +91,33 @@ class StatisticsKernels:
         return 0
 
     def product(
-        self, results: Rows, x: Tensor, weight: Tensor, labels: Labels, first_row: int, others: Tensor | None = None
-    ) -> None:
+        self, results: Rows, x: Tensor, weight: Tensor, labels: Labels, first_row: int, terms: Tensor | None = None
+    ) -> Any:
         """Write the results of the rows from `first_row` on, as many as x has; their logits are x · weightᵀ.
 
         Args:
             results, labels: as `rows` gets them.
             x, weight: the linear layer's, as `rows_of_product` took them.
             first_row: the first row.
-            others: in x's dtype and contiguous, one row for each of x. It gets the gradient of lse with respect to the logits,
-                and 0 at the target, of which each row then has one. Or None.
+            terms: in x's dtype and contiguous, one row for each of x, which then has one target. It gets what `normalise`
+                takes. Or None.
+
+        Returns:
+            What else `normalise` takes: a tensor.
+        """
+        raise NotImplementedError
+
+    def normalise(
+        self, terms: Tensor, beside: Any, labels: Labels, kept: Tensor, dlse: Tensor | None, first_row: int
+    ) -> None:
+        """Turn terms into the gradient of lse with respect to the logits, except for 0 at the target, times `dlse`.
+
+        Args:
+            terms, beside: of `product`.
+            labels: as `product` got them.
+            kept: what `product` kept.
+            dlse: the gradient of lse, of all rows, or None for 1.
+            first_row: the first row.
         """
         raise NotImplementedError
 

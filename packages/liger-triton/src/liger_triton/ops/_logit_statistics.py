@@ -8,6 +8,8 @@ On Hopper, logits of half-precision x and weight need no memory: the program tha
 sums. Another kernel joins those of a row's tiles.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -334,7 +336,9 @@ def _join(
 
 
 @kernel(do_not_specialize=["first_row", "rows"])
-def _normalise(terms, maxima, kept, columns, parts, first_row, rows, inverse, PARTS: tl.constexpr, PART: tl.constexpr):
+def _normalise(
+    terms, maxima, kept, dlse, columns, parts, first_row, rows, inverse, PARTS: tl.constexpr, PART: tl.constexpr
+):  # fmt: skip
     """Turn `_tell_part`'s terms into the gradient of lse: into probabilities, over the temperature."""
     blocks = tl.cdiv(columns, PARTS * PART)
     local = (tl.program_id(0) // blocks).to(tl.int64)
@@ -346,6 +350,8 @@ def _normalise(terms, maxima, kept, columns, parts, first_row, rows, inverse, PA
     top = tl.load(maxima + local * parts + part, part < parts, other=-3.4028234663852886e38)
     fall = _tempered(top - tl.load(kept + first_row + local), inverse)
     factor = _tempered(_exp_like(fall, maxima) / exp_sum, inverse)
+    if dlse is not None:
+        factor *= tl.load(dlse + first_row + local)
     term = tl.load(terms + column, inside, other=0.0).to(tl.float32)
     tl.store(terms + column, tl.where(exp_sum == -1.0, 0.0, term * factor[:, None]), inside)
 
@@ -420,8 +426,8 @@ class _Kernels(StatisticsKernels):
         return rows if rows >= LEAST_ROWS else 0
 
     def product(
-        self, results: Rows, x: Tensor, weight: Tensor, labels: Labels, first_row: int, others: Tensor | None = None
-    ) -> None:
+        self, results: Rows, x: Tensor, weight: Tensor, labels: Labels, first_row: int, terms: Tensor | None = None
+    ) -> Tensor:
         n, columns = x.shape[0], weight.shape[0]
         parts = (columns + PART - 1) // PART
         _, picked, entropy, total, log_sum_squares, best, _, _ = results
@@ -430,8 +436,9 @@ class _Kernels(StatisticsKernels):
         def of_parts(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
             return torch.empty((n, parts), dtype=dtype, device=x.device) if wanted else None
 
+        maxima = torch.empty((n, parts), dtype=torch.float32, device=x.device)
         found = (
-            of_parts(True),
+            maxima,
             of_parts(True),
             of_parts(entropy is not None),
             of_parts(log_sum_squares is not None),
@@ -440,14 +447,14 @@ class _Kernels(StatisticsKernels):
             of_parts(best is not None, torch.int32),
         )
         some = slice(first_row, first_row + n)
-        # These spill registers beside a wide tile. `others` don't count: a result has the same bits without them.
+        # These spill registers beside a wide tile. `terms` don't count: a result has the same bits without them.
         several = target.shape[1] > 1 or any(result is not None for result in (entropy, total, log_sum_squares))
         rich = (best is not None and several) or columns % 16 != 0
         tile_columns = PART if rich else TILE_COLUMNS
         tiles = (n + TILE_ROWS - 1) // TILE_ROWS * ((columns + tile_columns - 1) // tile_columns)
         _tiles[(tiles,)](
             _descriptor(x, TILE_ROWS), _descriptor(weight, tile_columns), labels.bias, target[some],
-            picked[some], others, *found, target.stride(0), target.stride(1), n, columns, x.shape[1], parts,
+            picked[some], terms, *found, target.stride(0), target.stride(1), n, columns, x.shape[1], parts,
             options.first, options.ignore_index, options.temperature, options.inverse, ROWS=TILE_ROWS,
             COLUMNS=tile_columns, PART=PART, DEPTH=TILE_DEPTH, TURN=TILES_IN_TURN, TARGETS=target.shape[1], num_warps=8,
             num_stages=4,
@@ -457,12 +464,17 @@ class _Kernels(StatisticsKernels):
             target.shape[0], options.first, options.ignore_index, options.temperature, options.inverse,
             BLOCK=1024, TARGETS=min(power_of_2(target.shape[1], 1), MOST_TARGETS), num_warps=4,
         )  # fmt: skip
-        if others is not None:
-            blocks = (columns + 4095) // 4096
-            _normalise[(n * blocks,)](
-                others, found[0], results.kept, columns, parts, first_row, target.shape[0], options.inverse,
-                PARTS=4096 // PART, PART=PART, num_warps=8,
-            )  # fmt: skip
+        return maxima
+
+    def normalise(
+        self, terms: Tensor, beside: Any, labels: Labels, kept: Tensor, dlse: Tensor | None, first_row: int
+    ) -> None:
+        n, columns = terms.shape
+        blocks = (columns + 4095) // 4096
+        _normalise[(n * blocks,)](
+            terms, beside, kept, dlse, columns, (columns + PART - 1) // PART, first_row, kept.shape[1],
+            labels.options.inverse, PARTS=4096 // PART, PART=PART, num_warps=8,
+        )  # fmt: skip
 
     def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
         logits, row_stride = as_rows(logits)

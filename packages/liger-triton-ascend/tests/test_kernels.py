@@ -12,6 +12,7 @@ if find_spec("triton") is None or find_spec("triton.triton_patch") is None:
 import liger_core
 from liger_conformance import interpreters
 from liger_conformance.case import Make
+from liger_conformance.cases.fused_moe import with_one_large_term
 from liger_conformance.compare import compare
 from liger_conformance.interpreters.triton_bounds import OutOfBounds
 from liger_conformance.running import Target, baseline_and_truth, errors_nearby, evaluate, only
@@ -79,23 +80,13 @@ def test_more_streams_than_fit_are_refused():
 
 def test_a_float32_gradient_of_experts_is_a_sum_of_sums():
     """Over some slots each."""
-    # One running sum would lose every 1 that follows the first slot's 2²⁵. Each slot has silu(64) / 64, which is 1.
-    incoming = torch.zeros(1024, 1, device=DEVICE)
-    incoming[::32] = 1.0
-    incoming[0] = 2.0**25
-    arguments = {
-        "x": torch.ones(1024, 1, device=DEVICE),
-        "gate_up_weight": torch.tensor([64.0, 1 / 64], device=DEVICE).view(1, 2, 1),
-        "down_weight": torch.ones(1, 1, 1, device=DEVICE),
-        "expert_indices": torch.zeros(1024, 1, dtype=torch.int64, device=DEVICE),
-        "expert_weights": torch.ones(1024, 1, device=DEVICE),
-    }
+    arguments, incoming, (least, most) = with_one_large_term(DEVICE)
     op, lane = ops["fused_moe"], "interpreted" if INTERPRETED else "passed"
     with only(Target(op, "triton-ascend", DEVICE, backend, lane)):
-        actual = evaluate(op, op, arguments, ("down_weight",), {"result": incoming})
+        actual = evaluate(op, op, arguments, ("down_weight",), incoming)
     found = actual.gradients["down_weight"]
     assert found is not None
-    assert 2**25 + 24 <= found.item() <= 2**25 + 32
+    assert least <= found.item() <= most
 
 
 SIZE = (1 << 31) - 1

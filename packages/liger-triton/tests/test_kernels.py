@@ -10,6 +10,7 @@ import liger_core
 from liger_conformance.case import Make
 from liger_conformance.cases.fused_linear_logit_statistics import build as build_linear_statistics
 from liger_conformance.cases.fused_moe import build as build_fused_moe
+from liger_conformance.cases.fused_moe import with_one_large_term
 from liger_conformance.cases.group_norm import build as build_group_norm
 from liger_conformance.cases.grpo_loss import build as build_grpo_loss
 from liger_conformance.cases.jsd import build as build_jsd
@@ -370,23 +371,13 @@ def test_slots_are_sorted_as_pytorch_sorts_them(
 
 def test_a_float32_gradient_of_experts_is_a_sum_of_sums() -> None:
     """Over some slots each."""
-    # One running sum would lose every 1 that follows the first slot's 2²⁵. Each slot has silu(64) / 64, which is 1.
-    incoming = torch.zeros(1024, 1, device=DEVICE)
-    incoming[::32] = 1.0
-    incoming[0] = 2.0**25
-    arguments = {
-        "x": torch.ones(1024, 1, device=DEVICE),
-        "gate_up_weight": torch.tensor([64.0, 1 / 64], device=DEVICE).view(1, 2, 1),
-        "down_weight": torch.ones(1, 1, 1, device=DEVICE),
-        "expert_indices": torch.zeros(1024, 1, dtype=torch.int64, device=DEVICE),
-        "expert_weights": torch.ones(1024, 1, device=DEVICE),
-    }
+    arguments, incoming, (least, most) = with_one_large_term(DEVICE)
     op = ops["fused_moe"]
     with liger_core.use("triton"):
-        actual = evaluate(op, op, arguments, ("down_weight",), {"result": incoming})
+        actual = evaluate(op, op, arguments, ("down_weight",), incoming)
     found = actual.gradients["down_weight"]
     assert found is not None
-    assert 2**25 + 24 <= found.item() <= 2**25 + 32
+    assert least <= found.item() <= most
 
 
 def test_sums_of_many_equal_values() -> None:

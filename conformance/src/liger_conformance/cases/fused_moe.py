@@ -52,6 +52,27 @@ def build(
     }
 
 
+def with_one_large_term(device: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], tuple[float, float]]:
+    """A gradient of down_weight that one running sum of its terms would lose, for a test of how a kernel adds up.
+
+    Returns:
+        The arguments; the incoming gradients, by result; and between which numbers that gradient is, if sums of some slots each
+        are added up. Each slot has silu(64) / 64, which is 1, and one running sum would lose every 1 that follows the first
+        slot's 2²⁵.
+    """
+    incoming = torch.zeros(1024, 1, device=device)
+    incoming[::32] = 1.0
+    incoming[0] = 2.0**25
+    arguments = {
+        "x": torch.ones(1024, 1, device=device),
+        "gate_up_weight": torch.tensor([64.0, 1 / 64], device=device).view(1, 2, 1),
+        "down_weight": torch.ones(1, 1, 1, device=device),
+        "expert_indices": torch.zeros(1024, 1, dtype=torch.int64, device=device),
+        "expert_weights": torch.ones(1024, 1, device=device),
+    }
+    return arguments, {"result": incoming}, (2.0**25 + 24, 2.0**25 + 32)
+
+
 def budgets(tokens: int, per_token: int, experts: int, hidden: int, intermediate: int) -> tuple[int | None, ...]:
     """None, room for all, and for some columns, in a dtype of 2 or of 4 bytes; and what is enough in any."""
 

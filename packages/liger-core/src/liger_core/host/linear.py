@@ -78,6 +78,24 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(_mm(a, b, dtype))
 
 
+@opaque(writes=("logits",))
+def _write_logits(logits: Tensor, x: Tensor, weight: Tensor) -> None:
+    torch.mm(x, weight.t(), out=logits)
+
+
+def logits_of(x: Tensor, weight: Tensor, again: bool = False) -> Tensor:
+    """x weightᵀ.
+
+    Backward makes it `again`, which isn't traced: torch.compile would find that it is forward's product, and keep that for
+    backward, and so in the end all logits.
+    """
+    if not again:
+        return x @ weight.t()
+    logits = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    _write_logits(logits, x, weight)
+    return logits
+
+
 class Linear:
     """A language's part of linear layers: a kernel that scales gradients, and matrix products that suit its devices.
 
@@ -335,7 +353,7 @@ class LinearLoss:
         kept = logits = None
         for first, last in self.linear.chunks(self.x.shape[0], self.rows):
             kept = logits = None  # freed before the next chunk's are allocated
-            logits = self.x[first:last] @ self.weight.t()
+            logits = logits_of(self.x[first:last], self.weight, again=not results)
             kept = self.visit(first, logits, results, gradients, incoming)
             if gradients is not None:
                 kept = None
@@ -405,7 +423,7 @@ class LinearLoss:
         gradients = Gradients(self.linear, needs, self.x, self.weight, self.bias, self.weight.dtype)
         incoming = self.incoming(dloss)
         for first, last in self.linear.chunks(self.weight.shape[0], columns):
-            logits = self.x @ self.weight[first:last].t()
+            logits = logits_of(self.x, self.weight[first:last], again=True)
             self.add_wide_bias(gradients, (logits,), incoming, first_column=first)
             self.gradient(logits, (None,), incoming, first_column=first)
             gradients.add_columns(first, last, logits)
@@ -481,7 +499,8 @@ class TeacherLoss(LinearLoss):
         teacher: Any = None
         for start, end in self.linear.chunks(logits.shape[0], self.teacher_rows):
             teacher = None
-            teacher = self.teacher_x[first + start : first + end] @ self.teacher_weight.t()
+            rows = self.teacher_x[first + start : first + end]
+            teacher = logits_of(rows, self.teacher_weight, again=not results)
             student = logits[start:end]
             if results:
                 self.write(first + start, student, teacher)

@@ -1,4 +1,4 @@
-"""Matrix products of the linear losses with a teacher, counted: how many a step takes, and what torch.compile keeps of them."""
+"""Matrix products of linear losses, counted: how many a step takes, and what torch.compile keeps of them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from liger_core.contract import Needs, Once
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
 from liger_core.host.fused_linear_distillation import FusedLinearDistillation
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD
-from liger_core.host.linear import Linear
+from liger_core.host.fused_linear_logit_statistics import FusedLinearStatistics
+from liger_core.host.linear import Linear, logits_again
+from liger_core.host.logit_statistics import StatisticsKernels
 from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_distillation import fused_linear_distillation
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
+from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
 
 ROWS, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 4096, 2048, 4096, 128256
 STUDENT, TEACHER = (2 * ROWS * hidden * VOCABULARY for hidden in (HIDDEN, TEACHER_HIDDEN))
 BOTH: Needs = (True, True, False)
+ROWS_TRACED, WIDTH_TRACED, CLASSES_TRACED = 4096, 8, 33
 
 
 def _launch(y: Tensor, a: Tensor, b: Tensor) -> None:
@@ -70,6 +74,24 @@ class NoKernels(DistillationKernels):
 
     def total(self, losses: Tensor, divisor: Tensor | None) -> Tensor:
         return losses.sum()
+
+
+class NoStatistics(StatisticsKernels):
+    def rows(self, results: Any, logits: Tensor, labels: Any, first_row: int) -> None:
+        for result in (results.lse, results.picked, results.entropy, results.kept):
+            _touch(result, logits, logits)
+
+    def gradient(
+        self,
+        dlogits: Tensor,
+        logits: Tensor | None,
+        labels: Any,
+        kept: Tensor,
+        incoming: Any,
+        first_row: int,
+        first_column: int,
+    ) -> None:
+        _touch(dlogits, kept if logits is None else logits, incoming.lse)
 
 
 class NoDivergence(DivergenceKernels):
@@ -201,23 +223,10 @@ def test_gradients_that_are_of_no_use_make_room() -> None:
     assert once.take() is None
 
 
-@pytest.mark.parametrize(
-    ("options", "products"),
-    [({}, 4), ({"hard_weight": 0.5}, 6), ({"reduction": "none"}, 6)],
-    ids=str,
-)
-def test_compiled_code_keeps_no_logits(options: dict[str, Any], products: int) -> None:
-    """Backward makes chunks of logits by the products that forward had: torch.compile would see that, and keep them all.
-
-    While Dynamo traces, each result gets a gradient, so that a hard loss costs as much as one per row.
-    """
-    host = FusedLinearDistillation(NoKernels(), NoLinear())
+def compiled(op: Any, host: Any, needs: Needs, given: dict[str, Any]) -> tuple[float, list[tuple[int, ...]]]:
+    """The products of a compiled step, each of ROWS_TRACED · WIDTH_TRACED · CLASSES_TRACED, and the shapes that it keeps."""
     kernel: Any = SimpleNamespace(forward=host.forward, backward=host.backward)
-    run = differentiable(fused_linear_distillation, kernel, "toy")
-    rows, hidden, teacher_hidden, vocabulary = 2048, 8, 8, 33
-    tensors = [torch.randn(rows, hidden, requires_grad=True), torch.randn(vocabulary, hidden, requires_grad=True)]
-    tensors += [torch.randn(rows, teacher_hidden), torch.randn(vocabulary, teacher_hidden)]
-    labels = torch.zeros(rows, dtype=torch.int64)
+    run = differentiable(op, kernel, "toy")
     kept: list[tuple[int, ...]] = []
     flops: list[int] = []
 
@@ -227,13 +236,56 @@ def test_compiled_code_keeps_no_logits(options: dict[str, Any], products: int) -
         flops.extend(traced_flops(node) for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
-    def loss(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, labels: Tensor) -> Tensor:
-        given = {"student_x": x, "student_weight": weight, "teacher_x": teacher_x, "teacher_weight": teacher_weight}
-        arguments = fused_linear_distillation.bind((), {**given, "labels": labels, **options})
-        return run(arguments, BOTH, {name: arguments[name] for name in fused_linear_distillation.options}).loss
+    def first(given: dict[str, Any]) -> Tensor:
+        arguments = op.bind((), given)
+        return run(arguments, needs, {name: arguments[name] for name in op.options})[0]
 
     backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
     torch.compiler.reset()
-    torch.compile(loss, backend=backend, fullgraph=True)(*tensors, labels).sum().backward()
-    assert sum(flops) == products * 2 * rows * hidden * vocabulary
-    assert not [shape for shape in kept if shape[-1:] == (vocabulary,)]
+    torch.compile(first, backend=backend, fullgraph=True)(given).sum().backward()
+    return sum(flops) / (2 * ROWS_TRACED * WIDTH_TRACED * CLASSES_TRACED), kept
+
+
+@pytest.mark.parametrize(
+    ("options", "products"),
+    [({}, 4), ({"hard_weight": 0.5}, 6), ({"reduction": "none"}, 6)],
+    ids=str,
+)
+def test_a_compiled_distillation_keeps_no_logits(options: dict[str, Any], products: int) -> None:
+    """Backward makes chunks of logits by the products that forward had: torch.compile would see that, and keep them all.
+
+    While Dynamo traces, each result gets a gradient, so that a hard loss costs as much as one per row.
+    """
+    given = {
+        "student_x": torch.randn(ROWS_TRACED, WIDTH_TRACED, requires_grad=True),
+        "student_weight": torch.randn(CLASSES_TRACED, WIDTH_TRACED, requires_grad=True),
+        "teacher_x": torch.randn(ROWS_TRACED, WIDTH_TRACED),
+        "teacher_weight": torch.randn(CLASSES_TRACED, WIDTH_TRACED),
+        "labels": torch.zeros(ROWS_TRACED, dtype=torch.int64),
+    }
+    host = FusedLinearDistillation(NoKernels(), NoLinear())
+    flops, kept = compiled(fused_linear_distillation, host, BOTH, given | options)
+    assert flops == products
+    assert not [shape for shape in kept if shape[-1:] == (CLASSES_TRACED,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("needs", [BOTH, (True, False, False)], ids=str)
+def test_compiled_statistics_keep_no_logits(needs: Needs, dtype: torch.dtype) -> None:
+    given = {
+        "x": torch.randn(ROWS_TRACED, WIDTH_TRACED, dtype=dtype, requires_grad=True),
+        "linear_weight": torch.randn(CLASSES_TRACED, WIDTH_TRACED, dtype=dtype, requires_grad=needs[1]),
+        "target": torch.zeros(ROWS_TRACED, dtype=torch.int64),
+        "return_entropy": True,
+    }
+    host = FusedLinearStatistics(NoStatistics(), NoLinear())
+    flops, kept = compiled(fused_linear_logit_statistics, host, needs, given)
+    assert flops == 2 + sum(needs)
+    assert not [shape for shape in kept if shape[-1:] == (CLASSES_TRACED,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_that_are_made_again_are_the_same(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(7, 5, dtype=dtype), torch.randn(3, 10, dtype=dtype)[:, ::2]
+    assert torch.equal(logits_again(x, weight, dtype), x @ weight.t())
+    assert torch.equal(logits_again(x, weight, torch.float32), Linear().product(x, weight.t()))

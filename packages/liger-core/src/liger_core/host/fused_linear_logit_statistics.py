@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_core import modes
 from liger_core.contract import Needs, Once, Saved
-from liger_core.host.linear import Linear
+from liger_core.host.linear import Linear, logits_again
 from liger_core.host.logit_statistics import (
     Incoming,
     Labels,
@@ -229,7 +229,7 @@ class _Call:
         dweight, dtype = None, self.weight.dtype if self.plan.whole else self.accum_dtype
         for first, last in self.linear.chunks(x.shape[0], x.shape[0] if self.plan.whole else self.plan.rows):
             if logits is None:
-                logits = self.linear.product(x[first:last], self.weight.t())
+                logits = self._logits_again(x[first:last], self.weight)
             dlogits = self._dlogits(logits, x.dtype, kept, incoming, first, 0)
             logits = None
             if dx is not None:
@@ -244,7 +244,7 @@ class _Call:
         dweight = torch.empty_like(self.weight, memory_format=torch.contiguous_format) if self.needs[1] else None
         for first, last in self.linear.chunks(self.weight.shape[0], self.plan.columns):
             part = self.weight[first:last]
-            logits = self.linear.product(x, part.t())
+            logits = self._logits_again(x, part)
             dlogits = self._dlogits(logits, x.dtype, kept, incoming, 0, first)
             del logits
             if self.needs[0]:
@@ -253,6 +253,12 @@ class _Call:
                 torch.mm(dlogits.t(), x, out=dweight[first:last])
             del dlogits
         return dx, dweight
+
+    def _logits_again(self, x: Tensor, weight: Tensor) -> Tensor:
+        """float32 x weightᵀ. While Dynamo traces, a plan to keep all logits comes true by a product that forward has as well."""
+        if self.plan.whole or not modes.compiling():
+            return self.linear.product(x, weight.t())
+        return logits_again(x, weight, torch.float32)
 
     def _dlogits(
         self, logits: Tensor, dtype: torch.dtype, kept: Tensor, incoming: Incoming, first_row: int, first_column: int

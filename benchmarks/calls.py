@@ -43,13 +43,18 @@ def tensors_of(returned: Any) -> tuple[Tensor, ...]:
     return tuple(t for t in (returned if isinstance(returned, tuple) else (returned,)) if isinstance(t, Tensor))
 
 
+def trained(returned: Any) -> tuple[Tensor, ...]:
+    """The results that a trainer differentiates: where one is called `loss`, that alone. The others are for logs."""
+    return tensors_of(getattr(returned, "loss", returned))
+
+
 def make_call(
     function: Function, arguments: Arguments, mode: str, dtype: torch.dtype
 ) -> Callable[[], tuple[Tensor | None, ...]]:
     """A function of nothing that returns the results, or, with the backward, the gradients in the order of the arguments.
 
-    The gradient that comes in is `gradient_into`'s, the same for every implementation. It is made at the first call, which
-    isn't timed.
+    The gradient that comes in is `gradient_into`'s, the same for every implementation, and comes into what is `trained`. It is
+    made at the first call, which isn't timed.
     """
     if mode == FORWARD:
 
@@ -63,7 +68,7 @@ def make_call(
     incoming: list[Tensor] = []
 
     def forward_and_backward() -> tuple[Tensor | None, ...]:
-        results = [result for result in tensors_of(function(**arguments)) if result.requires_grad]
+        results = [result for result in trained(function(**arguments)) if result.requires_grad]
         if not incoming:
             incoming.extend(gradient_into(result, dtype) for result in results)
         return torch.autograd.grad(results, leaves, incoming, allow_unused=True)

@@ -26,7 +26,7 @@ import peers
 import records
 import report
 import torch
-from calls import Arguments, Function, arguments_of, gradient_into, make_call, shrunk
+from calls import Arguments, Function, arguments_of, gradient_into, make_call, shrunk, trained
 from command import Command
 from timing import host_time, release
 from torch import Tensor
@@ -82,8 +82,9 @@ def kernel_times(kernel: ModuleType, op: Op[..., Any], arguments: Arguments, dev
         result, saved = kernel.forward(wanted, **arguments)
         results = result if isinstance(result, tuple) else (result,)
         kept = op.keeps_gradient or (True,) * len(results)
+        flowing = [id(result) for result in trained(result)]
         incoming = [
-            None if result is None else gradient_into(result, DTYPE)
+            gradient_into(result, DTYPE) if id(result) in flowing else None
             for result, keeps in zip(results, kept, strict=False)  # a bare tensor is the first of several
             if keeps
         ]

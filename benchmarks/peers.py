@@ -38,12 +38,9 @@ class Eager:
         return F.cross_entropy(logits.float(), target)
 
     @staticmethod
-    def distillation(
-        student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, hard_weight: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def distillation(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, hard_weight: float) -> Tensor:
         student, teacher = torch.log_softmax(student_logits.float(), -1), torch.log_softmax(teacher_logits.float(), -1)
-        soft, hard = Eager.jsd(student, teacher), F.nll_loss(student, labels)
-        return soft + hard_weight * hard, soft, hard
+        return Eager.jsd(student, teacher) + hard_weight * F.nll_loss(student, labels)
 
     @staticmethod
     def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
@@ -70,7 +67,7 @@ class Eager:
         teacher_weight: Tensor,
         labels: Tensor,
         hard_weight: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         return Eager.distillation(student_x @ student_weight.T, teacher_x @ teacher_weight.T, labels, hard_weight)
 
     @staticmethod
@@ -273,7 +270,7 @@ def _liger_distillation(
 ) -> Any:
     """liger-kernel's chunked loss: plain PyTorch through torch.compile, whatever the language."""
     losses = import_module("liger_kernel.chunked_loss")
-    loss = losses.LigerFusedLinearJSDLoss(hard_weight, 1.0, return_soft_hard_loss=True)
+    loss = losses.LigerFusedLinearJSDLoss(hard_weight, 1.0)
     return loss(student_x, student_weight, teacher_x, teacher_weight, labels)
 
 

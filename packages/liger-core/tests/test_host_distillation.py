@@ -187,3 +187,40 @@ def test_a_frozen_student_takes_no_product_of_its_weight(kind: str, needs: Needs
         *(t.double() if t.is_floating_point() else t for t in tensors), **options
     )
     torch.testing.assert_close(result.loss.double(), truth.loss, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["whole", "chunks"])
+@pytest.mark.parametrize("soft_weight", [0.7, 0.0])
+@pytest.mark.parametrize("flowing", [(2.0, None), (None, 3.0), (2.0, 3.0)], ids=str)
+def test_results_without_a_hard_loss_share_one_gradient(
+    kind: str, soft_weight: float, flowing: tuple[float | None, float | None]
+) -> None:
+    """Forward makes it, whatever backward gets. A second backward makes it again."""
+    given = arguments(torch.float32)
+    options: dict[str, Any] = {
+        "divergence": "jsd",
+        "beta": 0.0,
+        "temperature": 1.0,
+        "soft_weight": soft_weight,
+        "hard_weight": 0.0,
+        "student_softcap": None,
+        "teacher_softcap": None,
+        "ignore_index": -1,
+        "reduction": "mean",
+        "accum_dtype": torch.float32,
+        "memory_budget": None if kind == "whole" else 36_000,
+    }
+    tensors = [given["x"], given["linear_weight"], given["x"] * 2, given["linear_weight"] * 2, given["labels"]]
+    host = FusedLinearDistillation(TorchKernels(), TorchLinear())
+    _, saved = host.forward((True, True, False), *tensors, **options)
+    assert isinstance(saved[-1], Once) == (kind == "chunks")
+    incoming = [None if value is None else torch.tensor(value) for value in flowing]
+    got = [host.backward((True, True, False), saved, *incoming, None, **options) for _ in range(2)]
+    leaves = [t.double().requires_grad_() for t in tensors[:2]]
+    truth = fused_linear_distillation.reference(*leaves, *(t.double() for t in tensors[2:4]), tensors[4], **options)
+    dloss, dsoft = (value or 0.0 for value in flowing)
+    right = torch.autograd.grad(truth.loss * dloss + truth.soft_loss * dsoft, leaves)
+    for found in got:
+        for one, wanted in zip(found, right, strict=False):
+            assert one is not None
+            torch.testing.assert_close(one.double(), wanted, rtol=1e-4, atol=1e-6)

@@ -109,6 +109,24 @@ def test_a_compiled_call_has_the_addition_of_its_residual(
     assert tune.function_of(swiglu)(gate=branch, up=branch).shape == branch.shape
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_of_several_results_the_loss_is_differentiated(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in training: the gradient of two losses that are parts of it would take their products once more."""
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    cell = Cell("fused_linear_distillation", "small", compiled)
+    given: dict[str, Any] = {
+        "student_x": torch.randn(4, 3, requires_grad=True),
+        "student_weight": torch.randn(5, 3, requires_grad=True),
+        "teacher_x": torch.randn(4, 2),
+        "teacher_weight": torch.randn(5, 2),
+        "labels": torch.arange(4),
+        "hard_weight": 0.5,
+    }
+    loss = liger_core.fused_linear_distillation(**given).loss
+    right = torch.autograd.grad(loss, (given["student_x"], given["student_weight"]))
+    torch.testing.assert_close(tune.call_of(cell, tune.function_of(cell), given)(), right)
+
+
 def test_each_named_residual_is_an_argument() -> None:
     for name, op in liger_core.contract.ops.items():
         assert tune.cases_of(name).residual in (None, *op.tensors), name

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from liger_core import modes
 from liger_core.contract import Needs, Once, Saved
-from liger_core.host.linear import Linear
+from liger_core.host.linear import Linear, logits_again
 from liger_core.host.logit_statistics import (
     Incoming,
     Labels,
@@ -255,7 +255,7 @@ class _Call:
             if len(held) > 1:
                 dlogits = self._of_terms(held[0], held[1], held[2], kept, incoming)
             else:
-                logits = held[0] if held else self.linear.product(x[first:last], self.weight.t())
+                logits = held[0] if held else self._logits_again(x[first:last], self.weight)
                 held = ()
                 dlogits = self._dlogits(logits, x.dtype, kept, incoming, first, 0)
                 del logits  # freed before the products
@@ -271,7 +271,7 @@ class _Call:
         dweight = torch.empty_like(self.weight, memory_format=torch.contiguous_format) if self.needs[1] else None
         for first, last in self.linear.chunks(self.weight.shape[0], self.plan.columns):
             part = self.weight[first:last]
-            logits = self.linear.product(x, part.t())
+            logits = self._logits_again(x, part)
             dlogits = self._dlogits(logits, x.dtype, kept, incoming, 0, first)
             del logits
             if self.needs[0]:
@@ -288,6 +288,12 @@ class _Call:
         column, here = self.columns_of()
         column, found = column[:, None], self._of_target(factors, incoming)[:, None].to(terms.dtype)
         return terms.scatter_(1, column, torch.where(here[:, None], found, terms.gather(1, column)))
+
+    def _logits_again(self, x: Tensor, weight: Tensor) -> Tensor:
+        """float32 x weightᵀ. While Dynamo traces, a plan to keep all logits comes true by a product that forward has as well."""
+        if self.plan.whole or not modes.compiling():
+            return self.linear.product(x, weight.t())
+        return logits_again(x, weight, torch.float32)
 
     def _dlogits(
         self, logits: Tensor, dtype: torch.dtype, kept: Tensor, incoming: Incoming, first_row: int, first_column: int

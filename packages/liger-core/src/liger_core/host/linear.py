@@ -78,6 +78,27 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(_mm(a, b, dtype))
 
 
+@opaque(writes=("logits",))
+def _write_logits(logits: Tensor, x: Tensor, weight: Tensor) -> None:
+    if logits.dtype is x.dtype:
+        torch.mm(x, weight.t(), out=logits)
+    elif x.is_cuda and _FLOAT32_MM:
+        torch.mm(x, weight.t(), out_dtype=logits.dtype, out=logits)
+    else:
+        torch.mm(x.float(), weight.t().float(), out=logits)
+
+
+def logits_again(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x weightᵀ in `dtype`, for backward.
+
+    It isn't traced: torch.compile would find the same product in forward, and keep that for backward, and so in the end all
+    logits.
+    """
+    logits = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+    _write_logits(logits, x, weight)
+    return logits
+
+
 class Linear:
     """A language's part of linear layers: a kernel that scales gradients, and matrix products that suit its devices.
 
@@ -335,7 +356,8 @@ class LinearLoss:
         kept = logits = None
         for first, last in self.linear.chunks(self.x.shape[0], self.rows):
             kept = logits = None  # freed before the next chunk's are allocated
-            logits = self.x[first:last] @ self.weight.t()
+            x = self.x[first:last]
+            logits = x @ self.weight.t() if results else logits_again(x, self.weight, x.dtype)
             kept = self.visit(first, logits, results, gradients, incoming)
             if gradients is not None:
                 kept = None
@@ -405,7 +427,7 @@ class LinearLoss:
         gradients = Gradients(self.linear, needs, self.x, self.weight, self.bias, self.weight.dtype)
         incoming = self.incoming(dloss)
         for first, last in self.linear.chunks(self.weight.shape[0], columns):
-            logits = self.x @ self.weight[first:last].t()
+            logits = logits_again(self.x, self.weight[first:last], self.x.dtype)
             self.add_wide_bias(gradients, (logits,), incoming, first_column=first)
             self.gradient(logits, (None,), incoming, first_column=first)
             gradients.add_columns(first, last, logits)
@@ -481,7 +503,8 @@ class TeacherLoss(LinearLoss):
         teacher: Any = None
         for start, end in self.linear.chunks(logits.shape[0], self.teacher_rows):
             teacher = None
-            teacher = self.teacher_x[first + start : first + end] @ self.teacher_weight.t()
+            x = self.teacher_x[first + start : first + end]
+            teacher = x @ self.teacher_weight.t() if results else logits_again(x, self.teacher_weight, x.dtype)
             student = logits[start:end]
             if results:
                 self.write(first + start, student, teacher)

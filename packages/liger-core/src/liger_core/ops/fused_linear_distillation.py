@@ -59,8 +59,10 @@ def fused_linear_distillation(
         accum_dtype, memory_budget: as in `fused_linear_cross_entropy`, including the teacher's logits of a chunk.
 
     Returns:
-        `DistillationOutput`. If `loss` is reduced, forward makes its gradient. The gradient of another field, or of a loss
-        per row, takes the products of forward once more.
+        `DistillationOutput`. If `loss` is reduced, forward makes its gradient, and backward takes no product. Without a hard
+        loss that serves `soft_loss` as well. With one, a gradient of another field makes all products again: weigh the two by
+        `soft_weight` and `hard_weight`. The logits are made in forward and again in backward for a loss per row, and under
+        torch.compile for any loss with a hard one.
 
     Raises:
         TypeError: a dtype or type that is not accepted.

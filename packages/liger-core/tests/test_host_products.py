@@ -1,0 +1,291 @@
+"""Matrix products of linear losses, counted: how many a step takes, and what torch.compile keeps of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import (  # pyright: ignore[reportMissingModuleSource]
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_core.autograd import differentiable
+from liger_core.contract import Needs, Once
+from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
+from liger_core.host.fused_linear_distillation import FusedLinearDistillation
+from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD
+from liger_core.host.fused_linear_logit_statistics import FusedLinearStatistics
+from liger_core.host.linear import Linear, logits_again
+from liger_core.host.logit_statistics import StatisticsKernels
+from liger_core.opaque import opaque
+from liger_core.ops.fused_linear_distillation import fused_linear_distillation
+from liger_core.ops.fused_linear_jsd import fused_linear_jsd
+from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
+
+ROWS, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 4096, 2048, 4096, 128256
+STUDENT, TEACHER = (2 * ROWS * hidden * VOCABULARY for hidden in (HIDDEN, TEACHER_HIDDEN))
+BOTH: Needs = (True, True, False)
+ROWS_TRACED, WIDTH_TRACED, CLASSES_TRACED = 4096, 8, 33
+
+
+def _launch(y: Tensor, a: Tensor, b: Tensor) -> None:
+    """What torch.compile sees of a kernel."""
+    y.add_(a.sum() + b.sum())
+
+
+_launch.__module__ = "toy"  # the name that pytest gives to this module is none of a custom op
+_touch = opaque(writes=("y",))(_launch)
+
+
+class NoLinear(Linear):
+    def scale(self, y: Tensor, x: Tensor, dloss: Tensor, divisor: Tensor | None) -> None:
+        _touch(y, x, dloss)
+
+
+class NoKernels(DistillationKernels):
+    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
+        _touch(results.soft, student, teacher)
+        if results.hard is not None:
+            _touch(results.hard, student, teacher)
+
+    def gradient(
+        self,
+        dstudent: Tensor,
+        student: Tensor | None,
+        teacher: Tensor,
+        given: Given,
+        statistics: Tensor,
+        incoming: Incoming,
+        first: int,
+        first_column: int,
+    ) -> None:
+        factors = [factor for factor in incoming if factor is not None]
+        _touch(dstudent, teacher, factors[0] + factors[-1])
+
+    def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+        return torch.ones(1, device=x.device)
+
+    def total(self, losses: Tensor, divisor: Tensor | None) -> Tensor:
+        return losses.sum()
+
+
+class NoStatistics(StatisticsKernels):
+    def rows(self, results: Any, logits: Tensor, labels: Any, first_row: int) -> None:
+        for result in (results.lse, results.picked, results.entropy, results.kept):
+            _touch(result, logits, logits)
+
+    def gradient(
+        self,
+        dlogits: Tensor,
+        logits: Tensor | None,
+        labels: Any,
+        kept: Tensor,
+        incoming: Any,
+        first_row: int,
+        first_column: int,
+    ) -> None:
+        _touch(dlogits, kept if logits is None else logits, incoming.lse)
+
+
+class NoDivergence(DivergenceKernels):
+    def rows(
+        self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, given: Any, first: int
+    ) -> None:
+        _touch(losses, student, teacher)
+
+    def gradient(
+        self,
+        dstudent: Tensor,
+        student: Tensor | None,
+        teacher: Tensor,
+        given: Any,
+        statistics: Tensor,
+        incoming: Any,
+        first: int,
+    ) -> None:
+        _touch(dstudent, teacher, statistics)
+
+    def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+        return torch.ones(1, device=x.device)
+
+    def mean(self, losses: Tensor, count: Tensor) -> Tensor:
+        return losses.sum()
+
+
+class Products(TorchDispatchMode):
+    """Adds up the operations of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:]
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        else:
+            assert not name.endswith(("mm", "mm_", "matmul", "linear")), f"count {name}, too"
+        return func(*args, **(kwargs or {}))
+
+
+def traced_flops(node: Node) -> int:
+    """Those of a node of a graph. Two products are custom ops: that which adds up, and that which makes logits again."""
+    factors: Any = node.args[-2:]
+    if "_add_product" in str(node.args):
+        (rows, m), (_, n) = (node.kwargs[name].meta["val"].shape for name in "ab")  # type: ignore[union-attr]
+    elif "_write_logits" in str(node.args):
+        (m, rows), (n, _) = (node.kwargs[name].meta["val"].shape for name in ("x", "weight"))  # type: ignore[union-attr]
+    elif getattr(node.target, "overloadpacket", None) in (torch.ops.aten.mm, torch.ops.aten.addmm):
+        (m, rows), (_, n) = (factor.meta["val"].shape for factor in factors)
+    else:
+        return 0
+    return 2 * m * n * rows
+
+
+def layers(rows: int = ROWS, device: str = "meta") -> dict[str, Tensor]:
+    """Tensors of the medium case, without memory."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+
+    return {
+        "student_x": empty(rows, HIDDEN),
+        "student_weight": empty(VOCABULARY, HIDDEN),
+        "teacher_x": empty(rows, TEACHER_HIDDEN),
+        "teacher_weight": empty(VOCABULARY, TEACHER_HIDDEN),
+    }
+
+
+def flops_of(op: Any, host: Any, flowing: tuple[str, ...], given: dict[str, Any]) -> int:
+    """Those of forward and backward. A gradient comes into the results that are named."""
+    arguments = op.bind((), given)
+    with Products() as products:
+        result, saved = host.forward(BOTH, **arguments)
+        fields = result._asdict() if hasattr(result, "_asdict") else {"loss": result}
+        incoming = [torch.ones_like(value) if name in flowing else None for name, value in fields.items()]
+        options = {name: arguments[name] for name in op.options}
+        assert all(g is not None for g in host.backward(BOTH, saved, *incoming, **options)[:2])
+    return products.flops
+
+
+ONCE, AGAIN = STUDENT + TEACHER, 2 * (STUDENT + TEACHER)
+GRADIENTS = 2 * STUDENT
+
+
+@pytest.mark.parametrize(
+    ("flowing", "options", "flops"),
+    [
+        (("loss",), {"hard_weight": 0.5}, ONCE + GRADIENTS),
+        (("loss",), {"hard_weight": 0.5, "reduction": "sum"}, ONCE + GRADIENTS),
+        (("loss",), {}, ONCE + GRADIENTS),
+        (("soft_loss",), {}, ONCE + GRADIENTS),
+        (("loss", "soft_loss"), {}, ONCE + GRADIENTS),
+        # Forward can't know that the two parts will come with factors of their own.
+        (("loss", "soft_loss", "hard_loss"), {"hard_weight": 0.5}, AGAIN + 2 * GRADIENTS),
+        (("loss",), {"hard_weight": 0.5, "reduction": "none"}, AGAIN + GRADIENTS),
+        (("loss",), {"hard_weight": 0.5, "rows": 2048}, (ONCE + GRADIENTS) // 2),
+        (("loss", "soft_loss", "hard_loss"), {"hard_weight": 0.5, "rows": 2048}, (ONCE + GRADIENTS) // 2),
+    ],
+    ids=str,
+)
+def test_products_of_a_distillation(flowing: tuple[str, ...], options: dict[str, Any], flops: int) -> None:
+    """The logits of both, dx and dweight: what an unfused model takes. 2048 rows are one chunk, whose logits are kept."""
+    rows = options.get("rows", ROWS)
+    labels = torch.empty(rows, dtype=torch.int64, device="meta")
+    given = {**layers(rows), "labels": labels, **{name: o for name, o in options.items() if name != "rows"}}
+    host = FusedLinearDistillation(NoKernels(), NoLinear())
+    assert flops_of(fused_linear_distillation, host, flowing, given) == flops
+
+
+def test_products_of_a_divergence() -> None:
+    host = FusedLinearJSD(NoDivergence(), NoLinear())
+    assert flops_of(fused_linear_jsd, host, ("loss",), layers()) == ONCE + GRADIENTS
+
+
+def test_gradients_that_are_of_no_use_make_room() -> None:
+    """A budget has no room for them beside those that backward makes."""
+    host = FusedLinearDistillation(NoKernels(), NoLinear())
+    labels = torch.empty(ROWS, dtype=torch.int64, device="meta")
+    arguments = fused_linear_distillation.bind((), {**layers(), "labels": labels, "hard_weight": 0.5})
+    options = {name: arguments[name] for name in fused_linear_distillation.options}
+    result, saved = host.forward(BOTH, **arguments)
+    once: Any = saved[-1]
+    assert isinstance(once, Once)
+    host.backward(BOTH, saved, None, None, torch.ones_like(result.loss), **options)
+    assert once.take() is None
+
+
+def compiled(op: Any, host: Any, needs: Needs, given: dict[str, Any]) -> tuple[float, list[tuple[int, ...]]]:
+    """The products of a compiled step, each of ROWS_TRACED · WIDTH_TRACED · CLASSES_TRACED, and the shapes that it keeps."""
+    kernel: Any = SimpleNamespace(forward=host.forward, backward=host.backward)
+    run = differentiable(op, kernel, "toy")
+    kept: list[tuple[int, ...]] = []
+    flops: list[int] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        returned = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+        kept.extend(tuple(node.meta["val"].shape) for node in returned if node is not None)
+        flops.extend(traced_flops(node) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    def first(given: dict[str, Any]) -> Tensor:
+        arguments = op.bind((), given)
+        return run(arguments, needs, {name: arguments[name] for name in op.options})[0]
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    torch.compiler.reset()
+    torch.compile(first, backend=backend, fullgraph=True)(given).sum().backward()
+    return sum(flops) / (2 * ROWS_TRACED * WIDTH_TRACED * CLASSES_TRACED), kept
+
+
+@pytest.mark.parametrize(
+    ("options", "products"),
+    [({}, 4), ({"hard_weight": 0.5}, 6), ({"reduction": "none"}, 6)],
+    ids=str,
+)
+def test_a_compiled_distillation_keeps_no_logits(options: dict[str, Any], products: int) -> None:
+    """Backward makes chunks of logits by the products that forward had: torch.compile would see that, and keep them all.
+
+    While Dynamo traces, each result gets a gradient, so that a hard loss costs as much as one per row.
+    """
+    given = {
+        "student_x": torch.randn(ROWS_TRACED, WIDTH_TRACED, requires_grad=True),
+        "student_weight": torch.randn(CLASSES_TRACED, WIDTH_TRACED, requires_grad=True),
+        "teacher_x": torch.randn(ROWS_TRACED, WIDTH_TRACED),
+        "teacher_weight": torch.randn(CLASSES_TRACED, WIDTH_TRACED),
+        "labels": torch.zeros(ROWS_TRACED, dtype=torch.int64),
+    }
+    host = FusedLinearDistillation(NoKernels(), NoLinear())
+    flops, kept = compiled(fused_linear_distillation, host, BOTH, given | options)
+    assert flops == products
+    assert not [shape for shape in kept if shape[-1:] == (CLASSES_TRACED,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("needs", [BOTH, (True, False, False)], ids=str)
+def test_compiled_statistics_keep_no_logits(needs: Needs, dtype: torch.dtype) -> None:
+    given = {
+        "x": torch.randn(ROWS_TRACED, WIDTH_TRACED, dtype=dtype, requires_grad=True),
+        "linear_weight": torch.randn(CLASSES_TRACED, WIDTH_TRACED, dtype=dtype, requires_grad=needs[1]),
+        "target": torch.zeros(ROWS_TRACED, dtype=torch.int64),
+        "return_entropy": True,
+    }
+    host = FusedLinearStatistics(NoStatistics(), NoLinear())
+    flops, kept = compiled(fused_linear_logit_statistics, host, needs, given)
+    assert flops == 2 + sum(needs)
+    assert not [shape for shape in kept if shape[-1:] == (CLASSES_TRACED,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_that_are_made_again_are_the_same(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(7, 5, dtype=dtype), torch.randn(3, 10, dtype=dtype)[:, ::2]
+    assert torch.equal(logits_again(x, weight, dtype), x @ weight.t())
+    assert torch.equal(logits_again(x, weight, torch.float32), Linear().product(x, weight.t()))

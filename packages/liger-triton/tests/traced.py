@@ -1,6 +1,6 @@
 """Trace the host code of ops as torch.compile does, with sizes that vary, and print what can't be traced.
 
-    python traced.py rms_norm rope
+    python traced.py rms_norm rope fused_linear_logit_statistics@hopper
 
 There is no GPU, and nothing is launched: Dynamo takes launches into its graph, and a backend in place of Inductor returns
 tensors of the graph's shapes.
@@ -27,10 +27,14 @@ from liger_conformance.compilers.triton import TritonCompiler
 from liger_conformance.running import complete, present
 from liger_core.contract import ops
 
+TARGETS: list[str] = []
+"""What the graphs call, by name."""
+
 
 def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
     """A backend that runs nothing, and refuses a graph that writes to its inputs."""
     for node in graph.graph.nodes:
+        TARGETS.append(str(node.target))
         if node.target is triton_kernel_wrapper_mutation:
             check_writes(**node.kwargs)
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
@@ -60,10 +64,17 @@ def empty(example: Any) -> Any:
     return torch.empty_strided(*sizes, dtype=example.dtype)
 
 
+HOPPER = "@hopper"
+"""Behind an op: a half-precision case in less memory than its logits take, and what that runs on Hopper."""
+
+
 def trace(name: str) -> None:
     """Forward of the first case, for every gradient, then its backward."""
+    hopper = name.endswith(HOPPER)
+    name = name.removesuffix(HOPPER)
     op, kernel, found = ops[name], liger_triton.backend.kernel(name), cases_of(name)
-    arguments = complete(op, found.build(found.cases[0], torch.float32, "cpu"))
+    case = next(case for case in found.cases if not hopper or case.id == "hundreds-of-rows")
+    arguments = complete(op, found.build(case, torch.bfloat16 if hopper else torch.float32, "cpu"))
     there = present(op, arguments)
     needs = tuple(tensor in there for tensor in op.differentiable)
     options = {option: arguments[option] for option in op.options}
@@ -77,6 +88,8 @@ def trace(name: str) -> None:
     kept = op.keeps_gradient or (True,) * len(results)
     incoming = [r if r is None else torch.empty_like(r) for r in compress(results, kept)]
     run(lambda saved, incoming: kernel.backward(needs, saved, *incoming, **options), saved, incoming)
+    if hopper and not any("_launch_tiles" in target for target in TARGETS):
+        raise RuntimeError(f"{name}: the trace has no launch of what runs on Hopper")
 
 
 def main() -> int:
@@ -86,8 +99,10 @@ def main() -> int:
     # Without a GPU, Dynamo would look into Triton instead of taking a launch as one step.
     with mock.patch("torch.utils._triton.has_triton", return_value=True), torch.no_grad():
         for name in sys.argv[1:]:
+            hopper = name.endswith(HOPPER)
             try:
-                trace(name)
+                with mock.patch("liger_triton.ops._logit_statistics.is_hopper", lambda device, hopper=hopper: hopper):
+                    trace(name)
             except TorchDynamoException as error:
                 failed += 1
                 print(f"{name}: {error}")

@@ -152,10 +152,11 @@ class _Call:
     def _taken(self, x: Tensor, results: Rows) -> int:
         """Rows whose results a kernel makes at a time from x itself; 0 if the logits are made first.
 
-        Where all logits fit, they are made and kept if the gradient of more than lse and one picked logit may need them.
+        Where all logits fit, they are made and kept if the gradient of more than lse and one picked logit may need them, or
+        while Dynamo traces: what may be freed early is no part of a graph.
         """
         more = self.bias is not None or results.entropy is not None or results.total is not None
-        if self.plan.held and (more or self.labels.target.shape[1] > 1):
+        if self.plan.held and (more or self.labels.target.shape[1] > 1 or modes.compiling()):
             return 0
         return self.kernels.rows_of_product(x, self.weight, self.labels, self.plan.alone)
 

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_core import modes
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
+from liger_core.opaque import opaque
 from liger_triton.ops._cross_entropy import _biased, _block, _cap, _exp, _exp_like
 from liger_triton.ops._device import is_hopper
 from liger_triton.ops._launch import kernel
@@ -409,12 +410,65 @@ def _descriptor(rows: Tensor, block: int) -> TensorDescriptor:
 def _loads(rows: Tensor) -> bool:
     """Whether TMA loads these rows: it wants addresses that are multiples of 16 bytes."""
     row, column = rows.stride()
-    return column == 1 and row >= rows.shape[1] and row % 8 == 0 and rows.data_ptr() % 16 == 0
+    if column != 1 or row < rows.shape[1] or row % 8:
+        return False
+    # A trace has no addresses. What turns out to lie elsewhere is copied, and then rows follow each other.
+    return rows.shape[1] % 8 == 0 if modes.compiling() else rows.data_ptr() % 16 == 0
+
+
+@opaque(
+    writes=(
+        "picked",
+        "terms",
+        "maxima",
+        "exp_sums",
+        "product_sums",
+        "square_sums",
+        "weighted_sums",
+        "bests",
+        "best_columns",
+    )
+)
+def _launch_tiles(
+    picked: Tensor,
+    terms: Tensor | None,
+    maxima: Tensor,
+    exp_sums: Tensor,
+    product_sums: Tensor | None,
+    square_sums: Tensor | None,
+    weighted_sums: Tensor | None,
+    bests: Tensor | None,
+    best_columns: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    first_row: int,
+    first_id: int,
+    ignore_index: int,
+    temperature: float | None,
+    inverse: float | None,
+) -> None:
+    """The launch of `_tiles`, for rows of `target` and `picked` from `first_row` on."""
+    x, weight = (rows if rows.data_ptr() % 16 == 0 else rows.clone() for rows in (x, weight))
+    (n, depth), columns, parts = x.shape, weight.shape[0], maxima.shape[1]
+    some = slice(first_row, first_row + n)
+    # These spill registers beside a wide tile. `terms` don't count: a result has the same bits without them.
+    several = target.shape[1] > 1 or any(sums is not None for sums in (product_sums, square_sums, weighted_sums))
+    rich = (bests is not None and several) or columns % 16 != 0
+    tile_columns = PART if rich else TILE_COLUMNS
+    tiles = (n + TILE_ROWS - 1) // TILE_ROWS * ((columns + tile_columns - 1) // tile_columns)
+    _tiles[(tiles,)](
+        _descriptor(x, TILE_ROWS), _descriptor(weight, tile_columns), bias, target[some], picked[some], terms, maxima,
+        exp_sums, product_sums, square_sums, weighted_sums, bests, best_columns, target.stride(0), target.stride(1), n,
+        columns, depth, parts, first_id, ignore_index, temperature, inverse, ROWS=TILE_ROWS, COLUMNS=tile_columns,
+        PART=PART, DEPTH=TILE_DEPTH, TURN=TILES_IN_TURN, TARGETS=target.shape[1], num_warps=8, num_stages=4,
+    )  # fmt: skip
 
 
 class _Kernels(StatisticsKernels):
     def rows_of_product(self, x: Tensor, weight: Tensor, labels: Labels, most: int) -> int:
-        if x.dtype is torch.float32 or not is_hopper(x.device) or modes.compiling():  # a trace has no addresses
+        if x.dtype is torch.float32 or not is_hopper(x.device):
             return 0
         if labels.options.softcap is not None or labels.weight is not None or labels.target.shape[1] > FEW_TARGETS:
             return 0
@@ -446,18 +500,9 @@ class _Kernels(StatisticsKernels):
             of_parts(best is not None),
             of_parts(best is not None, torch.int32),
         )
-        some = slice(first_row, first_row + n)
-        # These spill registers beside a wide tile. `terms` don't count: a result has the same bits without them.
-        several = target.shape[1] > 1 or any(result is not None for result in (entropy, total, log_sum_squares))
-        rich = (best is not None and several) or columns % 16 != 0
-        tile_columns = PART if rich else TILE_COLUMNS
-        tiles = (n + TILE_ROWS - 1) // TILE_ROWS * ((columns + tile_columns - 1) // tile_columns)
-        _tiles[(tiles,)](
-            _descriptor(x, TILE_ROWS), _descriptor(weight, tile_columns), labels.bias, target[some],
-            picked[some], terms, *found, target.stride(0), target.stride(1), n, columns, x.shape[1], parts,
-            options.first, options.ignore_index, options.temperature, options.inverse, ROWS=TILE_ROWS,
-            COLUMNS=tile_columns, PART=PART, DEPTH=TILE_DEPTH, TURN=TILES_IN_TURN, TARGETS=target.shape[1], num_warps=8,
-            num_stages=4,
+        _launch_tiles(
+            picked, terms, *found, x, weight, labels.bias, target, first_row, options.first, options.ignore_index,
+            options.temperature, options.inverse,
         )  # fmt: skip
         _join[(n,)](
             target, *results, *found, target.stride(0), target.stride(1), columns, target.shape[1], parts, first_row,

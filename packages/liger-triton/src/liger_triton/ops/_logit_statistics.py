@@ -466,6 +466,13 @@ def _launch_tiles(
     )  # fmt: skip
 
 
+def _like(maxima: Tensor, wanted: Tensor | None) -> Tensor | None:
+    """Memory for what parts find of a result that is wanted: a column of a tile is an int32."""
+    if wanted is None:
+        return None
+    return torch.empty_like(maxima, dtype=torch.int32 if wanted.dtype is torch.int64 else torch.float32)
+
+
 class _Kernels(StatisticsKernels):
     def rows_of_product(self, x: Tensor, weight: Tensor, labels: Labels, most: int) -> int:
         if x.dtype is torch.float32 or not is_hopper(x.device):
@@ -484,21 +491,18 @@ class _Kernels(StatisticsKernels):
     ) -> Tensor:
         n, columns = x.shape[0], weight.shape[0]
         parts = (columns + PART - 1) // PART
-        _, picked, entropy, total, log_sum_squares, best, _, _ = results
+        _, picked, entropy, total, log_sum_squares, best, best_index, _ = results
         options, target = labels.options, labels.target
-
-        def of_parts(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            return torch.empty((n, parts), dtype=dtype, device=x.device) if wanted else None
 
         maxima = torch.empty((n, parts), dtype=torch.float32, device=x.device)
         found = (
             maxima,
-            of_parts(True),
-            of_parts(entropy is not None),
-            of_parts(log_sum_squares is not None),
-            of_parts(total is not None),
-            of_parts(best is not None),
-            of_parts(best is not None, torch.int32),
+            torch.empty_like(maxima),
+            _like(maxima, entropy),
+            _like(maxima, log_sum_squares),
+            _like(maxima, total),
+            _like(maxima, best),
+            _like(maxima, best_index),
         )
         _launch_tiles(
             picked, terms, *found, x, weight, labels.bias, target, first_row, options.first, options.ignore_index,

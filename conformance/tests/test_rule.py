@@ -159,6 +159,24 @@ def test_where_the_reference_overflows_no_bound_is_measured() -> None:
             compare("y", actual, baseline, truth)
 
 
+def test_a_kernel_may_take_for_0_what_the_reference_multiplies_by_infinity() -> None:
+    """So it is NaN where the reference is infinite, if that is NaN elsewhere. Not the other way round, and not else."""
+    truth = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan], dtype=torch.float64)
+    baseline = truth.float()
+    actual = baseline.clone()
+    actual[1:] = torch.nan
+    compare("y", actual, baseline, truth)
+    for place, value in ((0, torch.nan), (1, -torch.inf), (1, 1.0), (3, torch.inf), (3, 1.0)):
+        actual = baseline.clone()
+        actual[place] = value
+        with pytest.raises(Mismatch):
+            compare("y", actual, baseline, truth)
+    actual = baseline.clone()
+    actual[1] = torch.nan
+    with pytest.raises(Mismatch):
+        compare("y", actual[:3], baseline[:3], truth[:3])
+
+
 def test_rounding_may_decide_what_overflows() -> None:
     """Beside the largest number of a dtype, by as much as errors are. Not beyond, and not with another sign."""
     truth = torch.tensor([1.0, 65510.0, 65530.0, -65530.0, 66000.0, 65000.0], dtype=torch.float64)

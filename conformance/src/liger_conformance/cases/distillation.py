@@ -99,6 +99,8 @@ CASES = (
     # Probabilities of one class that differ by 4.6e-7 of themselves, and of two classes near a half.
     Case("close-2188", "edge", rows=4, vocabulary=1500, divergence="tvd", temperature=0.7),
     Case("random-21-41", "edge", rows=8, vocabulary=2, scale=0.01, divergence="tvd"),
+    # A sum of exponentials whose logarithm is off by half a unit of rounding.
+    Case("off-sum-5", "edge", rows=2, vocabulary=1500, divergence="tvd", scale=0.3, reduction="none"),
     Case("beta-near-0", "edge", rows=20, vocabulary=20, beta=1e-4, scale=10.0),
     Case("forward", "option", rows=5, vocabulary=96, ignored=0.2, beta=0.0, temperature=0.7, num_items="tensor"),
     Case("reverse", "option", rows=5, vocabulary=96, beta=1.0, temperature=1.5, reduction="sum"),

@@ -124,6 +124,9 @@ CASES = (
     Case("big-values-log-target", "extreme", rows=4, hidden=32, vocabulary=65, scale=8.0, **LOG),
     Case("tiny-values", "extreme", rows=4, hidden=32, vocabulary=65, scale=1e-2),
     Case("random-31-41", "extreme", rows=4, hidden=1, vocabulary=17, scale=0.01),
+    # The sums of the rows are near 1. The error of each is small, but of one sign, and so in the mean.
+    Case("near-one-41", "extreme", rows=64, hidden=7, vocabulary=33, scale=0.01),
+    Case("near-one-177", "extreme", rows=64, hidden=7, vocabulary=33, scale=0.01),
     Case("uneven-rows", "extreme", rows=6, hidden=16, vocabulary=65, **CAPPED, reduction="none", by_row=("incoming",)),
     Case("uneven-targets", "extreme", rows=6, hidden=16, vocabulary=65, reduction="none", by_row=("target",)),
     Case("small", "small", rows=1024, hidden=1024, vocabulary=32000),

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.losses.policy import LEVELS, REDUCTIONS
 from liger_core.ops.grpo_loss import LOSS_TYPES
@@ -111,6 +111,15 @@ VARY = Vary(
 TINY: dict[str, Any] = {"batch": 3, "length": 5, "vocabulary": 37}
 """Three rows, so that advantages of both signs are likely."""
 
+OVERFLOWING: dict[str, Any] = {
+    "batch": 2,
+    "length": 1,
+    "vocabulary": 40,
+    "scale": 1000.0,
+    "how": How(layouts={"ref_logps": "expanded"}),
+}
+"""A divergence overflows, because all tokens have one reference log-probability."""
+
 CASES = (
     Case("odd", "odd", **TINY, masked=0.3, eps_low=0.1, eps_high=0.15),
     Case("plain", "odd", **TINY, old=False, ref=False, beta=0.0),
@@ -209,6 +218,9 @@ CASES = (
     Case("none-cispo", "option", **TINY, masked=0.3, loss_type="cispo", beta=0.0, eps_high=0.9, reduction="none"),
     Case("uneven-rows", "extreme", batch=4, length=5, vocabulary=33, reduction="none", by_row=("incoming",)),
     Case("big-values", "extreme", **TINY, scale=1e3, masked=0.3),
+    Case("random-61-11", "extreme", **OVERFLOWING),
+    # An exponential of the row whose divergence overflows is below 2^-126, and not 0.
+    Case("overflow-26", "extreme", **OVERFLOWING),
     Case("infinite-advantage", "extreme", **TINY, loss_type="bnpo", holds={"advantages": torch.inf}),
     Case("infinite-ratio-cispo", "extreme", **TINY, loss_type="cispo", holds={"old_logps": -torch.inf}),
     Case("infinite-advantage-clipped", "extreme", **TINY, delta=0.5, eps_low=1e-3, holds={"advantages": torch.inf}),

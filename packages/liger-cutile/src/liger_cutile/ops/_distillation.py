@@ -173,7 +173,7 @@ def _rows(
             q_top, q_log_sum, hard_log_sum = 0.0, 0.0, 0.0
             p_top, p_log_sum = 0.0, 0.0
             tops, ratio = 0.0, 0.0
-            q_sum = 0.0
+            q_sum, q_inverse, p_inverse = 0.0, 0.0, 0.0
             if given(hard) or not COSINE:
                 of_row = _top_and_sums(
                     student, student_bias, student_softcap, local, scale, given(hard) and TEMPERED, BLOCK, GROUP
@@ -184,10 +184,13 @@ def _rows(
                 of_row = _top_and_sums(teacher, teacher_bias, teacher_softcap, local, scale, False, BLOCK, GROUP)
                 p_top, p_log_sum = of_row[0], ct.log2(of_row[1])
                 tops, ratio = q_top - p_top, _log2_ratio(q_sum, of_row[1])
+                # A logarithm near 10 is off by up to 5e-7, and so would all probabilities of its row be, in the same direction.
+                q_inverse, p_inverse = 1.0 / q_sum, 1.0 / of_row[1]
             from_q = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             from_p = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             products = ct.zeros((BLOCK // GROUP, 1), ct.float32)
-            close = ct.zeros((BLOCK // GROUP, 1), ct.float32)
+            # 1 is taken off what is close before that is added up: sums near 1 are rounded twice as coarsely above it as below.
+            close = ct.full((BLOCK // GROUP, 1), -GROUP / BLOCK, ct.float32)
             # Backwards: what was read last is still in the cache.
             tiles = ct.num_tiles(student, axis=1, shape=(1, BLOCK))
             for back in range(tiles):
@@ -216,9 +219,7 @@ def _rows(
                     products += ct.sum(x * y, axis=1, keepdims=True)
                 else:
                     y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, GROUP)[0]
-                    log_q = finite((x - q_top) * scale - q_log_sum)
-                    log_p = finite((y - p_top) * scale - p_log_sum)
-                    q, p = _exp2(log_q), _exp2(log_p)
+                    q, p = _exp2((x - q_top) * scale) * q_inverse, _exp2((y - p_top) * scale) * p_inverse
                     difference = _difference(x, y, tops, scale, ratio)
                     if TVD:
                         from_q += ct.sum(q * _order(difference), axis=1, keepdims=True)
@@ -239,7 +240,7 @@ def _rows(
                 by_student = ct.where(zero, 0.0, cosine / of_student)
             elif GIVEN:
                 # With the logarithm of the student's sum, 1 but for rounding: of close distributions the loss is as small.
-                excess = ct.sum(products) + (ct.sum(close) - 1.0)
+                excess = ct.sum(products) + ct.sum(close)
                 loss = of_teacher + of_student * (excess * (1.0 - 0.5 * excess))
             elif TVD:
                 loss = 0.5 * of_teacher

@@ -126,13 +126,16 @@ def _rows(
             p_top, p_sum = _top_and_sum(p_row, teacher_bias, teacher_softcap, end, scale, SUM_BLOCK, LANES)
             p_log_sum = tl.log(p_sum)
             tops, ratio = q_top - p_top, _log_ratio(q_sum, p_sum)
+            # A logarithm near 10 is off by up to 5e-7, and so would all probabilities of its row be, in the same direction.
+            q_inverse, p_inverse = 1.0 / q_sum, 1.0 / p_sum
             if KIND == FORWARD:
                 of_tops, of_sums = p_top, p_log_sum
             else:
                 of_tops, of_sums = tops, ratio
         from_q = tl.zeros((BLOCK,), tl.float32)
         from_p = tl.zeros((BLOCK,), tl.float32)
-        others = tl.zeros((BLOCK,), tl.float32)
+        # 1 is taken off the probabilities before they are added up: sums near 1 are rounded twice as coarsely above it as below.
+        others = tl.full((BLOCK,), -1.0 / BLOCK if KIND >= GIVEN else 0.0, tl.float32)
         for start in range(0, end, BLOCK):
             column = start + lane
             inside = column < columns
@@ -151,9 +154,7 @@ def _rows(
                 from_p += y * y
                 others += x * y
             else:
-                log_q = finite((x - q_top) * scale - q_log_sum)
-                log_p = finite((y - p_top) * scale - p_log_sum)
-                q, p = tl.exp(log_q), tl.exp(log_p)
+                q, p = tl.exp((x - q_top) * scale) * q_inverse, tl.exp((y - p_top) * scale) * p_inverse
                 difference = _difference(x, y, tops, scale, ratio)
                 if KIND == TVD:
                     from_q += q * _order(difference)
@@ -162,7 +163,6 @@ def _rows(
                     above_q, above_p = _above(difference, beta, rest, KIND, HALF)
                     from_q += q * above_q
                     from_p += p * above_p
-                others += q
         of_student, of_teacher, of_others = tl.sum(from_q, 0), tl.sum(from_p, 0), tl.sum(others, 0)
         if KIND == COSINE:
             zero = (of_student == 0.0) | (of_teacher == 0.0)
@@ -171,8 +171,10 @@ def _rows(
             loss = tl.where(end > 0, 1.0 - cosine, 0.0)
             of_tops, of_sums = by_teacher, tl.where(zero, 0.0, cosine / of_student)
         elif KIND >= GIVEN:
-            # The logarithm removes the rounding of the student's sum: for close distributions the loss is as small as it.
-            loss = tl.where(end > 0, of_teacher + of_student * tl.log(of_others), 0.0)
+            # With the logarithm of the student's sum, 1 but for rounding: of close distributions the loss is as small.
+            loss = tl.where(end > 0, of_teacher + of_student * (of_others * (1.0 - 0.5 * of_others)), 0.0)
+            # Backward's probabilities have the same rounding in them, which then cancels.
+            of_student /= 1.0 + of_others
         elif KIND == TVD:
             loss = 0.5 * of_teacher
         elif KIND == FORWARD:
@@ -195,8 +197,7 @@ def _rows(
         tl.store(statistics + rows + at, q_log_sum)
         tl.store(statistics + 2 * rows + at, of_tops)
         tl.store(statistics + 3 * rows + at, of_sums)
-        # Divided by the sum of the probabilities, which is 1 but for the rounding of its logarithm. That rounding then cancels.
-        tl.store(statistics + 4 * rows + at, of_student / of_others)
+        tl.store(statistics + 4 * rows + at, of_student)
         tl.store(statistics + 5 * rows + at, hard_log_sum)
 
 

@@ -235,8 +235,9 @@ def _gradient(
             inside = column < columns
             x = tl.load(x_row + column, inside, other=0.0).to(tl.float32)
             probability = tl.exp(tempered(x - top, inverse)) * inverse_sum
-            ours = tl.where(lane == label - start, 1.0 - probability, -probability)
-            tl.store(dx_row + column, coefficient * ours, inside)
+            # Not one minus the probability: an infinite coefficient gives the label's logit NaN, as PyTorch does.
+            of_label = tl.where(lane == label - start, coefficient, 0.0)
+            tl.store(dx_row + column, of_label - coefficient * probability, inside)
         for start in range(end, columns, BLOCK):  # the whole row, or nothing
             tl.store(dx_row + start + lane, tl.zeros((BLOCK,), tl.float32), start + lane < columns)
 

@@ -337,7 +337,9 @@ def _gradient(
     coefficient = _tempered(coefficient, inverse)
     probability = _exp_like(_tempered(x - top, inverse), logits) * (1.0 / exp_sum)
     label = tl.load(ids + token)
-    tl.store(dlogits + column, coefficient * (tl.where(column == label, 1.0, 0.0) - probability), inside)
+    # Not one minus the probability: an infinite coefficient gives the label's logit NaN, as PyTorch does.
+    of_label = tl.where(column == label, coefficient, 0.0)
+    tl.store(dlogits + column, tl.fma(-coefficient, probability, of_label), inside)
 
 
 def _tile_of(length: int) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """What depends on how this package divides an op's work into tiles, and which the suite's sizes don't reach."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from liger_conformance.running import (
     Target,
     baseline_and_truth,
     complete,
+    errors_nearby,
     evaluate,
     incoming_for,
     name_results,
@@ -423,8 +425,9 @@ def check(name: str, build: Build, dtype: torch.dtype, incoming: dict[str, torch
     with only(Target(op, "cutile", DEVICE, backend, lane)):
         actual = evaluate(op, op, arguments, None, incoming)
     baseline, truth = baseline_and_truth(op, arguments, None, incoming)
+    nearby = functools.cache(lambda: errors_nearby(op, arguments, None, incoming))
     for what, value in actual.items().items():
-        compare(what, value, baseline.items()[what], truth.items()[what])
+        compare(what, value, baseline.items()[what], truth.items()[what], lambda what=what: nearby()[what])
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

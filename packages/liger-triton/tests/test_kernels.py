@@ -1,5 +1,6 @@
 """What depends on how this package divides an op's work into programs, and which the suite's sizes don't reach."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,8 @@ from liger_conformance.cases.jsd import build as build_jsd
 from liger_conformance.cases.logit_statistics import ALL
 from liger_conformance.cases.logit_statistics import build as build_logit_statistics
 from liger_conformance.compare import compare
-from liger_conformance.running import baseline_and_truth, evaluate
-from liger_core.contract import ops
+from liger_conformance.running import baseline_and_truth, errors_nearby, evaluate
+from liger_core.contract import Op, ops
 from liger_core.host.cross_entropy import Rows
 from liger_core.host.cross_entropy import labels_of as labels_of_classes
 from liger_core.host.cross_entropy import options_of as options_of_classes
@@ -207,6 +208,16 @@ CASES: tuple[tuple[str, str, Build], ...] = (
 FLOAT32 = pytest.param(torch.float32, marks=[pytest.mark.slow] * (DEVICE == "cpu"))
 
 
+def check(op: Op[..., Any], arguments: dict[str, Any], wanted: tuple[str, ...] | None = None) -> None:
+    """The values and gradients obey the suite's rule."""
+    baseline, truth = baseline_and_truth(op, arguments, wanted)
+    with liger_core.use("triton"):
+        actual = evaluate(op, op, arguments, wanted)
+    nearby = functools.cache(lambda: errors_nearby(op, arguments, wanted))
+    for what, value in actual.items().items():
+        compare(what, value, baseline.items()[what], truth.items()[what], lambda what=what: nearby()[what])
+
+
 @pytest.mark.parametrize("dtype", [FLOAT32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "work", "build"), CASES, ids=[f"{name}-{work}" for name, work, _ in CASES])
 def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,11 +232,7 @@ def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypa
     monkeypatch.setattr("liger_triton.ops.embedding.MOST_RANKED", 4096)
     monkeypatch.setattr("liger_triton.ops.grpo_loss.TILE", 32)  # tokens, so that a few rows are several tiles
     arguments = build(Make(dtype, DEVICE))
-    baseline, truth = baseline_and_truth(op, arguments)
-    with liger_core.use("triton"):
-        actual = evaluate(op, op, arguments)
-    for what, value in actual.items().items():
-        compare(what, value, baseline.items()[what], truth.items()[what])
+    check(op, arguments)
 
 
 @pytest.mark.parametrize("router", [torch.bfloat16, torch.float32], ids=str)
@@ -244,11 +251,7 @@ def test_products_by_pytorch(
     )  # fmt: skip
     arguments["expert_indices"][3] = -1
     op = ops["fused_moe"]
-    baseline, truth = baseline_and_truth(op, arguments, wanted)
-    with liger_core.use("triton"):
-        actual = evaluate(op, op, arguments, wanted)
-    for what, value in actual.items().items():
-        compare(what, value, baseline.items()[what], truth.items()[what])
+    check(op, arguments, wanted)
     products = {None: 5, ("down_weight",): 2}.get(wanted, 3)
     # A float32 router's gradient is made of a product that is not rounded.
     assert len(taken) == products - (router is torch.float32 and wanted != ("down_weight",))
@@ -311,11 +314,7 @@ def test_statistics_of_logits_that_are_not_held(
     monkeypatch.setattr("liger_core.host.fused_linear_logit_statistics.LEAST_TILE", 1024 if fit else 1)
     arguments = build_linear_statistics(Make(dtype, DEVICE), hidden=72, **options)
     op = ops["fused_linear_logit_statistics"]
-    baseline, truth = baseline_and_truth(op, arguments, wanted)
-    with liger_core.use("triton"):
-        actual = evaluate(op, op, arguments, wanted)
-    for what, value in actual.items().items():
-        compare(what, value, baseline.items()[what], truth.items()[what])
+    check(op, arguments, wanted)
     several = options.get("each") or options.get("return_entropy") or options.get("return_total")
     assert bool(taken) == (not fit or not (several or options.get("bias")))
     assert bool(normalised) == (bool(taken) and not several and (wanted == ("x",) or (wanted is None and fit)))

@@ -89,6 +89,7 @@ CASES = (
         scale_of="rows",
     ),
     Case("shared", "odd", rows=(2, 9), hidden=1040),
+    Case("one-group", "odd", rows=(300,), hidden=1040, scale_of="none", shift_of="none"),
     Case("row-of-5000", "odd", rows=(1, 2), hidden=5000),
     Case("row-of-8192", "option", rows=(1, 2), hidden=8192),
     Case("sums-of-8193", "odd", how=How(wanted=("weight", "scale")), rows=(2, 1), hidden=8193),

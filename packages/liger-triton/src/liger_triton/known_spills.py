@@ -14,10 +14,6 @@ KNOWN_SPILLS = {
         "the longest row that is held in registers: 64 columns of y and dy a thread, which has 128 registers",
     ),
     "fused_add_rms_norm-triton-sm_90 rms_norm._backward[*BLOCK=8192*, i32, i32, i32, i32*": (18, _PIECES),
-    "modulated_rms_norm-triton-sm_1* modulated_rms_norm._backward[*BLOCK=8192*": (
-        10,
-        "two to ten registers where a thread holds two tiles, their factor and both sums, and has 128",
-    ),
     "mhc_pre-triton-sm_120 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (28, _NO_TENSOR_CORES),
     "mhc_pre-triton-gfx942 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (36, _NO_TENSOR_CORES),
     "fused_moe-triton-sm_90 fused_moe._gradient[*EVEN=False, WHOLE=False, ROWS=128*": (262, _ODD_EXPERTS),
@@ -60,7 +56,6 @@ elif triton.__version__.startswith("3.9."):
             "by triton 3.9 alone",
         ),
         "fused_moe-triton-sm_90 fused_moe._up[*EVEN=True, WHOLE=True, ROWS=128, *": (2, "by triton 3.9 alone"),
-        "modulated_rms_norm-triton-sm_90 modulated_rms_norm._backward[*BLOCK=8192*": (4, "by triton 3.9 alone"),
     }
 else:
     KNOWN_SPILLS |= {

@@ -31,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import records
@@ -356,6 +357,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         "--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[1024, 4096, 16384, 65536]
     )
     command.add_argument("--seconds", type=float, help="what would start later is not run")
+    command.add_argument("--name", default="losses", help="the record's name; default: losses")
     options = command.parse_args(words)
     if options.smoke:
         options.device, options.lengths = "cpu", [4, 6]
@@ -367,7 +369,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> list[Row]:
-    """Measure, print as it goes, and write the record. Returns the rows."""
+    """Measure, print as it goes, and write the record after each subject. Returns the rows."""
     options = parse(words)
     head = records.head_of(options.device)
     print(records.comment(head) + ",".join(COLUMNS), flush=True)
@@ -377,11 +379,16 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
         measure: Callable[..., None] = getattr(bench, subject)
         providers = [p for p in options.providers if subject not in ("logprobs", "ratio") or not p.endswith(GROUPED)]
         measure(providers, **more)
-    if not options.smoke:
-        lines = [[str(row[column]) for column in COLUMNS] for row in bench.found]
-        title = "Losses on log-probabilities, without logits"
-        records.write("losses", head, bench.found, COLUMNS, title, records.table(COLUMNS, lines), options.out)
+        if not options.smoke:
+            write(options.name, head, bench.found, options.out)
     return bench.found
+
+
+def write(name: str, head: records.Head, rows: Sequence[Row], out: Path) -> None:
+    """Write the CSV and the Markdown of a record."""
+    lines = [[str(row[column]) for column in COLUMNS] for row in rows]
+    title = "Losses on log-probabilities, without logits"
+    records.write(name, head, rows, COLUMNS, title, records.table(COLUMNS, lines), out)
 
 
 if __name__ == "__main__":

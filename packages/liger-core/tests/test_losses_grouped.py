@@ -145,7 +145,7 @@ def test_a_group_is_one_call_that_holds_its_logits(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(grouped, "fused_linear_token_logprobs", noted)
     returned = first(call("dpo", given))
-    assert budgets == [most_statistics_memory(2 * LENGTH, given["x"], given["weight"])] * PAIRS
+    assert budgets == [most_statistics_memory(2 * LENGTH, VOCABULARY)] * PAIRS
     gradients(returned, given)
     assert len(budgets) == PAIRS
     first(call("dpo", given, memory_budget=5000))
@@ -158,14 +158,14 @@ def test_a_group_is_one_call_that_holds_its_logits(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_memory_of_a_group_is_the_least_that_holds_its_logits(dtype: torch.dtype) -> None:
     x, weight = torch.empty(10, HIDDEN, dtype=dtype), torch.empty(VOCABULARY, HIDDEN, dtype=dtype)
-    most = most_statistics_memory(10, x, weight)
+    most = most_statistics_memory(10, VOCABULARY)
 
     def held(budget: int) -> bool:
         needs = (True, True, True)
         return plan_of(needs, x, weight, accum_dtype=torch.float32, memory_budget=budget, picked_alone=True).whole
 
     assert held(most)
-    assert not held(most - 1)
+    assert held(most - 1) == (dtype is torch.float32)
 
 
 @pytest.mark.parametrize("wanted", [("x",), ("weight",), ("x", "weight")], ids=str)
@@ -199,6 +199,19 @@ def test_a_second_derivative_is_an_error() -> None:
     (dx,) = torch.autograd.grad(call("dpo", given).loss, given["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="fused_linear_grouped_loss has no second derivative"):
         dx.sum().backward()
+
+
+def test_under_autocast() -> None:
+    """Parameters in float32, products in bfloat16: as by log-probabilities of all groups."""
+    given = inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, rows = call("dpo", given).loss, plain("dpo", given)
+    right = sum(map(first, rows))
+    assert isinstance(right, Tensor)
+    torch.testing.assert_close(loss, right)
+    for mine, theirs in zip(gradients(loss, given), gradients(right, given), strict=True):
+        assert mine.dtype is torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-2 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu", "lean", "func"])

@@ -58,7 +58,7 @@ def fused_linear_grouped_loss(
         return_entropy: the loss takes a `TokenLogprobsOutput`, all of whose fields are ``[...]``, in place of log-probabilities.
         accum_dtype: the dtype in which gradients of linear_weight and bias are added up: float32, bfloat16 or float16.
         memory_budget: bytes for a group's logits and their gradient, as in `fused_linear_token_logprobs`. None takes
-            what all of them need: 6 bytes a logit, of float32 x 4. With less, logits are made again.
+            what all of them need, 6 bytes a logit. With less, logits are made again.
 
     Returns:
         What the loss returns: the scalars' sum, and of each other tensor ``[G, ...]``.
@@ -184,7 +184,7 @@ class _Gradients(torch.autograd.Function):
         )
         budget = call.options["memory_budget"]
         if budget is None:
-            budget = most_statistics_memory(x[0].numel() // max(x.shape[-1], 1), x, linear_weight)
+            budget = most_statistics_memory(call.target[0].numel(), linear_weight.shape[0])
         rows, factors = list[tuple[Any, ...]](), list[Tensor]()
         for group in range(x.shape[0]):
             with torch.enable_grad():

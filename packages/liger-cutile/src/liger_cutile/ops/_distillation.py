@@ -185,6 +185,7 @@ def _rows(
                 p_top, p_log_sum = of_row[0], ct.log2(of_row[1])
                 tops, ratio = q_top - p_top, _log2_ratio(q_sum, of_row[1])
                 # A logarithm near 10 is off by up to 5e-7, and so would all probabilities of its row be, in the same direction.
+                # It cancels in other divergences, where backward's probabilities are off alike.
                 q_inverse, p_inverse = 1.0 / q_sum, 1.0 / of_row[1]
             from_q = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             from_p = ct.zeros((BLOCK // GROUP, 1), ct.float32)
@@ -219,7 +220,11 @@ def _rows(
                     products += ct.sum(x * y, axis=1, keepdims=True)
                 else:
                     y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, GROUP)[0]
-                    q, p = _exp2((x - q_top) * scale) * q_inverse, _exp2((y - p_top) * scale) * p_inverse
+                    if TVD:
+                        q, p = _exp2((x - q_top) * scale) * q_inverse, _exp2((y - p_top) * scale) * p_inverse
+                    else:
+                        q = _exp2(finite((x - q_top) * scale - q_log_sum))
+                        p = _exp2(finite((y - p_top) * scale - p_log_sum))
                     difference = _difference(x, y, tops, scale, ratio)
                     if TVD:
                         from_q += ct.sum(q * _order(difference), axis=1, keepdims=True)

@@ -173,6 +173,7 @@ def _rows(
         p_log_sum = libdevice.log2(p_sum)
         tops, ratio = q_top - p_top, _log2_ratio(q_sum, p_sum)
         # A logarithm near 10 is off by up to 5e-7, and so would all probabilities of its row be, in the same direction.
+        # It cancels in other divergences, where backward's probabilities are off alike.
         q_inverse, p_inverse = tl.math.div_rn(1.0, q_sum), tl.math.div_rn(1.0, p_sum)
 
     from_q = tl.zeros([GROUPS], tl.float32)
@@ -205,7 +206,11 @@ def _rows(
             from_p += tl.sum(y * y, axis=1)
             products += tl.sum(x * y, axis=1)
         else:
-            q, p = tl.exp2((x - q_top) * scale) * q_inverse, tl.exp2((y - p_top) * scale) * p_inverse
+            if KIND == TVD:
+                q, p = tl.exp2((x - q_top) * scale) * q_inverse, tl.exp2((y - p_top) * scale) * p_inverse
+            else:
+                q = tl.exp2(finite((x - q_top) * scale - q_log_sum))
+                p = tl.exp2(finite((y - p_top) * scale - p_log_sum))
             difference = _difference(x, y, tops, scale, ratio)
             if KIND == TVD:
                 from_q += tl.sum(q * _order(difference), axis=1)

@@ -75,7 +75,8 @@ def _forward(
     """A program takes a share of the rows of a run: ROWS at a time. Or RUNS runs, and a row of each at a time."""
     column = tl.arange(0, BLOCK)[None, :]
     exists = column < columns
-    run = (tl.program_id(0) // chunks).to(runs.dtype) * RUNS + tl.arange(0, RUNS)[:, None]
+    # Never more than `runs`, and as wide: so many that they take 64 bits are rare.
+    run = tl.minimum(tl.program_id(0) // chunks, runs) * RUNS + tl.arange(0, RUNS)[:, None]
     first_row, scale_at = _group_at(run, k1, k2, m1, m2, scale_0, scale_1, scale_2)
     ss = tl.load(scale + scale_at + column, (run < runs) & exists, other=0.0, eviction_policy="evict_last")
     if shift is not None:

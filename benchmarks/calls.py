@@ -11,6 +11,7 @@ from traffic import FORWARD
 
 from liger_conformance.case import Case, cases_of
 from liger_core.contract import Op
+from liger_core.tune import trained
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -43,11 +44,6 @@ def tensors_of(returned: Any) -> tuple[Tensor, ...]:
     return tuple(t for t in (returned if isinstance(returned, tuple) else (returned,)) if isinstance(t, Tensor))
 
 
-def trained(returned: Any) -> tuple[Tensor, ...]:
-    """The results that a trainer differentiates: where one is called `loss`, that alone. The others are for logs."""
-    return tensors_of(getattr(returned, "loss", returned))
-
-
 def make_call(
     function: Function, arguments: Arguments, mode: str, dtype: torch.dtype
 ) -> Callable[[], tuple[Tensor | None, ...]]:
@@ -68,7 +64,7 @@ def make_call(
     incoming: list[Tensor] = []
 
     def forward_and_backward() -> tuple[Tensor | None, ...]:
-        results = [result for result in trained(function(**arguments)) if result.requires_grad]
+        results = [result for result in tensors_of(trained(function(**arguments))) if result.requires_grad]
         if not incoming:
             incoming.extend(gradient_into(result, dtype) for result in results)
         return torch.autograd.grad(results, leaves, incoming, allow_unused=True)

@@ -26,7 +26,7 @@ import peers
 import records
 import report
 import torch
-from calls import Arguments, Function, arguments_of, gradient_into, make_call, shrunk, trained
+from calls import Arguments, Function, arguments_of, gradient_into, make_call, shrunk, tensors_of
 from command import Command
 from timing import host_time, release
 from torch import Tensor
@@ -36,6 +36,7 @@ import liger_core
 from liger_conformance.case import Case, cases_of
 from liger_core.backend import backends
 from liger_core.contract import Once, Op, Saved, ops
+from liger_core.tune import trained
 
 COLUMNS = ("what", "language", "measure", "us", "note")
 
@@ -82,7 +83,7 @@ def kernel_times(kernel: ModuleType, op: Op[..., Any], arguments: Arguments, dev
         result, saved = kernel.forward(wanted, **arguments)
         results = result if isinstance(result, tuple) else (result,)
         kept = op.keeps_gradient or (True,) * len(results)
-        flowing = [id(result) for result in trained(result)]
+        flowing = [id(result) for result in tensors_of(trained(result))]
         incoming = [
             gradient_into(result, DTYPE) if id(result) in flowing else None
             for result, keeps in zip(results, kept, strict=False)  # a bare tensor is the first of several

@@ -103,7 +103,7 @@ def function_of(cell: Cell) -> Callable[..., Any]:
         return op
     residual = cases_of(cell.op).residual
     if residual is None:
-        return torch.compile(lambda **given: _trained(op(**given)), dynamic=False)
+        return torch.compile(lambda **given: trained(op(**given)), dynamic=False)
 
     def behind_a_sum(**given: Any) -> tuple[Any, ...]:
         total = given[residual] + given.pop("branch")
@@ -121,7 +121,7 @@ def call_of(cell: Cell, function: Callable[..., Any], given: dict[str, Any]) -> 
     incoming: list[Tensor] = []
 
     def call() -> Any:
-        results = [r for r in _tensors(_trained(function(**given))) if r.requires_grad]
+        results = [r for r in _tensors(trained(function(**given))) if r.requires_grad]
         if not results:
             return None
         if not incoming:
@@ -131,7 +131,7 @@ def call_of(cell: Cell, function: Callable[..., Any], given: dict[str, Any]) -> 
     return call
 
 
-def _trained(returned: Any) -> Any:
+def trained(returned: Any) -> Any:
     """What a trainer differentiates: where a result is called `loss`, that alone. The others are for logs."""
     return getattr(returned, "loss", returned) if isinstance(returned, tuple) else returned
 

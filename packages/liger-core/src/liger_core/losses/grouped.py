@@ -39,9 +39,9 @@ def fused_linear_grouped_loss(
     is one product of x and linear_weight. A loss that adds up over groups of tokens (DPO: a pair; GRPO: a completion) is known
     group by group. Then a group's logits are held until its gradients are made, in forward. Backward scales these.
 
-    Without a gradient of linear_weight, inside of torch.compile or of a checkpointed region, and where other hooks take what
-    autograd saves, the same is computed from the log-probabilities of all groups. That takes the four products, and the memory
-    of `fused_linear_token_logprobs`.
+    Without a gradient of linear_weight, for DTensors, inside of torch.compile or of a checkpointed region, and where other hooks
+    take what autograd saves, the same is computed from the log-probabilities of all groups. That takes the four products, and the
+    memory of `fused_linear_token_logprobs`.
 
     The gradient of a logit is rounded once to x's dtype, a group's gradients of x and of linear_weight once to theirs. The latter
     are added up in `accum_dtype`. A power of two keeps small gradients from underflow in float16.

@@ -9,6 +9,7 @@ import torch
 
 import liger_core
 from liger_conformance.case import Make
+from liger_conformance.cases.attn_res import build as build_attn_res
 from liger_conformance.cases.fused_linear_logit_statistics import build as build_linear_statistics
 from liger_conformance.cases.fused_moe import build as build_fused_moe
 from liger_conformance.cases.fused_moe import with_one_large_term
@@ -25,7 +26,15 @@ from liger_core.host.cross_entropy import labels_of as labels_of_classes
 from liger_core.host.cross_entropy import options_of as options_of_classes
 from liger_core.host.fused_moe import route
 from liger_core.host.logit_statistics import labels_of, options_of
-from liger_triton.ops import _cross_entropy, _divergences, _logit_statistics, _partial_sums, _totals, fused_moe
+from liger_triton.ops import (
+    _cross_entropy,
+    _divergences,
+    _logit_statistics,
+    _partial_sums,
+    _totals,
+    attn_res,
+    fused_moe,
+)
 from liger_triton.ops._linear import LINEAR
 
 DEVICE = liger_core.infer_device()
@@ -377,6 +386,14 @@ def test_a_float32_gradient_of_experts_is_a_sum_of_sums() -> None:
     found = actual.gradients["down_weight"]
     assert found is not None
     assert least <= found.item() <= most
+
+
+@pytest.mark.parametrize("hidden", [40, 8200], ids=["held", "long"])
+@pytest.mark.parametrize("wanted", [None, ("blocks",), ("partial",)], ids=["all", "blocks", "partial"])
+def test_sources_of_two_tensors(hidden: int, wanted: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a load of each, as on AMD: the right values and gradients."""
+    monkeypatch.setattr(attn_res, "_chooses", lambda: False)
+    check(ops["attn_res"], build_attn_res(Make(torch.bfloat16, DEVICE), rows=3, hidden=hidden, count=2), wanted)
 
 
 def test_sums_of_many_equal_values() -> None:

@@ -1,6 +1,9 @@
-"""Attention residuals: forward reads each source once, with a running softmax. Backward reads it twice, the second time from L2.
+"""Attention residuals: forward reads each source once, with a running softmax. Backward reads it twice, in two kernels.
 
-The statistics of a row are a score and an inverse root mean square for each source.
+The statistics of a row are a score and an inverse root mean square for each source. The first kernel of backward needs whole
+rows, and finds three numbers for each source of a row. With these the second works element by element. On an H100 (tileiras
+13.4), for nine blocks of 16384 x 7168 and `partial` in bfloat16, they take 0.85 and 1.78 ms; one kernel for both, which read a
+row's sources a second time from L2, took 4.76: its loops were not fetched ahead.
 """
 
 import functools
@@ -15,19 +18,23 @@ from liger_core import attn_res
 from liger_core.contract import implements
 from liger_core.host.attn_res import AttnRes, AttnResKernels
 from liger_core.opaque import opaque
-from liger_cutile.ops._device import multiplies_from_shared, sm_count
+from liger_cutile.ops._device import loads_in_bulk, sm_count
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, long_block, power_of_2, whole_rows
 from liger_cutile.ops._rows import blocks as blocks_of
-from liger_cutile.ops._sums import add_three, add_two
+from liger_cutile.ops._sums import add_two
 from liger_cutile.ops._tables import Table, one_tile, table_of
 from liger_cutile.ops._tiles import ZERO, load, load_vector
 from liger_cutile.ops._totals import launch_total
 
-# Longer rows are worked on in tiles of `long_block` columns. On sm_80 and sm_120, backward spills: there its limit is half.
+# Longer rows are worked on in tiles of `long_block` columns.
 LONGEST = 8192
 # Blocks per multiprocessor. With eight warps, or more blocks, a row of 8192 spills registers on sm_90 (tileiras 13.4).
 FORWARD_BLOCKS = 2
+
+TILE, MOST_COLUMNS = 4096, 1024
+"""Elements and columns of the tiles whose gradients are found at once. On an H100, 4 x 1024 take 1.78 ms, 8 x 512 1.88."""
+BACKWARD_BLOCKS = 4
 
 
 @ct.function
@@ -78,77 +85,6 @@ def _forward(
 
 
 @ct.function
-def _load_statistic(statistics, which, row, source, ROWS):
-    tile = ct.load(statistics, (which, row, source), (1, ROWS, 1), check_bounds=False, allow_tma=False)
-    return ct.reshape(tile, (ROWS, 1))
-
-
-@ct.function
-def _dot(dys, vs):
-    return ct.sum(dys * vs, axis=1, keepdims=True)
-
-
-@ct.function
-def _take_product(vs, dys, top, exp_sum, mean, statistics, row, source, ROWS):
-    """Add one more source's dy · source to their mean, weighted by the softmax of the scores."""
-    score = _load_statistic(statistics, 0, row, source, ROWS)
-    higher = ct.maximum(top, score)
-    shrunk, e = ct.exp(top - higher), ct.exp(score - higher)
-    return higher, exp_sum * shrunk + e, mean * shrunk + e * _dot(dys, vs)
-
-
-@ct.function
-def _give(gradient, place, total, vs, dys, ws, top, exp_sum, mean, statistics, row, source, columns, ROWS):
-    """Write the gradient of one source, and return `total` plus its part of the gradient of query · weight."""
-    score, r = _load_statistic(statistics, 0, row, source, ROWS), _load_statistic(statistics, 1, row, source, ROWS)
-    a = ct.exp(score - top) / exp_sum
-    along_w = a * (_dot(dys, vs) - mean) * r
-    if given(gradient):
-        dvs = a * dys + along_w * ws - along_w * score * r / columns * vs
-        ct.store(gradient, place, ct.astype(dvs, gradient.dtype), allow_tma=False)
-    return total + along_w * vs
-
-
-@ct.kernel
-def _backward(
-    dblocks, dpartial, sums, dy, blocks, partial, query, weight, statistics, count, columns, block_step, row_step,
-    EACH: ConstInt, ROWS: ConstInt, BLOCK: ConstInt,
-):  # fmt: skip
-    """A block takes EACH tiles of rows.
-
-    That loop is unrolled: inside another loop, the loops over sources spill registers (tileiras 13.4).
-    """
-    rows = ct.num_tiles(dy, axis=0, shape=(ROWS, BLOCK))
-    ws = _load_product(query, weight, 0, BLOCK)
-    total = ct.zeros((ROWS, BLOCK), ct.float32)
-    for each in ct.static_iter(range(EACH)):
-        row = ct.bid(0) * EACH + each
-        dys = load(dy, (row, 0), ROWS, BLOCK)
-        top = ct.full((ROWS, 1), -math.inf, ct.float32)
-        exp_sum = ct.zeros((ROWS, 1), ct.float32)
-        mean = ct.zeros((ROWS, 1), ct.float32)
-        for source in range(count):
-            vs = load(blocks, (source * block_step + row * row_step, 0), ROWS, BLOCK)
-            top, exp_sum, mean = _take_product(vs, dys, top, exp_sum, mean, statistics, row, source, ROWS)
-        if given(partial):
-            vs = load(partial, (row, 0), ROWS, BLOCK)
-            top, exp_sum, mean = _take_product(vs, dys, top, exp_sum, mean, statistics, row, count, ROWS)
-        mean = mean / exp_sum
-        for source in range(count):
-            vs = load(blocks, (source * block_step + row * row_step, 0), ROWS, BLOCK)
-            total = _give(
-                dblocks, (source * rows + row, 0), total, vs, dys, ws, top, exp_sum, mean, statistics, row, source, columns, ROWS
-            )  # fmt: skip
-        if given(partial):
-            vs = load(partial, (row, 0), ROWS, BLOCK)
-            total = _give(
-                dpartial, (row, 0), total, vs, dys, ws, top, exp_sum, mean, statistics, row, count, columns, ROWS
-            )  # fmt: skip
-    if given(sums):
-        ct.store(sums, (ct.bid(0), 0), ct.sum(total, axis=0, keepdims=True), allow_tma=False)
-
-
-@ct.function
 def _lanes(SOURCES):
     return ct.reshape(ct.arange(SOURCES, dtype=ct.int32), (1, SOURCES))
 
@@ -166,27 +102,9 @@ def _only(values, source, SOURCES):
 
 
 @ct.function
-def _only_three(first, second, third, source, SOURCES):
-    here = _lanes(SOURCES) == source
-    each = ct.where(here, first, 0.0), ct.where(here, second, 0.0), ct.where(here, third, 0.0)
-    return ct.reduce(each, axis=1, func=add_three, identity=(0.0, 0.0, 0.0), keepdims=True)
-
-
-@ct.function
 def _softmax(scores):
     e = ct.exp(scores - ct.max(scores, axis=1, keepdims=True))
     return e / ct.sum(e, axis=1, keepdims=True)
-
-
-@ct.function
-def _shares(statistics, products, row, sources, columns, SOURCES):
-    """From dy · source: what dy, query · weight and the source are multiplied by in the gradient of each source of a row."""
-    shape = (1, 1, SOURCES)
-    scores = ct.reshape(ct.load(statistics, (0, row, 0), shape, padding_mode=ZERO, allow_tma=False), (1, SOURCES))
-    r = ct.reshape(ct.load(statistics, (1, row, 0), shape, padding_mode=ZERO, allow_tma=False), (1, SOURCES))
-    a = _softmax(ct.where(_lanes(SOURCES) < sources, scores, -math.inf))
-    along_w = a * (products - ct.sum(a * products, axis=1, keepdims=True)) * r
-    return a, along_w, along_w * scores * r / columns
 
 
 @ct.function
@@ -227,61 +145,84 @@ def _forward_long(
 
 
 @ct.function
-def _product(array, at, dy, row, BLOCK):
-    """dy · source of a row, ``[1, 1]``."""
-    products = ct.zeros((1, BLOCK), ct.float32)
-    for column in range(ct.num_tiles(dy, axis=1, shape=(1, BLOCK))):
-        products += load(array, (at, column), 1, BLOCK) * load(dy, (row, column), 1, BLOCK)
+def _product(array, at, dy, row, ROWS, BLOCK):
+    """dy · source, ``[ROWS, 1]``."""
+    products = ct.zeros((ROWS, BLOCK), ct.float32)
+    for column in range(ct.num_tiles(dy, axis=1, shape=(ROWS, BLOCK))):
+        products += load(array, (at, column), ROWS, BLOCK) * load(dy, (row, column), ROWS, BLOCK)
     return ct.sum(products, axis=1, keepdims=True)
 
 
 @ct.function
-def _give_long(gradient, to, array, at, dy, query, weight, row, shares, source, SOURCES, BLOCK):
-    a, along_w, along_v = _only_three(*shares, source, SOURCES)
-    for column in range(ct.num_tiles(dy, axis=1, shape=(1, BLOCK))):
-        dvs = a * load(dy, (row, column), 1, BLOCK) + along_w * _load_product(query, weight, column, BLOCK)
-        dvs -= along_v * load(array, (at, column), 1, BLOCK)
-        ct.store(gradient, (to, column), ct.astype(dvs, gradient.dtype), allow_tma=False)
+def _load_statistic(statistics, which, row, ROWS, SOURCES):
+    tile = ct.load(statistics, (which, row, 0), (1, ROWS, SOURCES), padding_mode=ZERO, allow_tma=False)
+    return ct.reshape(tile, (ROWS, SOURCES))
 
 
-@ct.kernel(occupancy=4)
-def _backward_long(
-    dblocks, dpartial, slopes, dy, blocks, partial, query, weight, statistics, count, sources, block_step, row_step,
-    SOURCES: ConstInt, BLOCK: ConstInt,
+@ct.function
+def _store_factor(factors, which, row, values, ROWS, SOURCES):
+    ct.store(factors, (which, row, 0), ct.reshape(values, (1, ROWS, SOURCES)), allow_tma=False)
+
+
+@ct.kernel(occupancy=BACKWARD_BLOCKS)
+def _factors(
+    factors, dy, blocks, partial, statistics, count, sources, block_step, row_step,
+    ROWS: ConstInt, SOURCES: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
-    """The gradients of a row's sources. `slopes` gets each source's factor in the gradient of query · weight."""
+    """Write what dy, query · weight and the source are multiplied by in the gradient of each source of a row."""
     row = ct.bid(0)
-    products = ct.zeros((1, SOURCES), ct.float32)
+    products = ct.zeros((ROWS, SOURCES), ct.float32)
     for source in range(count):
-        product = _product(blocks, source * block_step + row * row_step, dy, row, BLOCK)
+        product = _product(blocks, source * block_step + row * row_step, dy, row, ROWS, BLOCK)
         products = _put(products, source, product, SOURCES)
     if given(partial):
-        products = _put(products, count, _product(partial, row, dy, row, BLOCK), SOURCES)
-    shares = _shares(statistics, products, row, sources, dy.shape[1], SOURCES)
-    if given(slopes):
-        ct.store(slopes, (row, 0), shares[1], allow_tma=False)
-    if given(dblocks):
-        for source in range(count):
-            at, to = source * block_step + row * row_step, source * dy.shape[0] + row
-            _give_long(dblocks, to, blocks, at, dy, query, weight, row, shares, source, SOURCES, BLOCK)
-    if given(dpartial):
-        _give_long(dpartial, row, partial, row, dy, query, weight, row, shares, count, SOURCES, BLOCK)
+        products = _put(products, count, _product(partial, row, dy, row, ROWS, BLOCK), SOURCES)
+    scores = _load_statistic(statistics, 0, row, ROWS, SOURCES)
+    r = _load_statistic(statistics, 1, row, ROWS, SOURCES)
+    a = _softmax(ct.where(_lanes(SOURCES) < sources, scores, -math.inf))
+    by_w = a * (products - ct.sum(a * products, axis=1, keepdims=True)) * r
+    _store_factor(factors, 0, row, a, ROWS, SOURCES)
+    _store_factor(factors, 1, row, by_w, ROWS, SOURCES)
+    _store_factor(factors, 2, row, by_w * scores * r / dy.shape[1], ROWS, SOURCES)
 
 
-@ct.kernel(occupancy=4)
-def _sums_long(
-    sums, slopes, blocks, partial, count, block_step, row_step, ROWS: ConstInt, BLOCK: ConstInt
+@ct.function
+def _factor(factors, which, row, source, ROWS):
+    return ct.reshape(
+        ct.load(factors, (which, row, source), (1, ROWS, 1), padding_mode=ZERO, allow_tma=False), (ROWS, 1)
+    )
+
+
+@ct.function
+def _give(gradient, place, total, vs, dys, ws, factors, row, source, ROWS):
+    """Write a part of the gradient of one source, and return `total` plus its part of the gradient of query · weight."""
+    by_w = _factor(factors, 1, row, source, ROWS)
+    if given(gradient):
+        dvs = _factor(factors, 0, row, source, ROWS) * dys + by_w * ws - _factor(factors, 2, row, source, ROWS) * vs
+        ct.store(gradient, place, ct.astype(dvs, gradient.dtype), allow_tma=False)
+    return total + by_w * vs
+
+
+@ct.kernel(occupancy=BACKWARD_BLOCKS)
+def _gradients(
+    dblocks, dpartial, sums, factors, dy, blocks, partial, query, weight, count, block_step, row_step,
+    ROWS: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
-    """A block of columns of the sum over all rows and all sources."""
     column = ct.bid(0)
+    rows = ct.num_tiles(dy, axis=0, shape=(ROWS, BLOCK))
+    ws = _load_product(query, weight, column, BLOCK)
     total = ct.zeros((ROWS, BLOCK), ct.float32)
-    for row in range(ct.num_tiles(slopes, axis=0, shape=(ROWS, 1))):
+    for row in range(ct.bid(1), rows, ct.num_blocks(1)):
+        dys = load(dy, (row, column), ROWS, BLOCK)
         for source in range(count):
             vs = load(blocks, (source * block_step + row * row_step, column), ROWS, BLOCK)
-            total += load(slopes, (row, source), ROWS, 1) * vs
+            to = source * rows + row, column
+            total = _give(dblocks, to, total, vs, dys, ws, factors, row, source, ROWS)
         if given(partial):
-            total += load(slopes, (row, count), ROWS, 1) * load(partial, (row, column), ROWS, BLOCK)
-    ct.store(sums, (column,), ct.sum(total, axis=0))
+            vs = load(partial, (row, column), ROWS, BLOCK)
+            total = _give(dpartial, (row, column), total, vs, dys, ws, factors, row, count, ROWS)
+    if given(sums):
+        ct.store(sums, (ct.bid(1), column), ct.sum(total, axis=0, keepdims=True), allow_tma=False)
 
 
 def _sources(blocks: Tensor, partial: Tensor | None) -> tuple[Table, Tensor | None]:
@@ -300,15 +241,10 @@ def _rows_of_tile(table: Table, rows: int, most: int) -> int:
     return most
 
 
-def _each(tiles: int, wide: bool) -> int:
-    """How many tiles of rows a block takes in backward: the more, the fewer partial sums. With four, wide tiles spill."""
-    return next(each for each in ((2, 1) if wide else (4, 2, 1)) if tiles % each == 0)
-
-
 @functools.cache
-def _sized(kernel: Any, elements: int) -> Any:
-    """`_backward` for a tile of `elements`."""
-    return kernel.replace_hints(occupancy=2) if elements <= 4096 else kernel.replace_hints(num_worker_warps=8)
+def _with_more_registers() -> tuple[tuple[Any, Any], int]:
+    """The kernels of backward, and blocks per multiprocessor, for devices whose data in flight takes registers."""
+    return (_factors.replace_hints(occupancy=2), _gradients.replace_hints(occupancy=2)), 2
 
 
 @opaque(writes=("y", "statistics"))
@@ -352,31 +288,28 @@ def _launch_backward(
     dy = as_rows(dy)
     dblocks, dpartial = (None if t is None else as_rows(t.view(-1, columns)) for t in (dblocks, dpartial))
     sources = count + (partial is not None)
-    tensors = dy, table.rows, partial, query, weight, statistics, count
-    if columns > (LONGEST if multiplies_from_shared(dy.device) else LONGEST // 2):
-        slopes = None
-        if sums is not None:
-            slopes = torch.empty((rows, sources), dtype=torch.float32, device=dy.device)
-        launch(
-            _backward_long, (rows,), dblocks, dpartial, slopes, *tensors, sources, *table.steps, power_of_2(sources),
-            long_block(columns),
-        )  # fmt: skip
-        if sums is not None:
-            tile_rows = _rows_of_tile(table, rows, 64)
-            steps = table.steps[0] // tile_rows, table.steps[1]
-            launch(
-                _sums_long, (blocks_of(columns, 64),), sums, slopes, table.rows, partial, count, *steps, tile_rows, 64
-            )
-        return
-    most, block = whole_rows(columns)
+    factors = torch.empty((3, rows, sources), dtype=torch.float32, device=dy.device)
+
+    kernels, occupancy = (_factors, _gradients), BACKWARD_BLOCKS
+    if not loads_in_bulk(dy.device):
+        kernels, occupancy = _with_more_registers()
+
+    most, block = whole_rows(min(columns, long_block(columns)))
     tile_rows = _rows_of_tile(table, rows, most)
-    tiles = blocks_of(rows, tile_rows)
-    each = _each(tiles, block * dy.element_size() > 16384)
-    grid = tiles // each
-    parts = None if sums is None else torch.empty((grid, columns), dtype=torch.float32, device=dy.device)
-    steps = table.steps[0] // tile_rows, table.steps[1]
-    kernel = _sized(_backward, tile_rows * block)
-    launch(kernel, (grid,), dblocks, dpartial, parts, *tensors, columns, *steps, each, tile_rows, block)
+    launch(
+        kernels[0], (blocks_of(rows, tile_rows),), factors, dy, table.rows, partial, statistics, count, sources,
+        table.steps[0] // tile_rows, table.steps[1], tile_rows, power_of_2(sources), block,
+    )  # fmt: skip
+
+    block = min(power_of_2(columns), MOST_COLUMNS)
+    tile_rows = _rows_of_tile(table, rows, TILE // block)
+    across, down = blocks_of(columns, block), blocks_of(rows, tile_rows)
+    down = min(down, max(1, sm_count(dy.device) * occupancy // across))
+    parts = None if sums is None else torch.empty((down, columns), dtype=torch.float32, device=dy.device)
+    launch(
+        kernels[1], (across, down), dblocks, dpartial, parts, factors, dy, table.rows, partial, query, weight, count,
+        table.steps[0] // tile_rows, table.steps[1], tile_rows, block,
+    )  # fmt: skip
     if parts is not None:
         assert sums is not None
         launch_total(sums, parts)

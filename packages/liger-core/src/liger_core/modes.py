@@ -6,8 +6,9 @@ another one exports.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +26,26 @@ from torch.fx import Proxy
 from torch.fx.proxy import TracerBase
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 compiling = torch.compiler.is_dynamo_compiling
 """Whether Dynamo traces, for torch.compile or for ``torch.export(strict=True)``. A launch is then part of the graph."""
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
+def remembered(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of sizes and the like that keeps its last results. While Dynamo traces, sizes may be symbols: none is kept."""
+    kept = functools.lru_cache(maxsize=1024)(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs) if compiling() else kept(*args, **kwargs)
+
+    return call
 
 
 def plain() -> bool:

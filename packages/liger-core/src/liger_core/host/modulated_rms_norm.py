@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
+from liger_core.modes import remembered
 
 LEVELS = 3
 """The number of dimensions that a kernel goes over."""
@@ -23,22 +24,24 @@ class Places(NamedTuple):
     """A row's place is one number in each of three dimensions. The scale keeps a dimension, or is broadcast over it.
 
     Attributes:
-        kept: sizes of the dimensions, with 1 for those that aren't kept. Their product is the number of groups.
-        shared: sizes of the dimensions, with 1 for those that are kept. Their product is the number of rows of a group.
+        kept: sizes of the dimensions, with 1 for those that aren't kept.
+        shared: sizes of the dimensions, with 1 for those that are kept.
         scale: strides of the scale.
         shift: strides of the shift.
+        groups, members: the number of groups, and of rows of a group.
     """
 
     kept: tuple[int, ...]
     shared: tuple[int, ...]
     scale: tuple[int, ...]
     shift: tuple[int, ...]
+    groups: int
+    members: int
 
-    def groups(self) -> int:
-        return self.kept[0] * self.kept[1] * self.kept[2]
-
-    def members(self) -> int:
-        return self.shared[0] * self.shared[1] * self.shared[2]
+    @staticmethod
+    def of(kept: tuple[int, ...], shared: tuple[int, ...], scale: tuple[int, ...], shift: tuple[int, ...]) -> Places:
+        groups, members = kept[0] * kept[1] * kept[2], shared[0] * shared[1] * shared[2]
+        return Places(kept, shared, scale, shift, groups, members)
 
     def sizes(self) -> tuple[int, ...]:
         return tuple([kept * shared for kept, shared in zip(self.kept, self.shared, strict=True)])
@@ -57,17 +60,31 @@ def _sizes(tensor: Tensor, shape: Sequence[int]) -> list[int]:
     return [1] * (len(shape) - tensor.dim()) + list(tensor.shape[:-1])
 
 
-def places_of(shape: Sequence[int], scale: Tensor, shift: Tensor | None) -> Places | None:
-    """The places of rows, or None if more than three dimensions are left.
+def _alike(scale: Tensor, shift: Tensor, shape: Sequence[int]) -> bool:
+    return scale.shape == shift.shape or _sizes(scale, shape) == _sizes(shift, shape)
 
-    Args:
-        shape: x's.
-        scale: each row's elements adjacent.
-        shift: the same, or None.
+
+def _strides(shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides of a tensor that is broadcast to `shape`; of a dimension of one element, 0."""
+    return [0] * (len(shape) - len(sizes)) + [
+        0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)
+    ]
+
+
+@remembered
+def _places_of(
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    shift_sizes: Sequence[int] = (),
+    shift_strides: Sequence[int] = (),
+) -> Places | None:
+    """The places of rows of a tensor of `shape`, from the sizes and strides of the scale and of the shift.
+
+    None if more than three dimensions are left.
     """
-    kept = _sizes(scale, shape)
-    scales = scale.expand(shape).stride()
-    shifts = (0,) * len(shape) if shift is None else shift.expand(shape).stride()
+    kept = [1] * (len(shape) - len(sizes)) + list(sizes)
+    scales, shifts = _strides(shape, sizes, strides), _strides(shape, shift_sizes, shift_strides)
     merged: list[tuple[int, bool, int, int]] = []
     for dim, size in enumerate(shape[:-1]):
         if size == 1:
@@ -84,12 +101,25 @@ def places_of(shape: Sequence[int], scale: Tensor, shift: Tensor | None) -> Plac
     if len(merged) > LEVELS:
         return None
     merged = [(1, True, 0, 0)] * (LEVELS - len(merged)) + merged
-    return Places(
+    return Places.of(
         tuple([size if keeps else 1 for size, keeps, _, _ in merged]),
         tuple([1 if keeps else size for size, keeps, _, _ in merged]),
         tuple([a for _, _, a, _ in merged]),
         tuple([b for _, _, _, b in merged]),
     )
+
+
+def places_of(shape: Sequence[int], scale: Tensor, shift: Tensor | None) -> Places | None:
+    """The places of rows, or None if more than three dimensions are left.
+
+    Args:
+        shape: x's.
+        scale: each row's elements adjacent.
+        shift: the same, or None.
+    """
+    if shift is None:
+        return _places_of(shape, scale.shape, scale.stride())
+    return _places_of(shape, scale.shape, scale.stride(), shift.shape, shift.stride())
 
 
 def modulation_of(x: Tensor, scale: Tensor, shift: Tensor | None) -> Modulation:
@@ -210,7 +240,7 @@ class ModulatedRMSNorm:
             whole = found.scale.shape != scale.shape
             if needs_scale:
                 dscale = _gradient_of(scale, found.scale.shape, whole)
-            if needs_shift and not whole and _sizes(scale, x.shape) == _sizes(shift, x.shape):
+            if needs_shift and not whole and _alike(scale, shift, x.shape):
                 dshift = _gradient_of(shift, shift.shape, False)
             contiguous = None if weight is None else weight.contiguous()
             self.kernels.backward(dx, dweight, dscale, dshift, dy, x, contiguous, found, inverse_rms, offset)

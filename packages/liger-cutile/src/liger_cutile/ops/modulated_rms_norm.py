@@ -5,7 +5,6 @@ made.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cuda.tile as ct
@@ -308,12 +307,13 @@ class _Tiling(NamedTuple):
     members: int
 
 
-def _tiling(kept: Sequence[int], shared: Sequence[int], tables: Sequence[Table], most: int) -> _Tiling:
-    """Tiles of at most `most` rows."""
+@functools.lru_cache
+def _tiling(kept: tuple[int, ...], shared: tuple[int, ...], steps: tuple[tuple[int, ...], ...], most: int) -> _Tiling:
+    """Tiles of at most `most` rows, for tables with these steps."""
     before, size = kept[0] * shared[0] * kept[1] * shared[1], kept[2] * shared[2]
     rows = most
     while rows > 1 and not (
-        rows < 2 * size and (before == 1 or size % rows == 0) and all(one_tile(table.steps, rows) for table in tables)
+        rows < 2 * size and (before == 1 or size % rows == 0) and all(one_tile(each, rows) for each in steps)
     ):
         rows //= 2
     k2, m2 = (blocks(kept[2], rows), 1) if kept[2] > 1 else (1, blocks(shared[2], rows))
@@ -353,7 +353,10 @@ def _launch_forward(
     shifts = scales if shift is None else table_of(shift, columns, sizes, shift_strides)
     tile_rows, block = whole_rows(columns)
     inside = columns == block > LONGEST_HELD
-    tiling = _tiling(kept, shared, (scales, shifts), 1 if columns > LONGEST_FORWARD or inside else tile_rows)
+    kept_shared = tuple(kept), tuple(shared)
+    tiling = _tiling(
+        *kept_shared, (scales.steps, shifts.steps), 1 if columns > LONGEST_FORWARD or inside else tile_rows
+    )
     scale_steps, scale_rows = _in_tiles(scales, tiling.rows)
     shift_steps, shift_rows = _in_tiles(shifts, tiling.rows)
     tensors = y, inverse_rms, x, weight, scales.rows, None if shift is None else shifts.rows
@@ -399,16 +402,17 @@ def _launch_backward(
     rows, columns = x.shape
     products, sums = dscale is not None or dweight is not None, not (dscale is dweight is dshift is None)
     table = table_of(scale, columns, [k * m for k, m in zip(kept, shared, strict=True)], strides)
+    kept_shared = tuple(kept), tuple(shared)
     if columns > (LONGEST_BACKWARD if loads_in_bulk(x.device) else LONGEST_BACKWARD // 2):
         if dx is not None:
-            tiling = _tiling(kept, shared, (table,), 1)
+            tiling = _tiling(*kept_shared, (table.steps,), 1)
             launch(
                 _dx_long, (rows,), dx, dy, x, weight, table.rows, inverse_rms, columns, *tiling.sizes, *table.steps,
                 float(offset), DX_COLUMNS,
             )  # fmt: skip
         if sums:
             # 64 columns, a 128-byte line of bf16, give more than 128 blocks.
-            tiling = _tiling(kept, shared, (table,), SUMMED_ROWS)
+            tiling = _tiling(*kept_shared, (table.steps,), SUMMED_ROWS)
             steps, scale_rows = _in_tiles(table, tiling.rows)
             launch(
                 _sums_long, (blocks(columns, 64),), dweight, dscale, dshift, dy, x, weight, table.rows, inverse_rms,
@@ -417,7 +421,7 @@ def _launch_backward(
             )  # fmt: skip
         return
     tile_rows, block = whole_rows(columns)
-    tiling = _tiling(kept, shared, (table,), tile_rows)
+    tiling = _tiling(*kept_shared, (table.steps,), tile_rows)
     steps, scale_rows = _in_tiles(table, tiling.rows)
     kernel, resident_blocks = _persistent(tiling.rows * block)
     programs = sm_count(x.device) * resident_blocks

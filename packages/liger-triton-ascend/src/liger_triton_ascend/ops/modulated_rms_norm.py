@@ -226,7 +226,7 @@ class _Kernels(ModulatedRMSNormKernels):
             )  # fmt: skip
             return
         tile_rows, tiles = _runs(tile_rows, m2)
-        items = places.groups() * m0 * m1 * tiles
+        items = places.groups * m0 * m1 * tiles
         _forward[(min(items, get_npu_core_count(x.device)),)](
             y, inverse_rms, x, weight, scale, shift, items, m0 * m1 * tiles, tiles, columns, *sizes, x_stride, *strides,
             eps, offset, ROUND=rounds, NATIVE=native, ROWS=tile_rows, BLOCK=block,
@@ -251,12 +251,12 @@ class _Kernels(ModulatedRMSNormKernels):
         dy, dy_stride = as_rows(dy)
         x, x_stride = as_rows(x)
         sizes = *places.kept[1:], *places.shared
-        groups, m2 = places.groups(), places.shared[2]
+        groups, m2 = places.groups, places.shared[2]
         cores = get_npu_core_count(x.device)
         programs, tile_rows, block = row_tiles(x, rows, columns, BACKWARD_TILES)
         tile_rows, tiles = _runs(tile_rows, m2)
         # If groups are few, all cores share each of them. If they are many, each core takes whole groups.
-        chunks = max(1, min(cores // groups, places.members() // m2 * tiles))
+        chunks = max(1, min(cores // groups, places.members // m2 * tiles))
         items = groups * chunks
         products = shifts = None
         if dweight is not None or dscale is not None:

@@ -4,6 +4,8 @@ So it finds its scale, shift and weight once, and no row needs a division. Backw
 dscale and dweight are made.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ from torch import Tensor
 from liger_core import modulated_rms_norm
 from liger_core.contract import implements
 from liger_core.host.modulated_rms_norm import ModulatedRMSNorm, ModulatedRMSNormKernels, Modulation, Places
+from liger_core.modes import remembered
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._partial_sums import write_total
@@ -335,31 +338,28 @@ class _Kernels(ModulatedRMSNormKernels):
         x, x_stride = as_rows(x)
         strides = *places.scale, *places.shift
         options = {"ROUND": casting_mode != "gemma", "NATIVE": casting_mode == "none"}
-        vectors = in_vectors(columns, x_stride, *strides)
-        if columns > (LONGEST_HELD if vectors else LONGEST_BY_ONES):
+        plan = _forward_plan(places, columns, x_stride, x.element_size(), x.device)
+        if plan is None:
             _forward_long[(x.numel() // columns,)](
                 y, inverse_rms, x, weight, scale, shift, columns, *places.kept[1:], *places.shared[1:], x_stride, *strides,
                 eps, offset, **options, BLOCK=4096, num_warps=8,
             )  # fmt: skip
             return
-        places = _runs_of(places)
-        runs, members = places.groups(), places.members()
-        tile_rows, block, warps = tile_of(columns) if vectors else _tile_by_ones(columns)
-        tile, tile_runs = tile_rows * block, 1
-        if tile_rows > 1 and tile_rows >= 2 * members:
-            tile_rows, tile_runs = 1, tile_rows
-        items, tiles = (runs + tile_runs - 1) // tile_runs, (members + tile_rows - 1) // tile_rows
-        stages, chunks = 1, tiles
-        if vectors and tiles > 1 and FORWARD_STAGES * tile * x.element_size() < shared_memory(x.device):
-            stages = FORWARD_STAGES
-            most = sm_count(x.device) * (ELEMENTS // tile)
-            # Programs that all run at once; if the runs are so many that some multiprocessors had none, four times as many.
-            chunks = max(1, min((most if 8 * items <= most else 4 * most) // items, tiles))
-        _forward[(items * chunks,)](
-            y, inverse_rms, x, weight, scale, shift, runs, chunks, members, _step(places), columns,
-            *places.kept[1:], *places.shared[1:], x_stride, *strides, eps, offset,
-            **options, RUNS=tile_runs, ROWS=tile_rows, BLOCK=block, STAGES=stages, num_warps=warps,
-        )  # fmt: skip
+        _forward[(plan.programs,)](
+            y,
+            inverse_rms,
+            x,
+            weight,
+            scale,
+            shift,
+            *plan.numbers,
+            x_stride,
+            *strides,
+            eps,
+            offset,
+            **options,
+            **plan.constants,
+        )
 
     def backward(
         self,
@@ -376,64 +376,113 @@ class _Kernels(ModulatedRMSNormKernels):
     ) -> None:
         scale, _, places = modulation
         columns = x.shape[-1]
-        rows = x.numel() // columns
         dy, dy_stride = as_rows(dy)
         x, x_stride = as_rows(x)
         sizes = *places.kept[1:], *places.shared[1:]
-        groups, members = places.groups(), places.members()
-        products = dscale is not None or dweight is not None
-        sums = products + (dshift is not None)
-        step = _step(places)
-        vectors = in_vectors(columns, dy_stride, x_stride, *places.scale)
-        if columns > (LONGEST_HELD if vectors else LONGEST_BY_ONES):
+        products, shifts = dscale is not None or dweight is not None, dshift is not None
+        plan = _backward_plan(places, columns, dy_stride, x_stride, x.element_size(), x.device, products, shifts)
+        if plan is None:
             if dx is not None:
-                _dx_long[(rows,)](
+                _dx_long[(x.numel() // columns,)](
                     dx, dy, x, weight, scale, inverse_rms, columns, *sizes, dy_stride, x_stride, *places.scale, offset,
                     BLOCK=4096, num_warps=8,
                 )  # fmt: skip
-            if sums:
+            if products or shifts:
                 # 64 columns, a 128-byte line of bf16; more if rows are few.
-                sum_rows = 64 if members > 16 else 16
+                sum_rows = 64 if places.members > 16 else 16
                 _sums_long[((columns * sum_rows + 4095) // 4096,)](
-                    dweight, dscale, dshift, dy, x, weight, scale, inverse_rms, groups, members, step, columns, *sizes,
-                    dy_stride, x_stride, *places.scale, offset,
+                    dweight, dscale, dshift, dy, x, weight, scale, inverse_rms, places.groups, places.members,
+                    _step(places), columns, *sizes, dy_stride, x_stride, *places.scale, offset,
                     PRODUCTS=products, ROWS=sum_rows, BLOCK=4096 // sum_rows,
                 )  # fmt: skip
             return
-        tile_rows, block, warps = tile_of(columns) if vectors else _tile_by_ones(columns)
-        while tile_rows > 1 and tile_rows >= 2 * members:
-            tile_rows //= 2
-        tile = tile_rows * block
-        stages = 1
-        if vectors and sums and 2 * BACKWARD_STAGES * tile * x.element_size() < shared_memory(x.device):
-            stages = BACKWARD_STAGES
-        tiles = (members + tile_rows - 1) // tile_rows
-        programs, chunks, partial = groups * tiles, tiles, None
-        if sums:
-            most = sm_count(x.device) * (max(1, min(3, ELEMENTS // tile)) if stages > 1 else 3)
-            chunks = max(1, min(most // groups, tiles))
-            programs = min(groups * chunks, most)
-            if chunks > 1:
-                partial = torch.empty((sums, groups * chunks, columns), dtype=torch.float32, device=x.device)
-            elif dweight is not None:
-                partial = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
-        _backward[(programs,)](
-            dx, dscale, dshift, partial, dy, x, weight, scale, inverse_rms, groups * chunks, chunks, members, step, columns,
-            *sizes, dy_stride, x_stride, *places.scale, offset,
-            CHUNKED=chunks > 1, PRODUCTS=products, SHIFTS=dshift is not None, WEIGHT=dweight is not None,
-            ROWS=tile_rows, BLOCK=block, STAGES=stages, num_warps=warps,
+        chunks, partial = plan.numbers[1], None
+        chunked = chunks > 1 and (products or shifts)
+        if chunked:
+            partial = torch.empty((products + shifts, plan.numbers[0], columns), dtype=torch.float32, device=x.device)
+        elif dweight is not None:
+            partial = torch.empty((plan.programs, columns), dtype=torch.float32, device=x.device)
+        _backward[(plan.programs,)](
+            dx, dscale, dshift, partial, dy, x, weight, scale, inverse_rms, *plan.numbers, dy_stride, x_stride, *places.scale,
+            offset, WEIGHT=dweight is not None, **plan.constants,
         )  # fmt: skip
-        if sums and chunks > 1:
+        if chunked:
             # 32 columns, a 128-byte line of float32; fewer if a group has many sums.
             add_chunks = power_of_2(chunks, 64)
             add_block = max(2048 // add_chunks, 8)
             _add_up[((columns + add_block - 1) // add_block,)](
-                dweight, dscale, dshift, partial, weight, scale, groups, chunks, columns, *sizes, *places.scale, offset,
+                dweight, dscale, dshift, partial, weight, scale, places.groups, chunks, columns, *sizes, *places.scale, offset,
                 PRODUCTS=products, CHUNKS=add_chunks, BLOCK=add_block,
                 STAGES=ADD_UP_STAGES if add_chunks * add_block <= 2048 else 1,
             )  # fmt: skip
         elif dweight is not None:
             write_total(dweight, partial)
+
+
+class _Plan(NamedTuple):
+    """A launch of `_forward` or `_backward`: its programs, its integers up to `m2`, and its constants."""
+
+    programs: int
+    numbers: tuple[int | None, ...]
+    constants: dict[str, Any]
+
+
+@remembered
+def _forward_plan(places: Places, columns: int, x_stride: int, size: int, device: torch.device) -> _Plan | None:
+    """For elements of `size` bytes. None for rows that are not held."""
+    vectors = in_vectors(columns, x_stride, *places.scale, *places.shift)
+    if columns > (LONGEST_HELD if vectors else LONGEST_BY_ONES):
+        return None
+    places = _runs_of(places)
+    runs, members = places.groups, places.members
+    tile_rows, block, warps = tile_of(columns) if vectors else _tile_by_ones(columns)
+    tile, tile_runs = tile_rows * block, 1
+    if tile_rows > 1 and tile_rows >= 2 * members:
+        tile_rows, tile_runs = 1, tile_rows
+    items, tiles = (runs + tile_runs - 1) // tile_runs, (members + tile_rows - 1) // tile_rows
+    stages, chunks = 1, tiles
+    if vectors and tiles > 1 and FORWARD_STAGES * tile * size < shared_memory(device):
+        stages = FORWARD_STAGES
+        most = sm_count(device) * (ELEMENTS // tile)
+        # Programs that all run at once; if the runs are so many that some multiprocessors had none, four times as many.
+        chunks = max(1, min((most if 8 * items <= most else 4 * most) // items, tiles))
+    numbers = runs, chunks, members, _step(places), columns, *places.kept[1:], *places.shared[1:]
+    constants = {"RUNS": tile_runs, "ROWS": tile_rows, "BLOCK": block, "STAGES": stages, "num_warps": warps}
+    return _Plan(items * chunks, numbers, constants)
+
+
+@remembered
+def _backward_plan(
+    places: Places,
+    columns: int,
+    dy_stride: int,
+    x_stride: int,
+    size: int,
+    device: torch.device,
+    products: bool,
+    shifts: bool,
+) -> _Plan | None:
+    """For elements of `size` bytes, and the sums that are wanted. None for rows that are not held."""
+    groups, members = places.groups, places.members
+    vectors, sums = in_vectors(columns, dy_stride, x_stride, *places.scale), products or shifts
+    if columns > (LONGEST_HELD if vectors else LONGEST_BY_ONES):
+        return None
+    tile_rows, block, warps = tile_of(columns) if vectors else _tile_by_ones(columns)
+    while tile_rows > 1 and tile_rows >= 2 * members:
+        tile_rows //= 2
+    tile = tile_rows * block
+    stages = 1
+    if vectors and sums and 2 * BACKWARD_STAGES * tile * size < shared_memory(device):
+        stages = BACKWARD_STAGES
+    tiles = (members + tile_rows - 1) // tile_rows
+    programs, chunks = groups * tiles, tiles
+    if sums:
+        most = sm_count(device) * (max(1, min(3, ELEMENTS // tile)) if stages > 1 else 3)
+        chunks = max(1, min(most // groups, tiles))
+        programs = min(groups * chunks, most)
+    constants = {"CHUNKED": chunks > 1, "PRODUCTS": products, "SHIFTS": shifts, "ROWS": tile_rows, "BLOCK": block}
+    numbers = groups * chunks, chunks, members, _step(places), columns, *places.kept[1:], *places.shared[1:]
+    return _Plan(programs, numbers, {**constants, "STAGES": stages, "num_warps": warps})
 
 
 def _runs_of(places: Places) -> Places:
@@ -443,7 +492,7 @@ def _runs_of(places: Places) -> Places:
         if kept[dim] > 1 and places.scale[dim] == 0 and places.shift[dim] == 0:
             kept[dim], shared[dim] = 1, kept[dim]
             break
-    return Places(tuple(kept), tuple(shared), places.scale, places.shift)
+    return Places.of(tuple(kept), tuple(shared), places.scale, places.shift)
 
 
 def _step(places: Places) -> int | None:

@@ -326,9 +326,73 @@ def test_statistics_of_logits_that_are_not_held(
     check(op, arguments, wanted)
     several = options.get("each") or options.get("return_entropy") or options.get("return_total")
     assert bool(taken) == (not fit or not (several or options.get("bias")))
-    assert bool(normalised) == (bool(taken) and not several and (wanted == ("x",) or (wanted is None and fit)))
+    assert bool(normalised) == (bool(taken) and not several and wanted is None and fit)
     if fit and taken:
         assert not logits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("forbidden", [False, True], ids=["sampled", "no-sample"])
+def test_terms_of_a_frozen_head_do_not_depend_on_the_sample(
+    forbidden: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits far above all sampled ones, in some rows; or all of these −inf, so that no row has a base."""
+    scales = []
+    product = _logit_statistics.KERNELS.product
+    monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
+    monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
+    monkeypatch.setattr(_logit_statistics.KERNELS, "product", lambda *of: (product(*of), scales.append(of[-1]))[0])
+    # Less memory than all logits take.
+    monkeypatch.setattr("liger_core.host.fused_linear_logit_statistics.LEAST_TILE", 1)
+    rows = 100
+    arguments = build_linear_statistics(
+        Make(dtype, DEVICE),
+        rows=rows,
+        hidden=72,
+        vocabulary=700,
+        scale=4.0,
+        bias=forbidden,
+        ignored=0.2,
+        temperature=0.7,
+    )
+    x, weight, target, bias = (arguments[name] for name in ("x", "linear_weight", "target", "bias"))
+    row = torch.arange(rows, device=DEVICE)
+    far, ignored = row % 3 == 0, target == -100
+    weight[:, 0], x[:, 0] = 0.0, 0.0
+    # One column of each part, no multiple of the sample's step, 8: 64 above the rest and slightly less, or 200 in some rows.
+    # Some of such parts are then relative to the base, and some are not. Weights of usual size give gradients of usual size.
+    high = torch.arange(3, 700, 128, device=DEVICE)
+    weight[high, 0] = torch.linspace(0.1, 0.125, len(high), device=DEVICE).to(dtype)
+    x[far, 0] = 512.0
+    x[far & (row % 4 == 0), 0] = 1600.0
+    target[far & (row % 2 == 0) & ~ignored] = high[-1]
+    if forbidden:
+        bias[::8] = -torch.inf
+        target[(target % 8 == 0) & ~ignored] += 1
+    assert ignored.any()
+    check(ops["fused_linear_logit_statistics"], arguments, ("x",))
+    own = far | (dtype is torch.float16) | forbidden
+    assert len(scales) > 1
+    scale = torch.cat(scales)
+    assert torch.equal(scale == 0.0, ignored)
+    assert torch.equal((scale == 1.0)[~ignored], own[~ignored])
+
+
+def test_an_ignored_row_of_nan_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
+    monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
+    arguments = build_linear_statistics(Make(torch.bfloat16, DEVICE), rows=3, hidden=72, vocabulary=300)
+    arguments["target"][1] = -100
+    x = arguments["x"]
+    x[1:] = torch.nan
+    x.requires_grad_()
+    with liger_core.use("triton"):
+        liger_core.fused_linear_logit_statistics(**arguments).lse.sum().backward()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad[0]).all()
+    assert x.grad[0].any()
+    assert torch.equal(x.grad[1], torch.zeros_like(x.grad[1]))
+    assert torch.isnan(x.grad[2]).all()
 
 
 @pytest.mark.parametrize(("stride", "fits"), [((64, 1), True), ((1, 64), False), ((60, 1), False), ((0, 1), False)])

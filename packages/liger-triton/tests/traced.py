@@ -1,6 +1,6 @@
 """Trace the host code of ops as torch.compile does, with sizes that vary, and print what can't be traced.
 
-    python traced.py rms_norm rope fused_linear_logit_statistics@hopper
+    python traced.py rms_norm rope fused_linear_logit_statistics@hopper fused_linear_logit_statistics@frozen@hopper
 
 There is no GPU, and nothing is launched: Dynamo takes launches into its graph, and a backend in place of Inductor returns
 tensors of the graph's shapes.
@@ -66,17 +66,21 @@ def empty(example: Any) -> Any:
 
 HOPPER = "@hopper"
 """Behind an op: a half-precision case in less memory than its logits take, and what that runs on Hopper."""
+FROZEN = "@frozen"
+"""Behind an op: x alone wants a gradient."""
 
 
 def trace(name: str) -> None:
     """Forward of the first case, for every gradient, then its backward."""
     hopper = name.endswith(HOPPER)
     name = name.removesuffix(HOPPER)
+    frozen = name.endswith(FROZEN)
+    name = name.removesuffix(FROZEN)
     op, kernel, found = ops[name], liger_triton.backend.kernel(name), cases_of(name)
     case = next(case for case in found.cases if not hopper or case.id == "hundreds-of-rows")
     arguments = complete(op, found.build(case, torch.bfloat16 if hopper else torch.float32, "cpu"))
     there = present(op, arguments)
-    needs = tuple(tensor in there for tensor in op.differentiable)
+    needs = tuple(tensor in there and (tensor == "x" or not frozen) for tensor in op.differentiable)
     options = {option: arguments[option] for option in op.options}
 
     def run(function: Callable[..., Any], *given: Any) -> Any:

@@ -129,7 +129,19 @@ CASES = (
         hidden=24,
         vocabulary=300,
         ignored=0.1,
+        bias=True,
         temperature=0.7,
+        memory_budget=300_000,
+    ),
+    # A vocabulary that 16 divides, as those of models.
+    Case(
+        "hundreds-of-rows-frozen-aligned",
+        "odd",
+        how=How(wanted=("x",)),
+        rows=515,
+        hidden=24,
+        vocabulary=320,
+        ignored=0.1,
         memory_budget=300_000,
     ),
     Case(

@@ -7,7 +7,7 @@ rows and all columns, it is the other way round. If all logits fit at once, they
 A kernel that holds no logits can leave exponentials, in x's dtype. Where these fit at once, and lse and one picked logit alone
 are wanted, they are kept: the backward makes the gradient of the logits of them.
 
-If the weight is frozen, and only lse and one picked logit are wanted, forward makes x's gradient but for two factors per row,
+If the weight is frozen, and only lse and one picked logit are wanted, forward makes x's gradient but for some factors per row,
 and backward makes no product. With c the derivative of softcap and temperature, y the row's target and m = Σ_{v≠y} p_v c_v W_v,
 the gradient is g_lse m + (g_lse p_y + g_picked) c_y W_y. Kept apart, the two terms don't cancel when p_y is near 1.
 """
@@ -184,11 +184,14 @@ class _Call:
         return found
 
     def _frozen(self, results: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's m, and the factors that turn the gradients of lse and of picked into W_y's factor, ``[2, N]``."""
+        """Each row's m but for a factor, and three factors, ``[3, N]``: those of `_factors`, and m's own.
+
+        m's own keeps the exponentials that m is made of from being read and written once more.
+        """
         assert results.kept is not None
         size = x.shape[0]
         m = torch.empty_like(x, memory_format=torch.contiguous_format)
-        factors = torch.zeros((2, size), dtype=torch.float32, device=x.device)
+        factors = torch.ones((3, size), dtype=torch.float32, device=x.device)
         one = torch.ones(size, dtype=torch.float32, device=x.device)
         less = torch.empty_like(results.picked)
         taken = self._taken(x, results)
@@ -198,12 +201,11 @@ class _Call:
             others = logits = None  # freed before the next ones are allocated
             if taken:
                 others = torch.empty((last - first, self.weight.shape[0]), dtype=x.dtype, device=x.device)
-                beside = self.kernels.product(results, x[some], self.weight, self.labels, first, others)
-                self.kernels.normalise(others, beside, self.labels, results.kept, None, first)
+                self.kernels.product(results, x[some], self.weight, self.labels, first, others, factors[2, some])
             else:
                 logits = self.linear.product(x[some], self.weight.t())
                 self.kernels.rows(results, logits, self.labels, first)
-            factors[:, some] = self._factors(results, some)
+            factors[:2, some] = self._factors(results, some)
             if logits is not None:
                 # The target's own term is apart.
                 less[some, 0] = -torch.exp(results.picked[some, 0] - results.lse[some])
@@ -231,7 +233,7 @@ class _Call:
             some = slice(first, last)
             part = self.weight.index_select(0, column[some]) * factor[some, None]
             if incoming.lse is not None:
-                part.addcmul_(m[some], incoming.lse[some, None])
+                part.addcmul_(m[some], (incoming.lse[some] * factors[2, some])[:, None])
             dx[some] = part
         return dx
 

@@ -91,7 +91,14 @@ class StatisticsKernels:
         return 0
 
     def product(
-        self, results: Rows, x: Tensor, weight: Tensor, labels: Labels, first_row: int, terms: Tensor | None = None
+        self,
+        results: Rows,
+        x: Tensor,
+        weight: Tensor,
+        labels: Labels,
+        first_row: int,
+        terms: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Any:
         """Write the results of the rows from `first_row` on, as many as x has; their logits are x · weightᵀ.
 
@@ -101,6 +108,9 @@ class StatisticsKernels:
             first_row: the first row.
             terms: in x's dtype and contiguous, one row for each of x, which then has one target. It gets what `normalise`
                 takes. Or None.
+            scales: float32 and contiguous, a number for each row of x; or None. It gets what `terms` need to be multiplied
+                by, instead of `normalise`: then they are the gradient of lse with respect to the logits, except for 0 at the
+                target. In ignored rows both are 0.
 
         Returns:
             What else `normalise` takes: a tensor.
@@ -110,7 +120,7 @@ class StatisticsKernels:
     def normalise(
         self, terms: Tensor, beside: Any, labels: Labels, kept: Tensor, dlse: Tensor | None, first_row: int
     ) -> None:
-        """Turn terms into the gradient of lse with respect to the logits, except for 0 at the target, times `dlse`.
+        """Turn terms into the gradient of lse with respect to the logits, times `dlse`.
 
         Args:
             terms, beside: of `product`.

@@ -34,6 +34,13 @@ PART = 128
 """Columns whose maxima and sums are found together: of a wider tile they would spill registers. A tile is one part or two."""
 LEAST_ROWS = 512
 """Rows below which PyTorch's product is as fast."""
+SAMPLE = 128
+"""Logits of a row that are made first. All terms of a row can then be relative to one number, its base."""
+RISE = tl.constexpr(30.0)
+"""How far a base is above the largest logit of its sample, over the temperature; and how far a part's may be above the base.
+
+The terms of a part that is further above are relative to its own maximum. Others are at most e^30, and the row's largest is at
+least e^-30: in bfloat16 neither they nor their products with the weight overflow, or lose what matters."""
 FEW_TARGETS = 4
 """Targets of a row that are looked for in each tile. Each takes about as long as the exponentials."""
 
@@ -197,13 +204,14 @@ def _rows(
 
 @triton.jit
 def _tell_part(
-    x, first, part, bias, target, picked, terms, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
+    x, first, part, bias, target, picked, terms, bases, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
     best_columns, row, here, target_stride, k_stride, columns, parts, first_id, ignore_index, temperature, inverse,
     PART: tl.constexpr, TARGETS: tl.constexpr,
 ):  # fmt: skip
     """Write the maxima and sums of some columns of a tile of logits, and the targets' logits among them.
 
-    `terms`, of rows with one target, get the exponentials relative to the maximum, except the target's.
+    `terms` get the exponentials: relative to the row's base, if there is one and the maximum is not far above it, or else to the
+    maximum. With bases, those of ignored rows are 0.
     """
     column = first + tl.arange(0, PART)
     inside = column < columns
@@ -223,7 +231,12 @@ def _tell_part(
         tl.store(picked + row * TARGETS + k, _cooled(found, temperature), known)
     if weighted_sums is not None:
         tl.store(weighted_sums + at, tl.sum(tl.where(inside[None, :], x, 0.0), axis=1), here)
-    x = tl.where(inside[None, :], x, -float("inf"))
+    shown = inside[None, :]
+    if bases is not None:
+        # Ignored rows' terms are 0, even if their logits are NaN. A select of the terms would take twice the instructions.
+        label = tl.load(target + row * target_stride, here, other=ignore_index)
+        shown = column[None, :] < tl.where(label == ignore_index, 0, columns)[:, None]
+    x = tl.where(shown, x, -float("inf"))
     # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
     top = tl.maximum(tl.max(x, axis=1), -3.4028234663852886e38)
     depth = _tempered(x - top[:, None], inverse)
@@ -232,9 +245,12 @@ def _tell_part(
     tl.store(maxima + at, top, here)
     tl.store(exp_sums + at, tl.sum(term, axis=1), here)
     if terms is not None:
-        wanted = tl.load(target + row * target_stride, here, other=ignore_index) - first_id
-        other = tl.where(wanted[:, None] == column[None, :], 0.0, term)
-        tl.store((terms + row[:, None] * columns) + column[None, :], other, here[:, None] & inside[None, :])
+        based = term
+        if bases is not None:
+            # This takes no second exponential per element, and the sums have the same bits without bases.
+            rise = _tempered(top - tl.load(bases + row, here, other=0.0), inverse)
+            based *= tl.where(rise <= RISE, _exp(rise), 1.0)[:, None]
+        tl.store((terms + row[:, None] * columns) + column[None, :], based, here[:, None] & inside[None, :])
     if product_sums is not None:
         tl.store(product_sums + at, tl.sum(tl.where(term == 0.0, 0.0, term * depth), axis=1), here)
     if square_sums is not None:
@@ -243,7 +259,7 @@ def _tell_part(
 
 @kernel(do_not_specialize=["rows", "first_id", "target_stride", "k_stride"])
 def _tiles(
-    x, weight, bias, target, picked, terms, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
+    x, weight, bias, target, picked, terms, bases, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
     best_columns, target_stride, k_stride, rows, columns, depth, parts, first_id, ignore_index, temperature,
     inverse,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
@@ -260,19 +276,19 @@ def _tiles(
     part = first_column // PART
     if COLUMNS == PART:
         _tell_part(
-            sums, first_column, part, bias, target, picked, terms, maxima, exp_sums, product_sums, square_sums,
+            sums, first_column, part, bias, target, picked, terms, bases, maxima, exp_sums, product_sums, square_sums,
             weighted_sums, bests, best_columns, row, here, target_stride, k_stride, columns, parts, first_id,
             ignore_index, temperature, inverse, PART, TARGETS,
         )  # fmt: skip
     else:
         left, right = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, PART)), (0, 2, 1)))
         _tell_part(
-            left, first_column, part, bias, target, picked, terms, maxima, exp_sums, product_sums, square_sums,
+            left, first_column, part, bias, target, picked, terms, bases, maxima, exp_sums, product_sums, square_sums,
             weighted_sums, bests, best_columns, row, here, target_stride, k_stride, columns, parts, first_id,
             ignore_index, temperature, inverse, PART, TARGETS,
         )  # fmt: skip
         _tell_part(
-            right, first_column + PART, part + 1, bias, target, picked, terms, maxima, exp_sums, product_sums,
+            right, first_column + PART, part + 1, bias, target, picked, terms, bases, maxima, exp_sums, product_sums,
             square_sums, weighted_sums, bests, best_columns, row, here, target_stride, k_stride, columns,
             parts, first_id, ignore_index, temperature, inverse, PART, TARGETS,
         )  # fmt: skip
@@ -280,19 +296,21 @@ def _tiles(
 
 @kernel(do_not_specialize=["first_row", "rows", "first_id", "target_stride", "k_stride"])
 def _join(
-    target, lse, picked, entropy, total, log_sum_squares, best, best_index, kept, maxima, exp_sums, product_sums,
+    target, terms, lse, picked, entropy, total, log_sum_squares, best, best_index, kept, maxima, exp_sums, product_sums,
     square_sums, weighted_sums, bests, best_columns, target_stride, k_stride, columns, targets, parts, first_row, rows,
     first_id, ignore_index, temperature, inverse,
     BLOCK: tl.constexpr, TARGETS: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's results from the maxima and sums of its parts."""
+    """Write a row's results from the maxima and sums of its parts. Targets' terms become 0."""
     local = tl.program_id(0).to(tl.int64)
     row = first_row + local
     target += row * target_stride
     for start in range(0, targets, TARGETS):
         k = start + tl.arange(0, TARGETS)
-        _, _, known = _labels(target, k, targets, k_stride, first_id, columns, ignore_index)
+        column, _, known = _labels(target, k, targets, k_stride, first_id, columns, ignore_index)
         tl.store(picked + row * targets + k, 0.0, (k < targets) & (known == 0))
+        if terms is not None:
+            tl.store(terms + local * columns + column, 0.0, known)
     if _count(target, targets, k_stride, first_id, columns, ignore_index, TARGETS) == 0:
         _store_ignored(lse, entropy, total, log_sum_squares, best, best_index, kept, row, rows)
         return
@@ -338,23 +356,36 @@ def _join(
 
 @kernel(do_not_specialize=["first_row", "rows"])
 def _normalise(
-    terms, maxima, kept, dlse, columns, parts, first_row, rows, inverse, PARTS: tl.constexpr, PART: tl.constexpr
+    terms, maxima, bases, scales, kept, dlse, columns, parts, programs, first_row, rows, inverse,
+    PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Turn `_tell_part`'s terms into the gradient of lse: into probabilities, over the temperature."""
-    blocks = tl.cdiv(columns, PARTS * PART)
-    local = (tl.program_id(0) // blocks).to(tl.int64)
-    part = tl.program_id(0) % blocks * PARTS + tl.arange(0, PARTS)
-    column = part[:, None] * PART + tl.arange(0, PART)[None, :]
-    inside = column < columns
+    """Turn `_tell_part`'s terms into the gradient of lse: into probabilities, over the temperature.
+
+    If all terms of a row are relative to its base, they stay, and `scales` get the factor that they lack.
+    """
+    local = (tl.program_id(0) // programs).to(tl.int64)
     terms += local * columns
     exp_sum = tl.load(kept + rows + first_row + local)
-    top = tl.load(maxima + local * parts + part, part < parts, other=-3.4028234663852886e38)
-    fall = _tempered(top - tl.load(kept + first_row + local), inverse)
-    factor = _tempered(_exp_like(fall, maxima) / exp_sum, inverse)
-    if dlse is not None:
-        factor *= tl.load(dlse + first_row + local)
-    term = tl.load(terms + column, inside, other=0.0).to(tl.float32)
-    tl.store(terms + column, tl.where(exp_sum == -1.0, 0.0, term * factor[:, None]), inside)
+    row_top = tl.load(kept + first_row + local)
+    if bases is not None:
+        base = tl.load(bases + local)
+        fall = _tempered(base - row_top, inverse)
+        near = (exp_sum == -1.0) | (fall >= -RISE)
+        scale = tl.where(near, _tempered(_exp_like(fall, maxima) / exp_sum, inverse), 1.0)
+        tl.store(scales + local, tl.where(exp_sum == -1.0, 0.0, scale))
+        parts = tl.where(near, 0, parts)
+    for start in range(tl.program_id(0) % programs * PARTS, parts, programs * PARTS):
+        part = start + tl.arange(0, PARTS)
+        column = part[:, None] * PART + tl.arange(0, PART)[None, :]
+        inside = column < columns
+        top = tl.load(maxima + local * parts + part, part < parts, other=-3.4028234663852886e38)
+        if bases is not None:
+            top = tl.where(_tempered(top - base, inverse) <= RISE, base, top)
+        factor = _tempered(_exp_like(_tempered(top - row_top, inverse), maxima) / exp_sum, inverse)
+        if dlse is not None:
+            factor *= tl.load(dlse + first_row + local)
+        term = tl.load(terms + column, inside, other=0.0).to(tl.float32)
+        tl.store(terms + column, tl.where(exp_sum == -1.0, 0.0, term * factor[:, None]), inside)
 
 
 @kernel(do_not_specialize=["first_row", "first_column", "rows", "first_id", "target_stride", "k_stride"])
@@ -432,6 +463,7 @@ def _loads(rows: Tensor) -> bool:
 def _launch_tiles(
     picked: Tensor,
     terms: Tensor | None,
+    bases: Tensor | None,
     maxima: Tensor,
     exp_sums: Tensor,
     product_sums: Tensor | None,
@@ -459,8 +491,8 @@ def _launch_tiles(
     tile_columns = PART if rich else TILE_COLUMNS
     tiles = (n + TILE_ROWS - 1) // TILE_ROWS * ((columns + tile_columns - 1) // tile_columns)
     _tiles[(tiles,)](
-        _descriptor(x, TILE_ROWS), _descriptor(weight, tile_columns), bias, target[some], picked[some], terms, maxima,
-        exp_sums, product_sums, square_sums, weighted_sums, bests, best_columns, target.stride(0), target.stride(1), n,
+        _descriptor(x, TILE_ROWS), _descriptor(weight, tile_columns), bias, target[some], picked[some], terms, bases,
+        maxima, exp_sums, product_sums, square_sums, weighted_sums, bests, best_columns, target.stride(0), target.stride(1), n,
         columns, depth, parts, first_id, ignore_index, temperature, inverse, ROWS=TILE_ROWS, COLUMNS=tile_columns,
         PART=PART, DEPTH=TILE_DEPTH, TURN=TILES_IN_TURN, TARGETS=target.shape[1], num_warps=8, num_stages=4,
     )  # fmt: skip
@@ -471,6 +503,37 @@ def _like(maxima: Tensor, wanted: Tensor | None) -> Tensor | None:
     if wanted is None:
         return None
     return torch.empty_like(maxima, dtype=torch.int32 if wanted.dtype is torch.int64 else torch.float32)
+
+
+def _bases(x: Tensor, weight: Tensor, labels: Labels) -> Tensor:
+    """What each row's terms are relative to, except in parts far above that."""
+    if x.dtype is torch.float16:  # all parts are: float16 has too few exponents
+        return torch.full((x.shape[0],), -torch.inf, dtype=torch.float32, device=x.device)
+    step = max(weight.shape[0] // SAMPLE, 8)  # at 8, the sample takes less memory than terms leave of the logits'
+    some = slice(None, SAMPLE * step, step)
+    logits = torch.mm(x, weight[some].t())
+    if labels.bias is not None:
+        logits = logits + labels.bias[some]
+    return logits.amax(1).float() + RISE.value * (labels.options.temperature or 1.0)
+
+
+def _launch_normalise(
+    terms: Tensor,
+    maxima: Tensor,
+    bases: Tensor | None,
+    scales: Tensor | None,
+    labels: Labels,
+    kept: Tensor,
+    dlse: Tensor | None,
+    first_row: int,
+) -> None:
+    """The launch of `_normalise`. With bases, a row mostly has nothing to do, so it has one program."""
+    n, columns = terms.shape
+    programs = (columns + 4095) // 4096 if bases is None else 1
+    _normalise[(n * programs,)](
+        terms, maxima, bases, scales, kept, dlse, columns, (columns + PART - 1) // PART, programs, first_row, kept.shape[1],
+        labels.options.inverse, PARTS=4096 // PART, PART=PART, num_warps=8,
+    )  # fmt: skip
 
 
 class _Kernels(StatisticsKernels):
@@ -487,12 +550,20 @@ class _Kernels(StatisticsKernels):
         return rows if rows >= LEAST_ROWS else 0
 
     def product(
-        self, results: Rows, x: Tensor, weight: Tensor, labels: Labels, first_row: int, terms: Tensor | None = None
+        self,
+        results: Rows,
+        x: Tensor,
+        weight: Tensor,
+        labels: Labels,
+        first_row: int,
+        terms: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         n, columns = x.shape[0], weight.shape[0]
         parts = (columns + PART - 1) // PART
-        _, picked, entropy, total, log_sum_squares, best, best_index, _ = results
+        _, picked, entropy, total, log_sum_squares, best, best_index, kept = results
         options, target = labels.options, labels.target
+        bases = None if scales is None else _bases(x, weight, labels)
 
         maxima = torch.empty((n, parts), dtype=torch.float32, device=x.device)
         found = (
@@ -505,25 +576,25 @@ class _Kernels(StatisticsKernels):
             _like(maxima, best_index),
         )
         _launch_tiles(
-            picked, terms, *found, x, weight, labels.bias, target, first_row, options.first, options.ignore_index,
+            picked, terms, bases, *found, x, weight, labels.bias, target, first_row, options.first, options.ignore_index,
             options.temperature, options.inverse,
         )  # fmt: skip
         _join[(n,)](
-            target, *results, *found, target.stride(0), target.stride(1), columns, target.shape[1], parts, first_row,
-            target.shape[0], options.first, options.ignore_index, options.temperature, options.inverse,
+            target, None if scales is None else terms, *results, *found, target.stride(0), target.stride(1), columns,
+            target.shape[1], parts, first_row, target.shape[0], options.first, options.ignore_index, options.temperature,
+            options.inverse,
             BLOCK=1024, TARGETS=min(power_of_2(target.shape[1], 1), MOST_TARGETS), num_warps=4,
         )  # fmt: skip
+        if scales is not None:
+            assert terms is not None
+            assert kept is not None
+            _launch_normalise(terms, maxima, bases, scales, labels, kept, None, first_row)
         return maxima
 
     def normalise(
         self, terms: Tensor, beside: Any, labels: Labels, kept: Tensor, dlse: Tensor | None, first_row: int
     ) -> None:
-        n, columns = terms.shape
-        blocks = (columns + 4095) // 4096
-        _normalise[(n * blocks,)](
-            terms, beside, kept, dlse, columns, (columns + PART - 1) // PART, first_row, kept.shape[1],
-            labels.options.inverse, PARTS=4096 // PART, PART=PART, num_warps=8,
-        )  # fmt: skip
+        _launch_normalise(terms, beside, None, None, labels, kept, dlse, first_row)
 
     def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
         logits, row_stride = as_rows(logits)

@@ -346,20 +346,9 @@ class _Kernels(ModulatedRMSNormKernels):
             )  # fmt: skip
             return
         _forward[(plan.programs,)](
-            y,
-            inverse_rms,
-            x,
-            weight,
-            scale,
-            shift,
-            *plan.numbers,
-            x_stride,
-            *strides,
-            eps,
-            offset,
-            **options,
-            **plan.constants,
-        )
+            y, inverse_rms, x, weight, scale, shift, *plan.numbers, x_stride, *strides, eps, offset,
+            **options, **plan.constants,
+        )  # fmt: skip
 
     def backward(
         self,
@@ -396,10 +385,10 @@ class _Kernels(ModulatedRMSNormKernels):
                     PRODUCTS=products, ROWS=sum_rows, BLOCK=4096 // sum_rows,
                 )  # fmt: skip
             return
-        chunks, partial = plan.numbers[1], None
+        (items, chunks, *_), partial = plan.numbers, None
         chunked = chunks > 1 and (products or shifts)
         if chunked:
-            partial = torch.empty((products + shifts, plan.numbers[0], columns), dtype=torch.float32, device=x.device)
+            partial = torch.empty((products + shifts, items, columns), dtype=torch.float32, device=x.device)
         elif dweight is not None:
             partial = torch.empty((plan.programs, columns), dtype=torch.float32, device=x.device)
         _backward[(plan.programs,)](

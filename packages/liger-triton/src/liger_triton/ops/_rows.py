@@ -18,6 +18,22 @@ def multiply(a, b, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def add_two(a1, b1, a2, b2):
+    """For `tl.reduce`, as the next ones: several sums in one, so that a program's threads wait for each other only once."""
+    return a1 + a2, b1 + b2
+
+
+@triton.jit
+def add_three(a1, b1, c1, a2, b2, c2):
+    return a1 + a2, b1 + b2, c1 + c2
+
+
+@triton.jit
+def add_four(a1, b1, c1, d1, a2, b2, c2, d2):
+    return a1 + a2, b1 + b2, c1 + c2, d1 + d2
+
+
+@triton.jit
 def add_up(total, lost, values):
     """Running totals with more values, and what rounding has added to them, to be subtracted from the next values.
 

@@ -14,7 +14,7 @@ from liger_core.host.attn_res import AttnRes, AttnResKernels
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._partial_sums import total
-from liger_triton.ops._rows import in_vectors, multiply, power_of_2, tile_of
+from liger_triton.ops._rows import add_three, add_two, in_vectors, multiply, power_of_2, tile_of
 
 # Longer rows are read in blocks. Elements that are loaded one by one need an address each, so their limit is half.
 LONGEST = 8192
@@ -66,16 +66,6 @@ def _load_source(
     return vs.to(tl.float32)
 
 
-@triton.jit
-def _add_two(a1, b1, a2, b2):
-    return a1 + a2, b1 + b2
-
-
-@triton.jit
-def _add_three(a1, b1, c1, a2, b2, c2):
-    return a1 + a2, b1 + b2, c1 + c2
-
-
 @kernel(do_not_specialize=["rows", "count", "sources"])
 def _forward(
     y, statistics, blocks, partial, query, weight, rows, columns, count, sources, block_stride, row_stride, partial_stride,
@@ -96,7 +86,7 @@ def _forward(
         )  # fmt: skip
         # One reduction: the threads wait for each other only once.
         products = multiply(vs, vs, BLOCK), multiply(vs, ws, BLOCK)
-        squares, score = tl.reduce(products, 1, _add_two, keep_dims=True)
+        squares, score = tl.reduce(products, 1, add_two, keep_dims=True)
         r = tl.rsqrt(squares / columns + tl.cast(eps, tl.float32))
         score *= r
         if statistics is not None:
@@ -136,7 +126,7 @@ def _give(
     """Write the gradient of one source, and return `total` plus its part of the gradient of query · weight."""
     here = lane == source
     each = tl.where(here, a, 0.0), tl.where(here, by_w, 0.0), tl.where(here, by_v, 0.0)
-    a, by_w, by_v = tl.reduce(each, 1, _add_three, keep_dims=True)
+    a, by_w, by_v = tl.reduce(each, 1, add_three, keep_dims=True)
     if SUMS:
         total += by_w * vs
     dvs = a * dys + by_w * ws - by_v * vs
@@ -158,6 +148,22 @@ def _give(
     return total
 
 
+@triton.jit
+def _load_two(
+    blocks, partial, source, count, sources, row, column, inside, block_stride, row_stride, partial_stride,
+    CHOOSE: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """As `_load_source`, of a source and of the next one; and which elements of the next one there are."""
+    both = inside & (source + 1 < sources)
+    first = _load_source(
+        blocks, partial, source, count, row, column, inside, block_stride, row_stride, partial_stride, CHOOSE, KEEP
+    )  # fmt: skip
+    second = _load_source(
+        blocks, partial, source + 1, count, row, column, both, block_stride, row_stride, partial_stride, CHOOSE, KEEP
+    )  # fmt: skip
+    return first, second, both
+
+
 @kernel(do_not_specialize=["rows", "count", "sources"])
 def _backward(
     dblocks, dpartial, sums, dy, blocks, partial, query, weight, statistics, rows, columns, count, sources,
@@ -176,27 +182,17 @@ def _backward(
         scores, r, a = _load_statistics(statistics, row, rows, lane, sources)
         products = tl.zeros((ROWS, SOURCES), tl.float32)
         for source in tl.range(0, sources, 2, num_stages=STAGES):
-            both = inside & (source + 1 < sources)
-            first = _load_source(
-                blocks, partial, source, count, row, column, inside, block_stride, row_stride, partial_stride,
-                CHOOSE, "evict_last",
-            )  # fmt: skip
-            second = _load_source(
-                blocks, partial, source + 1, count, row, column, both, block_stride, row_stride, partial_stride,
+            first, second, _ = _load_two(
+                blocks, partial, source, count, sources, row, column, inside, block_stride, row_stride, partial_stride,
                 CHOOSE, "evict_last",
             )  # fmt: skip
             each = multiply(dys, first, BLOCK), multiply(dys, second, BLOCK)
-            one, two = tl.reduce(each, 1, _add_two, keep_dims=True)
+            one, two = tl.reduce(each, 1, add_two, keep_dims=True)
             products = tl.where(lane == source, one, tl.where(lane == source + 1, two, products))
         by_w, by_v = _factors(products, scores, r, a, lane, sources, columns)
         for source in range(0, sources, 2):
-            both = inside & (source + 1 < sources)
-            first = _load_source(
-                blocks, partial, source, count, row, column, inside, block_stride, row_stride, partial_stride,
-                CHOOSE, "evict_first",
-            )  # fmt: skip
-            second = _load_source(
-                blocks, partial, source + 1, count, row, column, both, block_stride, row_stride, partial_stride,
+            first, second, both = _load_two(
+                blocks, partial, source, count, sources, row, column, inside, block_stride, row_stride, partial_stride,
                 CHOOSE, "evict_first",
             )  # fmt: skip
             total_sums = _give(

@@ -12,7 +12,7 @@ from liger_core import group_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import sm_count, warp_size
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows, multiply, power_of_2
+from liger_triton.ops._rows import add_two, as_rows, multiply, power_of_2
 from liger_triton.ops._totals import totals
 
 LONGEST = 8192
@@ -38,12 +38,6 @@ again, doesn't help: 0.638 ms at best with half of it held, and 1.27 in the back
 THREADS = 1024
 """Threads of a program of the backward of long groups. Each has two 16-byte loads of x and of dy in flight. On an H200, 4096
 groups of 131072 take 1.086 ms, and 1.303 with 512 threads."""
-
-
-@triton.jit
-def _add_both(a, b, c, d):
-    """Adds pairs, so that warps exchange two sums at once."""
-    return a + c, b + d
 
 
 @triton.jit
@@ -242,7 +236,7 @@ def _rows_gradient(
     xs = tl.load(x + (sample * x_stride + group * size)[:, None, None] + at, inside, other=0.0).to(tl.float32)
     dys = tl.load(dy + (sample * dy_stride + group * size)[:, None, None] + at, inside, other=0.0).to(tl.float32)
     normed = (xs - mean) * rstd
-    dbias, dweight = tl.reduce((dys, multiply(dys, normed, BLOCK)), 2, _add_both)
+    dbias, dweight = tl.reduce((dys, multiply(dys, normed, BLOCK)), 2, add_two)
     channel = tl.arange(0, CHANNELS)[None, :]
     own = (row < rows)[:, None] & (channel < channels)
     partial_at = (sample * ((WEIGHT + BIAS) * groups) + group)[:, None] * channels + channel
@@ -257,7 +251,7 @@ def _rows_gradient(
             scale = tl.reshape(scale, (ROWS, CHANNELS))
             dbias = multiply(dbias, scale, CHANNELS)
             dweight = multiply(dweight, scale, CHANNELS)
-        shift, slope = tl.reduce((dbias, dweight), 1, _add_both)
+        shift, slope = tl.reduce((dbias, dweight), 1, add_two)
         shift = (shift / size)[:, None, None]
         slope = (slope / size)[:, None, None]
         dxs = (dys - shift - normed * slope) * rstd
@@ -303,7 +297,7 @@ def _sum_samples(
             sums += dys
             products += dys * ((xs - mean) * rstd)
     total, product = tl.reduce(
-        (tl.reshape(sums, (SAMPLES * BLOCK,)), tl.reshape(products, (SAMPLES * BLOCK,))), 0, _add_both
+        (tl.reshape(sums, (SAMPLES * BLOCK,)), tl.reshape(products, (SAMPLES * BLOCK,))), 0, add_two
     )
     if dweight is not None:
         tl.store(dweight + channel, product)
@@ -358,7 +352,7 @@ def _sum_positions(
             dys = tl.load(dy + at, inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
             sums += dys
             products += dys * (xs - mean)
-        dbias, dweight = tl.reduce((sums, products * rstd), 1, _add_both)
+        dbias, dweight = tl.reduce((sums, products * rstd), 1, add_two)
         own = channel < channels
         channel += row % groups * channels
         at = tl.cast(partial_row, tl.int64) * (WEIGHT + BIAS) * (groups * channels) + channel

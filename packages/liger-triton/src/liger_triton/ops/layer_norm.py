@@ -10,7 +10,7 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._partial_sums import BYTES_AT_ONCE, COLUMNS_AT_ONCE, STAGES_AT_ONCE, at_once
-from liger_triton.ops._rows import as_rows, in_vectors, multiply, tile_of, tile_read_twice
+from liger_triton.ops._rows import add_two, as_rows, in_vectors, multiply, tile_of, tile_read_twice
 from liger_triton.ops._totals import totals
 
 # Longer rows don't fit the registers of 16 warps. Forward, which keeps x, has 64 columns per thread. Backward, which keeps x and
@@ -85,12 +85,6 @@ def _forward_long(y, statistics, x, weight, bias, rows, columns, x_stride, eps, 
 
 
 @triton.jit
-def _add_both(a, b, c, d):
-    """Adds pairs, so that warps exchange both sums of a row at once."""
-    return a + c, b + d
-
-
-@triton.jit
 def _take_rows(
     dx, dy, x, scale, statistics, tile, rows, columns, dy_stride, x_stride,
     SINGLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -107,7 +101,7 @@ def _take_rows(
     normed = (xs - mean) * rstd
     if dx is not None:
         g = dys * scale
-        shift, slope = tl.reduce((g, multiply(g, normed, BLOCK)), 1, _add_both, keep_dims=True)
+        shift, slope = tl.reduce((g, multiply(g, normed, BLOCK)), 1, add_two, keep_dims=True)
         by = rstd / columns
         dxs = g * rstd - shift * by - normed * (slope * by)
         if SINGLE:  # one product is fused with the subtraction and the other isn't, which leaves a rounding error

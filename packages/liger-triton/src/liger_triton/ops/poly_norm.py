@@ -9,7 +9,7 @@ from liger_core import poly_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows, multiply, tile_of
+from liger_triton.ops._rows import add_four, add_three, as_rows, multiply, tile_of
 
 # Longer rows don't fit registers. Forward, which adds up x's powers, has 128 columns per thread of 8 warps. Backward, which
 # keeps x and dy, has 32 per thread of 16.
@@ -17,17 +17,6 @@ LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
 # Columns per warp in the backward: 32 per thread, so that few threads exchange sums for many columns.
 COLUMNS_PER_WARP = 1024
-
-
-@triton.jit
-def _add_three(a1, b1, c1, a2, b2, c2):
-    """Adds triples, so that warps exchange three sums of a row at once."""
-    return a1 + a2, b1 + b2, c1 + c2
-
-
-@triton.jit
-def _add_four(a1, b1, c1, d1, a2, b2, c2, d2):
-    return a1 + a2, b1 + b2, c1 + c2, d1 + d2
 
 
 @triton.jit
@@ -64,7 +53,7 @@ def _forward(y, inverse_rms, x, weight, bias, rows, columns, x_stride, eps, ROWS
     xs = tl.load(x + row * x_stride + column, inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
     square = multiply(xs, xs, BLOCK)
     fourth = multiply(square, square, BLOCK)
-    sum1, sum2, sum3 = tl.reduce((square, fourth, multiply(fourth, square, BLOCK)), 1, _add_three, keep_dims=True)
+    sum1, sum2, sum3 = tl.reduce((square, fourth, multiply(fourth, square, BLOCK)), 1, add_three, keep_dims=True)
     r1, r2, r3 = _inverse_rms(sum1, sum2, sum3, columns, eps)
     _store_inverse_rms(inverse_rms, row, rows, r1, r2, r3)
     # x is loaded again, from the cache: held, it would take registers from other programs. On an H200 (triton 3.6), 16384 x 8192
@@ -88,7 +77,7 @@ def _forward_long(y, inverse_rms, x, weight, bias, rows, columns, x_stride, eps,
         sum1 += square
         sum2 += fourth
         sum3 += fourth * square
-    total1, total2, total3 = tl.reduce((sum1, sum2, sum3), 1, _add_three, keep_dims=True)
+    total1, total2, total3 = tl.reduce((sum1, sum2, sum3), 1, add_three, keep_dims=True)
     r1, r2, r3 = _inverse_rms(total1, total2, total3, columns, eps)
     _store_inverse_rms(inverse_rms, row, rows, r1, r2, r3)
     # Backwards: what was read last is still in the cache.
@@ -151,7 +140,7 @@ def _backward(
         product = multiply(dys, xs, BLOCK)
         square = multiply(product, xs, BLOCK)
         powers = (dys, product, square, multiply(square, xs, BLOCK))
-        sum0, sum1, sum2, sum3 = tl.reduce(powers, 1, _add_four, keep_dims=True)
+        sum0, sum1, sum2, sum3 = tl.reduce(powers, 1, add_four, keep_dims=True)
         if dx is not None:
             dxs = _gradient(xs, dys, r1, r2, r3, sum1, sum2, sum3, columns, weight)
             tl.store(dx + row * columns + column, dxs, inside)
@@ -186,7 +175,7 @@ def _backward_long(
         sum1 += product
         sum2 += product * xs
         sum3 += product * xs * xs
-    total0, total1, total2, total3 = tl.reduce((sum0, sum1, sum2, sum3), 1, _add_four, keep_dims=True)
+    total0, total1, total2, total3 = tl.reduce((sum0, sum1, sum2, sum3), 1, add_four, keep_dims=True)
     if partial is not None:
         _store_partial(partial, total3 * r3, total2 * r2, total1 * r1, total0)
     if dx is not None:

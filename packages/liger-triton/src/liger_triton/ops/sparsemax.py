@@ -21,7 +21,7 @@ from liger_core import sparsemax
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import warp_size
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import again, as_rows, in_pairs, interleaved, packed, power_of_2, unpacked
+from liger_triton.ops._rows import add_two, again, as_rows, in_pairs, interleaved, packed, power_of_2, unpacked
 
 # Rows up to this length stay in registers. The forward keeps them in float32, which at 16384 columns fills half of the
 # registers. The backward reads dy only inside y's support. Reading it again, from the cache, is faster than reserving registers
@@ -47,14 +47,9 @@ def _lanes(GROUPS: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _add_pairs(a1, b1, a2, b2):
-    return a1 + a2, b1 + b2
-
-
-@triton.jit
 def _sum_rows(a, b):
     """The sums of the rows of two tensors. Threads wait for each other here, so both are summed at once."""
-    return tl.reduce((tl.sum(a, 2), tl.sum(b, 2)), 1, _add_pairs)
+    return tl.reduce((tl.sum(a, 2), tl.sum(b, 2)), 1, add_two)
 
 
 @triton.jit
@@ -122,7 +117,7 @@ def _sums_above(pairs, dtype: tl.constexpr, top, tau):
     first, second = first - top, second - top
     total = tl.where(first <= tau, 0.0, first) + tl.where(second <= tau, 0.0, second)
     count = tl.where(first <= tau, 0.0, 1.0) + tl.where(second <= tau, 0.0, 1.0)
-    return tl.reduce((tl.sum(total, 1), tl.sum(count, 1)), 0, _add_pairs, keep_dims=True)
+    return tl.reduce((tl.sum(total, 1), tl.sum(count, 1)), 0, add_two, keep_dims=True)
 
 
 @kernel

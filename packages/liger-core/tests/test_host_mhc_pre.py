@@ -93,7 +93,10 @@ class Kernels(MHCPreKernels):
             g, dbias, dalpha = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
         r = m[:, -1:]
         assert not plan.any()
-        plan[:, :count] = g * r
+        rest_of = g * r
+        for part in range(3):
+            plan[:, part, :count] = rest_of.to(torch.bfloat16)
+            rest_of = rest_of - plan[:, part, :count]
         rest[:, :streams] = made[0].detach()
         rest[:, streams:] = (g * m[:, :-1]).sum(1, keepdim=True) * r * r / columns
         sums = torch.zeros(2, count + 3)
@@ -105,7 +108,7 @@ class Kernels(MHCPreKernels):
         self, dx: Tensor | None, dweight: bool, dh: Tensor | None, x: Tensor, weight: Tensor, plan: Tensor, rest: Tensor
     ) -> Tensor | None:
         streams, width = x.shape[-2:]
-        v, g = x.reshape(-1, streams * width).float(), plan[:, : weight.shape[0]]
+        v, g = x.reshape(-1, streams * width).float(), plan.float().sum(1)[:, : weight.shape[0]]
         if dx is not None:
             dv = (g @ weight.float() - rest[:, streams:] * v).view(-1, streams, width)
             if dh is not None:

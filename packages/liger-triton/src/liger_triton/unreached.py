@@ -32,6 +32,8 @@ UNREACHED = {
     "interpreted fused_moe._grouped: * is false": _HOPPER,
     "interpreted fused_moe._in_rows": _HOPPER,
     "interpreted fused_moe._multiply": _HOPPER,
+    "interpreted mhc_pre._Kernels.gradients: is_hopper(x.device) is true": "an interpreter's device is the CPU",
+    "compiled-sm_90 mhc_pre._Kernels.gradients: is_hopper(x.device) is false": "each device is Hopper",
     "interpreted _logit_statistics._Kernels.product*": _NOT_HELD,
     "interpreted _logit_statistics._Kernels.normalise": _NOT_HELD,
     "interpreted _logit_statistics._Kernels.rows_of_product: *": _NOT_HELD,

@@ -1,7 +1,8 @@
 """`mhc_pre`'s host code: a language adds its kernels.
 
 Backward reaches x and weight through a plan, r · G: the factors of each row of weight in the gradient of a row of x. The
-gradient of a stream is then plan · weight + pre · dh − c · x, and that of the weight planᵀ · x.
+gradient of a stream is then plan · weight + pre · dh − c · x, and that of the weight planᵀ · x. Products of float32 are made of
+three bfloat16 parts on tensor cores. The plan is written in parts, since each block of columns reads it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class MHCPreKernels:
         """Write the numbers of each row from which the gradients are made.
 
         Args:
-            plan: float32 ``[rows, P]``, contiguous, zeros: P is a power of two, at least M and 16.
+            plan: bfloat16 ``[rows, 3, P]``, contiguous, zeros: three parts of each number, whose sum it is, the largest first.
+                P is a power of two, at least M and 16.
             rest: float32 ``[rows, n + 1]``, contiguous: pre, and c.
             dots: float32 ``[rows, n]``, contiguous: what h adds to dpre; or None.
             dpre, dpost, dres: the incoming gradients, contiguous; or None.
@@ -179,7 +181,7 @@ class HyperConnectionsBefore:
             dots = x.new_empty((rows, streams), dtype=torch.float32)
             self.kernels.dot(dots, dh, x)
         # A whole number of vectors, the last elements zero, so that no element has to be masked.
-        plan = x.new_zeros((rows, _padded(count)), dtype=torch.float32)
+        plan = x.new_zeros((rows, 3, _padded(count)), dtype=torch.bfloat16)
         rest = x.new_empty((rows, streams + 1), dtype=torch.float32)
         dpre, dpost, dres = (None if d is None else d.contiguous() for d in (dpre, dpost, dres))
         small = self.kernels.plan(

@@ -32,6 +32,14 @@ def multiplies_from_shared(device: torch.device) -> bool:
     return device.type != "cuda" or _look_up_major(device) in (9, 10)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether matrix products read shared memory and their results take registers, as on Hopper alone.
+
+    On the CPU it is true.
+    """
+    return device.type != "cuda" or _look_up_major(device) == 9
+
+
 def loads_in_bulk(device: torch.device) -> bool:
     """Whether there is a TMA, as on Hopper and later; otherwise data in flight takes registers.
 

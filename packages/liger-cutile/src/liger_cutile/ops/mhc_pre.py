@@ -16,7 +16,7 @@ from liger_core import mhc_pre
 from liger_core.contract import implements
 from liger_core.host.mhc_pre import Coefficients, HyperConnectionsBefore, MHCPreKernels
 from liger_core.opaque import opaque
-from liger_cutile.ops._device import multiplies_from_shared, sm_count
+from liger_cutile.ops._device import is_hopper, multiplies_from_shared, sm_count
 from liger_cutile.ops._grid import block_number, one_each
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
@@ -25,22 +25,22 @@ from liger_cutile.ops._three_parts import product, split, transposed
 from liger_cutile.ops._tiles import ZERO
 
 # A tile of x in the forward product: it reads the weight once for so many rows.
-PRODUCT_ROWS, PRODUCT_COLUMNS = 128, 64
+PRODUCT_ROWS, PRODUCT_COLUMNS = 128, 128
 # The same of the products of backward.
-GRADIENT_ROWS, GRADIENT_COLUMNS = 64, 64
+GRADIENT_ROWS, GRADIENT_COLUMNS = 64, 128
 # Rows and columns of both in float32 and float16, whose elements have parts of their own, with many rows of weight, and where
 # elements are loaded one by one, each with an address in registers.
 FEW = 32
 # Rows of weight up to which tiles have all rows.
 MOST_COUNT = 32
-# Blocks of a product, for each multiprocessor.
-PROGRAMS = 8
+# Blocks of the forward product, for each multiprocessor: more make more partial sums. And of backward's.
+PRODUCT_PROGRAMS, GRADIENT_PROGRAMS = 4, 16
 # Columns of a block of the forward product: fewer make more partial sums than they save time.
 FEWEST_COLUMNS = 512
 # Partial sums of a row, which are added up at once.
 MOST_SPLITS = 16
 # Elements of res and its partial sums, of the rows whose coefficients a block makes.
-COEFFICIENTS = 1024
+COEFFICIENTS = 512
 # Most columns of a block's tiles that make h, and of those that dot it with the streams.
 MERGE_COLUMNS = 1024
 DOT_COLUMNS = 1024
@@ -212,6 +212,14 @@ def _through(dot, incoming, at, shape):
     return d
 
 
+@ct.function
+def _scatter_parts(plan, row, place, values, mask):
+    """The parts of some of a row's numbers."""
+    parts = split(values)
+    for part in ct.static_iter(range(3)):
+        ct.scatter(plan, (row, part, place), parts[part], mask=mask)
+
+
 @ct.kernel
 def _plan(
     plan, rest, sums, dots, dpre, dpost, dres, m, bias, alpha, columns, iterations, sinkhorn_eps, pre_eps, post_multiplier,
@@ -229,7 +237,7 @@ def _plan(
     d = ct.where(some, _through(dots, dpre, (row, stream), (ROWS, N)) * (s * (1.0 - s)), 0.0)
     ct.scatter(rest, (row, stream), s + pre_eps, mask=there)
     g = d * ct.astype(ct.load(alpha, (0,), ()), ct.float32)
-    ct.scatter(plan, (row, stream), g * r, mask=there)
+    _scatter_parts(plan, row, stream, g * r, there)
     ct.scatter(sums, (mine, stream), ct.sum(d, axis=0, keepdims=True), mask=there)
     ct.store(sums, (tile, COUNT), ct.sum(d * ms), allow_tma=False)
     through_r = ct.sum(g * ms, axis=1, keepdims=True)
@@ -239,7 +247,7 @@ def _plan(
         d = _through((), dpost, (row, stream), (ROWS, N)) * (post_multiplier * s * (1.0 - s))
         d = ct.where(some, d, 0.0)
         g = d * ct.astype(ct.load(alpha, (1,), ()), ct.float32)
-        ct.scatter(plan, (row, stream + STREAMS), g * r, mask=there)
+        _scatter_parts(plan, row, stream + STREAMS, g * r, there)
         ct.scatter(sums, (mine, stream + STREAMS), ct.sum(d, axis=0, keepdims=True), mask=there)
         ct.store(sums, (tile, COUNT + 1), ct.sum(d * ms), allow_tma=False)
         through_r += ct.sum(g * ms, axis=1, keepdims=True)
@@ -267,7 +275,7 @@ def _plan(
             d = e * (d - ct.sum(d * e, axis=2, keepdims=True))
             d = ct.where(every, d, 0.0)
         g = d * ct.astype(ct.load(alpha, (2,), ()), ct.float32)
-        ct.scatter(plan, (rows, at), g * ct.reshape(r, (ROWS, 1, 1)), mask=valid)
+        _scatter_parts(plan, rows, at, g * ct.reshape(r, (ROWS, 1, 1)), valid)
         of_pairs = ct.sum(d, axis=0, keepdims=True)
         ct.scatter(sums, (ct.full((1, 1, 1), tile, ct.int32), at), of_pairs, mask=valid)
         ct.store(sums, (tile, COUNT + 2), ct.sum(d * ms), allow_tma=False)
@@ -283,25 +291,28 @@ def _gradients(
     ROUGH: ConstBool, COUNT: ConstInt, STREAMS: ConstInt, ROWS: ConstInt, BLOCK: ConstInt,
 ):  # fmt: skip
     """A block of columns of one stream, and every so many tiles of rows."""
-    part, number = ct.bid(0) % splits, ct.bid(0) // splits
-    stream, column = number // across, number % across
+    # All streams of a block of columns at once: they read the same of dh.
+    stream, number = ct.bid(0) % STREAMS, ct.bid(0) // STREAMS
+    part, column = number // across, number % across
     ws = ()
     if given(dx):
         ws = split(
             ct.reshape(ct.load(weight, (0, stream, column), (COUNT, 1, BLOCK), padding_mode=ZERO), (COUNT, BLOCK))
         )
     dweight = ct.zeros((COUNT, BLOCK), ct.float32)
-    for row in range(part, ct.num_tiles(plan, axis=0, shape=(ROWS, COUNT)), splits):
+    for row in range(part, ct.num_tiles(plan, axis=0, shape=(ROWS, 1, COUNT)), splits):
         xs = ct.reshape(ct.load(x, (row, stream, column), (ROWS, 1, BLOCK), padding_mode=ZERO), (ROWS, BLOCK))
-        gs = split(ct.load(plan, (row, 0), (ROWS, COUNT), padding_mode=ZERO))
+        gs = ()
+        for which in ct.static_iter(range(3)):
+            gs += (ct.reshape(ct.load(plan, (row, which, 0), (ROWS, 1, COUNT), padding_mode=ZERO), (ROWS, COUNT)),)
         if given(dx):
-            dxs = product(gs, ws, ct.zeros((ROWS, BLOCK), ct.float32), ROUGH)
-            dxs -= ct.load(rest, (row, STREAMS), (ROWS, 1), padding_mode=ZERO, allow_tma=False) * ct.astype(
+            rests = -ct.load(rest, (row, STREAMS), (ROWS, 1), padding_mode=ZERO, allow_tma=False) * ct.astype(
                 xs, ct.float32
             )
             if given(dh):
                 dhs = ct.astype(ct.load(dh, (row, column), (ROWS, BLOCK), padding_mode=ZERO), ct.float32)
-                dxs += ct.load(rest, (row, stream), (ROWS, 1), padding_mode=ZERO, allow_tma=False) * dhs
+                rests += ct.load(rest, (row, stream), (ROWS, 1), padding_mode=ZERO, allow_tma=False) * dhs
+            dxs = product(gs, ws, ct.zeros((ROWS, BLOCK), ct.float32), ROUGH) + rests
             dxs = ct.reshape(ct.astype(dxs, dx.dtype), (ROWS, 1, BLOCK))
             ct.store(dx, (row, stream, column), dxs, allow_tma=False)
         if given(partial):
@@ -322,10 +333,12 @@ def _in_bulk(*tensors: Tensor | None) -> bool:
 
 
 def _tile(x: Tensor, count: int, in_bulk: bool, rows: int, columns: int) -> tuple[int, int]:
-    """Rows and columns of a tile of x: so many, half as many rows if operands take registers, or few."""
+    """Rows and columns of a tile of x: so many on Hopper, half as many columns elsewhere, half as many rows if operands take
+    registers; or few.
+    """
     if x.dtype is not torch.bfloat16 or count > MOST_COUNT or not in_bulk:
         return FEW, FEW
-    return rows if multiplies_from_shared(x.device) else rows // 2, columns
+    return rows if multiplies_from_shared(x.device) else rows // 2, columns if is_hopper(x.device) else columns // 2
 
 
 @functools.cache
@@ -356,7 +369,7 @@ def _launch_forward(
     whole, weight = as_rows(x.flatten(-2)), as_rows(weight)
     tile_rows, block = _tile(x, count, _in_bulk(whole, weight), PRODUCT_ROWS, PRODUCT_COLUMNS)
     tiles = blocks(rows, tile_rows)
-    splits = max(1, min(sm_count(x.device) * PROGRAMS // tiles, columns // FEWEST_COLUMNS, MOST_SPLITS))
+    splits = max(1, min(sm_count(x.device) * PRODUCT_PROGRAMS // tiles, columns // FEWEST_COLUMNS, MOST_SPLITS))
     share = blocks(blocks(columns, block), splits)
     splits = blocks(blocks(columns, block), share)
     products = torch.empty((splits, rows, count), dtype=torch.float32, device=x.device)
@@ -436,7 +449,7 @@ def _launch_gradients(
     launch(
         _sized(_gradients, count), (splits * streams * across,), dx, partial, None if dh is None else as_rows(dh),
         as_rows(x.flatten(-2)).view(rows, streams, width), as_rows(weight).view(count, streams, width), plan, rest, splits,
-        across, x.dtype is not torch.float32, plan.shape[1], streams, tile_rows, block,
+        across, x.dtype is not torch.float32, plan.shape[2], streams, tile_rows, block,
     )  # fmt: skip
 
 
@@ -489,7 +502,7 @@ class _Kernels(MHCPreKernels):
         in_bulk = _in_bulk(as_rows(x), as_rows(x.flatten(-2)), as_rows(weight), None if dh is None else as_rows(dh))
         tile_rows, block = _tile(x, count, in_bulk, GRADIENT_ROWS, GRADIENT_COLUMNS)
         items = x.shape[-2] * blocks(x.shape[-1], block)
-        splits = max(1, min(sm_count(x.device) * PROGRAMS // items, blocks(plan.shape[0], tile_rows)))
+        splits = max(1, min(sm_count(x.device) * GRADIENT_PROGRAMS // items, blocks(plan.shape[0], tile_rows)))
         partial = torch.empty((splits, count, columns), dtype=torch.float32, device=x.device) if dweight else None
         _launch_gradients(dx, partial, dh, x, weight, plan, rest, splits, tile_rows, block)
         return partial

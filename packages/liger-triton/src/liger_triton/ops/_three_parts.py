@@ -17,41 +17,36 @@ def _cut(a):
 
 
 @triton.jit
-def _split(a):
-    """Three bfloat16 numbers whose sum is the float32 number, the largest first."""
-    high, rest = _cut(a)
-    middle, rest = _cut(rest)
-    low, _ = _cut(rest)
-    return high, middle, low
+def split(a):
+    """Three bfloat16 tensors whose sum is a, the largest first. A bfloat16 tensor gives one."""
+    if a.dtype == tl.bfloat16:
+        return (a,)
+    else:
+        high, rest = _cut(a.to(tl.float32))
+        middle, rest = _cut(rest)
+        low, _ = _cut(rest)
+        return high, middle, low
 
 
 @triton.jit
 def product(a, b, total, ROUGH: tl.constexpr = False):
-    """total + a · b, for float32, bfloat16 or float16 matrices, as exact as in float32. ROUGH: to a relative 2⁻¹⁶.
+    """total + a · b, where a and b are the parts of a matrix, as exact as in float32. ROUGH: to a relative 2⁻¹⁶.
 
     Tensor cores truncate at each step of a sum. So each call's sum starts at zero and is added to `total` with rounding. The
     smallest products are added up first.
     """
-    nothing = total * 0.0  # a zero that the compiler doesn't know: otherwise it would start at `total`
-    if a.dtype == tl.bfloat16:
-        if b.dtype == tl.bfloat16:
-            return total + tl.dot(a, b, nothing)
-        else:
-            high, middle, low = _split(b.to(tl.float32))
-            if ROUGH:
-                return total + tl.dot(a, high, tl.dot(a, middle, nothing))
-            else:
-                return total + tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low, nothing)))
-    elif b.dtype == tl.bfloat16:
-        high, middle, low = _split(a.to(tl.float32))
-        if ROUGH:
-            return total + tl.dot(high, b, tl.dot(middle, b, nothing))
-        else:
-            return total + tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b, nothing)))
-    else:
-        a_high, a_middle, a_low = _split(a.to(tl.float32))
-        b_high, b_middle, b_low = _split(b.to(tl.float32))
-        sums = nothing
+    sums = total * 0.0  # a zero that the compiler doesn't know: otherwise it would start at `total`
+    if len(a) == 1 and len(b) == 1:
+        return total + tl.dot(a[0], b[0], sums)
+    elif len(a) == 1:
         if not ROUGH:
-            sums = tl.dot(a_low, b_high, tl.dot(a_high, b_low, tl.dot(a_middle, b_middle, sums)))
-        return total + tl.dot(a_high, b_high, tl.dot(a_middle, b_high, tl.dot(a_high, b_middle, sums)))
+            sums = tl.dot(a[0], b[2], sums)
+        return total + tl.dot(a[0], b[0], tl.dot(a[0], b[1], sums))
+    elif len(b) == 1:
+        if not ROUGH:
+            sums = tl.dot(a[2], b[0], sums)
+        return total + tl.dot(a[0], b[0], tl.dot(a[1], b[0], sums))
+    else:
+        if not ROUGH:
+            sums = tl.dot(a[2], b[0], tl.dot(a[0], b[2], tl.dot(a[1], b[1], sums)))
+        return total + tl.dot(a[0], b[0], tl.dot(a[1], b[0], tl.dot(a[0], b[1], sums)))

@@ -1,7 +1,7 @@
 """Hyper-connections before a layer: one product of all streams with a narrow matrix, then each row's results from it.
 
-The product is divided among programs by rows and columns, and the sum of squares is made beside it. Then one launch has programs
-that make h and programs that make the coefficients. Backward first sums dh · x of each stream. Then it goes through Sinkhorn's
+The product is divided among programs by rows and columns, and the sum of squares is made beside it. Then come the coefficients,
+and h by a second reading of x. Backward first sums dh · x of each stream. Then it goes through Sinkhorn's
 steps in reverse for each row. Finally it goes over the streams once, for dx and dweight.
 """
 
@@ -13,30 +13,36 @@ from torch import Tensor
 from liger_core import mhc_pre
 from liger_core.contract import implements
 from liger_core.host.mhc_pre import Coefficients, HyperConnectionsBefore, MHCPreKernels
-from liger_triton.ops._device import sm_count
+from liger_triton.ops._device import is_hopper, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows, in_vectors, multiply, power_of_2
-from liger_triton.ops._three_parts import product
+from liger_triton.ops._three_parts import product, split
 
 PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_WARPS = 128, 64, 8
-"""A tile of x in the forward product, and its warps. On an H200 (triton 3.6), 16384 rows of 4 streams of 7168 columns take 0.334
-ms in bfloat16. With half the rows and warps, which read the weight twice as often, they take 0.529."""
+"""A tile of x in the forward product, and its warps. On an H100 (triton 3.6), 16384 rows of 4 streams of 7168 columns take 0.36
+ms in bfloat16; reading x alone takes 0.31. With half the rows and warps, which read the weight twice as often, they take 0.39."""
 
 GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_WARPS = 32, 64, 4
-"""The same for the products of backward."""
+"""The same for the products of backward. There they take 1.16 ms."""
+
+HOPPER_ROWS = 64
+"""The rows on Hopper, whose wgmma multiplies so many: 0.99 ms. Other chips would spill registers."""
 
 FEW = 32
 """Rows and columns of the forward tile for more than four streams, or if each element has its own address in registers. The
 backward tile then has half as many rows, in float32 as well."""
 
-PROGRAMS = 8
-"""Programs of a product per multiprocessor. With half the rows it takes 0.431 ms, and with four programs 0.529."""
+PRODUCT_PROGRAMS = 4
+"""Programs of the forward product per multiprocessor. Twice as many make more partial sums and take 3 % longer."""
+
+GRADIENT_PROGRAMS = 16
+"""The same for backward. With half as many it takes 10 % longer."""
 
 FEWEST_COLUMNS = 512
 """The fewest columns for a program of the forward product: with fewer, the additional partial sums cost more time than they
 save."""
 
-COEFFICIENTS = 1024
+COEFFICIENTS = 512
 """Elements of res in the rows whose coefficients one program makes."""
 
 MOST_ELEMENTS = 4096
@@ -84,8 +90,8 @@ def _back(d, o, sums, valid, axis: tl.constexpr):
 def _squares(partial, row, splits, count, inside):
     """The sum of squares of a row, or of several."""
     total = tl.load(partial + (row * splits) * (count + 1) + count, inside, other=0.0)
-    for split in tl.range(1, splits, loop_unroll_factor=UNROLL):
-        total += tl.load(partial + (row * splits + split) * (count + 1) + count, inside, other=0.0)
+    for part in tl.range(1, splits, loop_unroll_factor=UNROLL):
+        total += tl.load(partial + (row * splits + part) * (count + 1) + count, inside, other=0.0)
     return total
 
 
@@ -93,8 +99,8 @@ def _squares(partial, row, splits, count, inside):
 def _products(partial, at, splits, count, inside):
     """The products, added up over the partial sums; `at` is their place in the first one."""
     total = tl.load(partial + at, inside, other=0.0)
-    for split in tl.range(1, splits, loop_unroll_factor=UNROLL):
-        total += tl.load(partial + split * (count + 1) + at, inside, other=0.0)
+    for part in tl.range(1, splits, loop_unroll_factor=UNROLL):
+        total += tl.load(partial + part * (count + 1) + at, inside, other=0.0)
     return total
 
 
@@ -110,12 +116,12 @@ def _multiply(
     partial, x, weight, rows, columns, count, share, splits, x_stride, weight_stride,
     ROWS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    split = tl.program_id(0) % splits
+    part = tl.program_id(0) % splits
     row = (tl.program_id(0) // splits).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     number = tl.arange(0, COUNT).to(tl.int64)
     sums = tl.zeros((ROWS, COUNT), tl.float32)
     squares = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(split * share, tl.minimum(columns, split * share + share), BLOCK):
+    for start in range(part * share, tl.minimum(columns, part * share + share), BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         xs = tl.load(x + row[:, None] * x_stride + column[None, :], inside, other=0.0)
@@ -123,36 +129,19 @@ def _multiply(
         ws = tl.load(at, (number < count)[None, :] & (column < columns)[:, None], other=0.0)
         wide = xs.to(tl.float32)
         squares += wide * wide
-        sums = product(xs, ws, sums)
-    at = partial + (row * splits + split) * (count + 1)
+        sums = product(split(xs), split(ws), sums)
+    at = partial + (row * splits + part) * (count + 1)
     tl.store(at[:, None] + number[None, :], sums, (row < rows)[:, None] & (number < count)[None, :])
     tl.store(at + count, tl.sum(squares, 1), row < rows)
 
 
-@triton.jit
-def _make_h(
-    h, x, partial, bias, alpha, program, streams, width, count, splits, blocks, x_stride, norm_eps, pre_eps,
-    STREAMS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """h of a block of columns of a row."""
-    stream = tl.arange(0, STREAMS)
-    there = stream < streams
-    row = (program // blocks).to(tl.int64)
-    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
-    at = x + row * x_stride + (stream * width)[:, None] + column[None, :]
-    xs = tl.load(at, there[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
-    r = tl.rsqrt(_squares(partial, row, splits, count, True) / (streams * width) + norm_eps)
-    ms = _products(partial, row * splits * (count + 1) + stream, splits, count, there) * r
-    taken = tl.where(there, tl.sigmoid(_scaled(ms, alpha, bias, 0, 0, stream, there)) + pre_eps, 0.0)
-    tl.store(h + row * width + column, tl.sum(taken[:, None] * xs, 0), column < width)
-
-
-@triton.jit
-def _make_coefficients(
+@kernel
+def _coefficients(
     pre, post, res, m, partial, bias, alpha, rows, streams, width, count, splits, iterations, norm_eps, sinkhorn_eps, pre_eps,
     post_multiplier, HEAD: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """All results of several rows, except h."""
+    norm_eps, sinkhorn_eps = tl.cast(norm_eps, tl.float32), tl.cast(sinkhorn_eps, tl.float32)
+    pre_eps, post_multiplier = tl.cast(pre_eps, tl.float32), tl.cast(post_multiplier, tl.float32)
     stream = tl.arange(0, STREAMS)
     there = stream < streams
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -187,26 +176,16 @@ def _make_coefficients(
 
 
 @kernel
-def _mix(
-    h, pre, post, res, m, x, partial, bias, alpha, rows, streams, width, count, splits, blocks, x_stride, iterations,
-    norm_eps, sinkhorn_eps, pre_eps, post_multiplier,
-    HEAD: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    norm_eps, sinkhorn_eps = tl.cast(norm_eps, tl.float32), tl.cast(sinkhorn_eps, tl.float32)
-    pre_eps, post_multiplier = tl.cast(pre_eps, tl.float32), tl.cast(post_multiplier, tl.float32)
-    tiles = tl.cdiv(rows, ROWS)
-    # The coefficients come first: their programs take the longest.
-    if tl.program_id(0) < tiles:
-        _make_coefficients(
-            pre, post, res, m, partial, bias, alpha, rows, streams, width, count, splits, iterations, norm_eps,
-            sinkhorn_eps, pre_eps, post_multiplier, HEAD, STREAMS, ROWS,
-        )  # fmt: skip
-    else:
-        # Last rows first: the product has just read them, so they are in L2.
-        _make_h(
-            h, x, partial, bias, alpha, tl.num_programs(0) - 1 - tl.program_id(0), streams, width, count, splits, blocks,
-            x_stride, norm_eps, pre_eps, STREAMS, BLOCK,
-        )  # fmt: skip
+def _merge(h, x, pre, streams, width, blocks, x_stride, STREAMS: tl.constexpr, BLOCK: tl.constexpr):
+    # Last rows first: the product has just read them, so they are in L2.
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (number // blocks).to(tl.int64)
+    column, stream = number % blocks * BLOCK + tl.arange(0, BLOCK), tl.arange(0, STREAMS)
+    there = stream < streams
+    at = x + row * x_stride + (stream * width)[:, None] + column[None, :]
+    xs = tl.load(at, there[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
+    taken = tl.load(pre + row * streams + stream, there, other=0.0)
+    tl.store(h + row * width + column, tl.sum(taken[:, None] * xs, 0), column < width)
 
 
 @kernel
@@ -226,6 +205,15 @@ def _sum_streams(
     tl.store(dots + row * streams + stream, tl.sum(sums, 1), stream < streams)
 
 
+@triton.jit
+def _store_parts(at, values, inside, COUNT: tl.constexpr):
+    """The parts of some of a row's numbers."""
+    high, middle, low = split(values)
+    tl.store(at, high, inside)
+    tl.store(at + COUNT, middle, inside)
+    tl.store(at + 2 * COUNT, low, inside)
+
+
 @kernel
 def _coefficients_backward(
     plan, rest, partial, dots, dpre, dpost, dres, m, bias, alpha, rows, streams, width, count, iterations, sinkhorn_eps, pre_eps,
@@ -239,7 +227,7 @@ def _coefficients_backward(
     there = stream < streams
     some = inside[:, None] & there[None, :]
     kept = m + row[:, None] * (count + 1)
-    planned = plan + row[:, None] * COUNT
+    planned = plan + row[:, None] * (3 * COUNT)
     sums = partial + tl.program_id(0) * (count + 3)
     at = row[:, None] * streams + stream[None, :]
     r = tl.load(m + row * (count + 1) + count, inside, other=0.0)
@@ -254,7 +242,7 @@ def _coefficients_backward(
     d = tl.where(some, d * (s * (1.0 - s)), 0.0)
     tl.store(rest + row[:, None] * (streams + 1) + stream[None, :], s + pre_eps, some)
     g = d * tl.load(alpha).to(tl.float32)
-    tl.store(planned + stream[None, :], g * r[:, None], some)
+    _store_parts(planned + stream[None, :], g * r[:, None], some, COUNT)
     tl.store(sums + stream, tl.sum(d, 0), there)
     tl.store(sums + count, tl.sum(tl.sum(multiply(d, ms, 1), 1), 0))
     through_r = tl.sum(multiply(g, ms, 1), 1)
@@ -266,7 +254,7 @@ def _coefficients_backward(
             d += tl.load(dpost + at, some, other=0.0)
         d = tl.where(some, d * (post_multiplier * s * (1.0 - s)), 0.0)
         g = d * tl.load(alpha + 1).to(tl.float32)
-        tl.store(planned + streams + stream[None, :], g * r[:, None], some)
+        _store_parts(planned + streams + stream[None, :], g * r[:, None], some, COUNT)
         tl.store(sums + streams + stream, tl.sum(d, 0), there)
         tl.store(sums + count + 1, tl.sum(tl.sum(multiply(d, ms, 1), 1), 0))
         through_r += tl.sum(multiply(g, ms, 1), 1)
@@ -295,7 +283,7 @@ def _coefficients_backward(
             d = multiply(e, d - tl.sum(multiply(d, e, 1), 2, keep_dims=True), 1)
             d = tl.where(every, d, 0.0)
         g = d * tl.load(alpha + 2).to(tl.float32)
-        tl.store(planned[:, :, None] + 2 * streams + pair, g * r[:, None, None], every)
+        _store_parts(planned[:, :, None] + 2 * streams + pair, g * r[:, None, None], every, COUNT)
         at_pair = tl.reshape(pair, (STREAMS, STREAMS))
         tl.store(sums + 2 * streams + at_pair, tl.sum(d, 0), there[:, None] & there[None, :])
         tl.store(sums + count + 2, tl.sum(tl.sum(tl.sum(multiply(d, ms, 1), 2), 1), 0))
@@ -308,34 +296,40 @@ def _gradients(
     dx, partial, dh, x, weight, plan, rest, rows, streams, width, count, splits, dh_stride, x_stride, weight_stride,
     ROUGH: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    split, blocks = tl.program_id(0) % splits, tl.cdiv(width, BLOCK)
-    stream = tl.program_id(0) // splits // blocks
-    of_stream = tl.program_id(0) // splits % blocks * BLOCK + tl.arange(0, BLOCK)
+    # All streams of a block of columns at once: they read the same of dh.
+    stream, block = tl.program_id(0) % streams, tl.program_id(0) // streams
+    blocks = tl.cdiv(width, BLOCK)
+    part = block // blocks
+    of_stream = block % blocks * BLOCK + tl.arange(0, BLOCK)
     column, within = stream * width + of_stream, of_stream < width
     number = tl.arange(0, COUNT).to(tl.int64)
     counted = number < count
     if dx is not None:
-        ws = tl.load(
-            weight + number[:, None] * weight_stride + column[None, :], counted[:, None] & within[None, :], other=0.0
-        )
+        at = weight + number[:, None] * weight_stride + column[None, :]
+        ws = split(tl.load(at, counted[:, None] & within[None, :], other=0.0))
     dweight = tl.zeros((BLOCK, COUNT), tl.float32)
-    for tile in range(split, tl.cdiv(rows, ROWS), splits):
+    for tile in range(part, tl.cdiv(rows, ROWS), splits):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & within[None, :]
+        there = row < rows
+        inside = there[:, None] & within[None, :]
         xs = tl.load(x + row[:, None] * x_stride + column[None, :], inside, other=0.0)
-        gs = tl.load(plan + row[:, None] * COUNT + number[None, :], (row < rows)[:, None], other=0.0)
+        planned = plan + row[:, None] * (3 * COUNT) + number[None, :]
+        high = tl.load(planned, there[:, None], other=0.0)
+        middle = tl.load(planned + COUNT, there[:, None], other=0.0)
+        gs = (high, middle, tl.load(planned + 2 * COUNT, there[:, None], other=0.0))
         if dx is not None:
-            dxs = product(gs, ws, tl.zeros((ROWS, BLOCK), tl.float32), ROUGH)
-            dxs -= tl.load(rest + row * (streams + 1) + streams, row < rows, other=0.0)[:, None] * xs.to(tl.float32)
+            # One sum of what isn't a product: its tile's layout is another one, and changes once.
+            rests = -tl.load(rest + row * (streams + 1) + streams, there, other=0.0)[:, None] * xs.to(tl.float32)
             if dh is not None:
                 dhs = tl.load(dh + row[:, None] * dh_stride + of_stream[None, :], inside, other=0.0).to(tl.float32)
-                dxs += tl.load(rest + row * (streams + 1) + stream, row < rows, other=0.0)[:, None] * dhs
+                rests += tl.load(rest + row * (streams + 1) + stream, there, other=0.0)[:, None] * dhs
+            dxs = product(gs, ws, tl.zeros((ROWS, BLOCK), tl.float32), ROUGH) + rests
             tl.store(dx + row[:, None] * (streams * width) + column[None, :], dxs, inside)
         if partial is not None:
-            dweight = product(tl.trans(xs), gs, dweight)
+            dweight = product(split(tl.trans(xs)), gs, dweight)
     if partial is not None:
-        at = partial + (split * count + number)[None, :] * (streams * width) + column[:, None]
-        tl.store(at, dweight, counted[None, :] & within[:, None])
+        sums = partial + (part * count + number)[None, :] * (streams * width) + column[:, None]
+        tl.store(sums, dweight, counted[None, :] & within[:, None])
 
 
 def _coefficient_rows(streams: int) -> int:
@@ -365,7 +359,7 @@ class _Kernels(MHCPreKernels):
         if count > 32 or not in_vectors(columns, x_stride, weight_stride):
             tile_rows, block, warps = FEW, FEW, 4
         tiles = (rows + tile_rows - 1) // tile_rows
-        splits = max(1, min(sm_count(x.device) * PROGRAMS // tiles, columns // FEWEST_COLUMNS))
+        splits = max(1, min(sm_count(x.device) * PRODUCT_PROGRAMS // tiles, columns // FEWEST_COLUMNS))
         share = ((columns + splits - 1) // splits + block - 1) // block * block
         splits = (columns + share - 1) // share
         partial = x.new_empty((rows, splits, count + 1), dtype=torch.float32)
@@ -374,12 +368,13 @@ class _Kernels(MHCPreKernels):
             ROWS=tile_rows, COUNT=power_of_2(count), BLOCK=block, num_warps=warps,
         )  # fmt: skip
         padded, coefficient_rows = power_of_2(streams, 1), _coefficient_rows(streams)
+        _coefficients[((rows + coefficient_rows - 1) // coefficient_rows,)](
+            pre, post, res, m, partial, bias, alpha, rows, streams, width, count, splits, *options,
+            HEAD=count == streams, STREAMS=padded, ROWS=coefficient_rows, num_warps=4,
+        )  # fmt: skip
         block = min(power_of_2(width), max(MOST_ELEMENTS // padded, 16))
         blocks = (width + block - 1) // block
-        _mix[((rows + coefficient_rows - 1) // coefficient_rows + rows * blocks,)](
-            h, pre, post, res, m, x, partial, bias, alpha, rows, streams, width, count, splits, blocks, x_stride, *options,
-            HEAD=count == streams, STREAMS=padded, ROWS=coefficient_rows, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+        _merge[(rows * blocks,)](h, x, pre, streams, width, blocks, x_stride, STREAMS=padded, BLOCK=block, num_warps=4)
 
     def dot(self, dots: Tensor, dh: Tensor, x: Tensor) -> None:
         rows, streams, width = *dots.shape, x.shape[-1]
@@ -405,10 +400,10 @@ class _Kernels(MHCPreKernels):
         columns: int,
         options: Coefficients,
     ) -> Tensor:
-        (rows, padded_count), streams, count = plan.shape, rest.shape[1] - 1, bias.shape[0]
+        (rows, _, padded_count), streams, count = plan.shape, rest.shape[1] - 1, bias.shape[0]
         coefficient_rows = _coefficient_rows(streams)
         tiles = (rows + coefficient_rows - 1) // coefficient_rows
-        small = plan.new_empty((tiles, count + 3))
+        small = rest.new_empty((tiles, count + 3))
         _coefficients_backward[(tiles,)](
             plan, rest, small, dots, dpre, dpost, dres, m, bias, alpha, rows, streams, columns // streams, count,
             options.iterations, options.sinkhorn_eps, options.pre_eps, options.post_multiplier, HEAD=count == streams,
@@ -419,7 +414,7 @@ class _Kernels(MHCPreKernels):
     def gradients(
         self, dx: Tensor | None, dweight: bool, dh: Tensor | None, x: Tensor, weight: Tensor, plan: Tensor, rest: Tensor
     ) -> Tensor | None:
-        (rows, padded_count), (streams, width), count = plan.shape, x.shape[-2:], weight.shape[0]
+        (rows, _, padded_count), (streams, width), count = plan.shape, x.shape[-2:], weight.shape[0]
         dh_stride = 0
         if dh is not None:
             dh, dh_stride = as_rows(dh)
@@ -428,8 +423,10 @@ class _Kernels(MHCPreKernels):
         tile_rows, block, warps = GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_WARPS
         if count > 32 or x.dtype is torch.float32 or not in_vectors(width, x_stride, weight_stride, dh_stride):
             tile_rows, block, warps = FEW // 2, FEW, 4 if count <= 32 else 8
+        elif is_hopper(x.device):
+            tile_rows = HOPPER_ROWS
         blocks = streams * ((width + block - 1) // block)
-        splits = max(1, min(sm_count(x.device) * PROGRAMS // blocks, (rows + tile_rows - 1) // tile_rows))
+        splits = max(1, min(sm_count(x.device) * GRADIENT_PROGRAMS // blocks, (rows + tile_rows - 1) // tile_rows))
         partial = x.new_empty((splits, count, streams * width), dtype=torch.float32) if dweight else None
         _gradients[(blocks * splits,)](
             dx, partial, dh, x, weight, plan, rest, rows, streams, width, count, splits, dh_stride, x_stride, weight_stride,

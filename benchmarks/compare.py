@@ -10,7 +10,8 @@ Providers are ``ours-LANGUAGE`` for each installed language, ``eager`` (PyTorch 
 ``liger-cutedsl`` (liger-kernel in its three languages), and ``quack``. Cases are the timed ones of the conformance package.
 Each provider gets fresh inputs of the same values, because some write over theirs.
 
-How a cell is measured is said in `jobs`. A provider that fails is a row that says why.
+How a cell is measured is said in `jobs`. A provider that fails is a row that says why. One that takes longer than ``--limit`` to
+compile and to be checked is left out of the op's other cells.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -49,6 +51,26 @@ PEERS: dict[str, Callable[[], peers.Functions]] = {
 
 WHERE_INSTALLED = {"liger-cutedsl": ("liger_kernel", "cutlass"), "quack": ("quack",)}
 """Peers that are compared by default where these modules are."""
+
+
+class TookTooLong(RuntimeError):
+    """A provider wasn't ready in time."""
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Interrupt what takes longer, by `TookTooLong`."""
+
+    def interrupt(*_: object) -> None:
+        raise TookTooLong(f"took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again each second: a compiler may catch the first
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def failures() -> tuple[type[Exception], ...]:
@@ -87,18 +109,29 @@ def functions_of(provider: str) -> Iterator[peers.Functions]:
         yield PEERS[provider]()
 
 
-def compare(job: Job, providers: Sequence[str]) -> list[Row]:
-    """A row for each provider. They are timed in turns."""
+def compare(job: Job, providers: Sequence[str], limit: float, late: dict[str, str]) -> list[Row]:
+    """A row for each provider. They are timed in turns.
+
+    Args:
+        limit: the seconds that a provider may take until it can be timed.
+        late: why providers are left out; those that take longer are added.
+    """
     truth = truth_of(job)
     rows: dict[str, Row] = {}
     measured: dict[str, Measured] = {}
     for provider in providers:
+        if provider in late:
+            rows[provider] = job.row(provider, note=late[provider])
+            continue
         try:
-            with functions_of(provider) as functions:
+            with limited(limit), functions_of(provider) as functions:
                 if job.op.name in functions:
                     measured[provider] = measure(job, functions[job.op.name], truth)
                 else:
                     rows[provider] = job.row(provider, note=f"{provider} has no {job.op.name}")
+        except TookTooLong as error:
+            late[provider] = f"{error} for {job.case.id} {job.mode}"
+            rows[provider] = job.row(provider, note=late[provider])
         except failures() as error:
             rows[provider] = job.row(provider, note=reason(error))
     del truth
@@ -157,6 +190,13 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         f"{' and '.join(WHERE_INSTALLED)} where installed; grouped has fused_moe alone",
     )
     command.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
+    command.add_argument(
+        "--limit",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="how long a provider may take until it can be timed",
+    )
     command.add_argument("--name", help="the record's name; default: compare, with the groups unless all are measured")
     command.add_argument(
         "--render", type=Path, nargs="+", metavar="CSV", help="measure nothing: make one record of these"
@@ -193,8 +233,9 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
         if not options.smoke:  # what has been imported till here stays: `release` needn't look at it again
             gc.collect()
             gc.freeze()
+        late: dict[str, str] = {}
         for job in jobs_of(options, op):
-            found = compare(job, options.providers)
+            found = compare(job, options.providers, options.limit, late)
             rows += found
             print("\n".join(",".join(map(str, row.values())) for row in found), flush=True)
         if not options.smoke:

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -180,6 +181,22 @@ def test_a_provider_that_fails_is_a_row_that_says_why(monkeypatch: pytest.Monkey
     rows = compare.main(["--smoke", "--ops=rms_norm", "--providers=eager", "--modes=forward"])
     assert [row["note"] for row in rows] == ["ValueError: not today"]
     assert "eager, rms_norm small-shrunk forward: ValueError: not today" in report.comparison(rows)
+
+
+def test_a_provider_that_takes_too_long_is_left_out_of_the_other_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def compile_for_hours(**arguments: Any) -> None:
+        calls.append(arguments)
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(peers.Eager, "rms_norm", compile_for_hours)
+    rows = compare.main(["--smoke", "--ops=rms_norm,swiglu", "--limit=0.2"])
+    notes = [row["note"] for row in rows if (row["op"], row["provider"]) == ("rms_norm", "eager")]
+    assert notes == ["took longer than 0.2 s for small-shrunk forward"] * 2
+    assert len(calls) == 1
+    assert [bool(row["ms"]) for row in rows] == [True, False] * 2 + [True] * 4
 
 
 def test_providers_are_timed_in_turns_and_the_least_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,8 @@ def test_what_is_demanded_in_cutedsl_never_runs_in_triton(monkeypatch: pytest.Mo
 
 def test_a_peer_that_is_absent_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("quack", "liger_kernel"):
+        for imported in [name for name in sys.modules if name.startswith(f"{module}.")]:
+            monkeypatch.delitem(sys.modules, imported)
         monkeypatch.setitem(sys.modules, module, None)
     rows = compare.main(["--smoke", "--ops=softmax", "--providers=quack,liger-cutedsl", "--modes=forward"])
     assert [row["provider"] for row in rows] == ["quack", "liger-cutedsl"]

@@ -1,9 +1,11 @@
 """A launch is remembered by all that its compilation depends on, and by nothing that it doesn't."""
 
+import ast
 import functools
 import gc
 import types
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +159,19 @@ def test_the_suite_sees_every_launch() -> None:
     with launches():
         assert _launch._hooked()
     assert not _launch._hooked()
+
+
+def test_strides_of_rows_are_specialised_on() -> None:
+    """Otherwise Triton doesn't know that rows are aligned, and a thread loads one element at a time."""
+    not_specialised: set[str] = set()
+    for file in Path(_launch.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "do_not_specialize":
+                words = [x.value for x in ast.walk(node.value) if isinstance(x, ast.Constant)]
+                not_specialised |= {str(word) for word in words}
+    assert "rows" in not_specialised
+    of_labels = {"target_stride", "k_stride"}  # of one number a row
+    assert {name for name in not_specialised if name.endswith("stride")} == of_labels
 
 
 def test_few_launches_are_remembered(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import triton
 _PIECES = "rows of up to 8192 columns that are not a multiple of 16: each is fetched ahead in small pieces"
 _NO_TENSOR_CORES = "x in float32, which is multiplied without tensor cores; models have bfloat16"
 _FIVE_ROWS = "up to 22 registers where a thread holds two sources, dy, query and their sum, 32 elements of each"
-_NEAR = "4 registers on sm_100, 20 on sm_120, where a thread has 128: near classes have a sum of their own; sm_90 spills none"
 _ODD_EXPERTS = "sizes that are no multiples of a tile, with a hundred slots and more an expert: no model has them"
 
 KNOWN_SPILLS = {
@@ -26,21 +25,11 @@ KNOWN_SPILLS = {
 }
 
 # What is tuned for the locked release differs in others.
-if triton.__version__.startswith("3.9."):
-    KNOWN_SPILLS |= {
-        "fused_linear_kl_div-triton-sm_120 _distillation._rows[KIND=5,*": (20, _NEAR),
-    }
-else:
-    KNOWN_SPILLS |= {
-        "fused_linear_kl_div-triton-sm_1* _distillation._rows[KIND=5,*": (20, _NEAR),
-    }
-
 if triton.__version__.startswith("3.5."):
     KNOWN_SPILLS |= {
         "layer_norm-triton-sm_90 layer_norm._forward[TWICE=True, ROWS=64, BLOCK=64, *": (6, "by triton 3.5 alone"),
         "group_norm-triton-sm_90 group_norm._backward_long[*": (4, "by triton 3.5 alone"),
         "group_norm-triton-sm_90 group_norm._sum[*": (2, "by triton 3.5 alone"),
-        "fused_linear_kl_div-triton-sm_90 _distillation._rows[KIND=5,*": (6, "by triton 3.5 alone"),
     }
 elif triton.__version__.startswith("3.9."):
     KNOWN_SPILLS |= {
@@ -48,7 +37,6 @@ elif triton.__version__.startswith("3.9."):
         "fused_add_rms_norm-triton-sm_90 rms_norm._backward[*BLOCK=8192*, i32, i32, i32, i32*": (22, _PIECES),
         "fused_add_rms_norm-triton-sm_90 rms_norm._backward_packed[BLOCK=16384, *": (2, "by triton 3.9 alone"),
         "layer_norm-triton-sm_90 layer_norm._forward[TWICE=False, ROWS=1, BLOCK=32768, *": (6, "by triton 3.9 alone"),
-        "mhc_pre-triton-sm_80 mhc_pre._gradients[ROUGH=True, COUNT=32, *": (2, "by triton 3.9 alone"),
         "fused_linear_logit_statistics-triton-sm_90 _logit_statistics._tiles[ROWS=128, COLUMNS=128, *": (
             2,
             "by triton 3.9 alone",

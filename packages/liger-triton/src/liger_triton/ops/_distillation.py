@@ -137,7 +137,7 @@ def _given(target, column, inside, eps, KIND: tl.constexpr):
         return t, tl.log(tl.maximum(t, eps))
 
 
-@kernel(do_not_specialize=["first", "rows", "student_stride", "teacher_stride"])
+@kernel(do_not_specialize=["first", "rows"])
 def _rows(
     soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels, student_stride, teacher_stride, columns,
     first, rows, ignore_index, temperature, beta, rest, student_softcap, teacher_softcap,
@@ -266,7 +266,7 @@ def _rows(
         tl.store(statistics + 3 * rows + row, p_log_sum)
 
 
-@kernel(do_not_specialize=["first", "rows", "first_column", "student_stride", "teacher_stride"])
+@kernel(do_not_specialize=["first", "rows", "first_column"])
 def _gradient(
     dstudent, statistics, student, teacher, student_bias, teacher_bias, labels, by_soft, by_hard,
     student_stride, teacher_stride, columns, first, first_column, rows, ignore_index,

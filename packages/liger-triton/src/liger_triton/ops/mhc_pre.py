@@ -1,8 +1,8 @@
 """Hyper-connections before a layer: one product of all streams with a narrow matrix, then each row's results from it.
 
 The product is divided among programs by rows and columns, and the sum of squares is made beside it. Then come the coefficients,
-and h by a second reading of x. Backward first sums dh · x of each stream. Then it goes through Sinkhorn's
-steps in reverse for each row. Finally it goes over the streams once, for dx and dweight.
+and h, for which x is read again. Backward first sums dh · x of each stream. Then it goes through Sinkhorn's steps in reverse for
+each row. Finally it goes over the streams once, for dx and dweight.
 """
 
 import torch

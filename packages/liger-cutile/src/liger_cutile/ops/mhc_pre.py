@@ -284,8 +284,7 @@ def _plan(
     ct.scatter(rest, (row, ct.full((ROWS, 1), STREAMS, ct.int32)), c)
 
 
-# With room for two blocks, sm_100 spills 16 registers instead of four (tileiras 13.4).
-@ct.kernel(occupancy=ct.ByTarget(sm_100=1, default=2))
+@ct.kernel(occupancy=2)
 def _gradients(
     dx, partial, dh, x, weight, plan, rest, splits, across,
     ROUGH: ConstBool, COUNT: ConstInt, STREAMS: ConstInt, ROWS: ConstInt, BLOCK: ConstInt,

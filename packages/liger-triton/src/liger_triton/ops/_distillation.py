@@ -20,7 +20,7 @@ from liger_triton.ops._divergences import above_mixture, count_of, exp, expm1_ne
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows
 
-# Bytes of each tensor's block in `_rows`. A block takes 16 warps, and two programs fit a multiprocessor.
+# Bytes of each tensor's block in `_rows`, of which a thread has 64: with 32, jsd of 8192 x 128256 in bf16 takes a quarter longer.
 BLOCK_BYTES = 16384
 STAGES = 3
 
@@ -346,14 +346,14 @@ class _Kernels(DistillationKernels):
         size = max(student.element_size(), teacher.element_size())
         group = 16 // size  # what a thread loads at once
         block = group
-        while block < columns and block < BLOCK_BYTES // size:
+        while 2 * block < columns and block < BLOCK_BYTES // size:  # at least two blocks, one of them on its way
             block *= 2
         options, kind = _options(given.options)
         _rows[(n,)](
             *results, student, teacher, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
             columns, first, results.soft.shape[0], *options, **kind, HARD=given.options.hard,
             ALIGNED=columns % 16 == 0 and student_stride % 16 == 0 and teacher_stride % 16 == 0,
-            GROUPS=block // group, GROUP=group, STAGES=STAGES, num_warps=max(block * size // 1024, 1),
+            GROUPS=block // group, GROUP=group, STAGES=STAGES, num_warps=max(block * size // 2048, 1),
         )  # fmt: skip
 
     def gradient(

@@ -1,7 +1,7 @@
-"""RMS norm with a scale and a shift per group of rows. A program takes rows of one group and fetches the next ones ahead.
+"""RMS norm with a scale and a shift per group of rows. Backward adds up dy, and dy · x/rms, which makes dscale and dweight.
 
-So it finds its scale, shift and weight once, and no row needs a division. Backward adds up dy, and dy · x/rms, from which both
-dscale and dweight are made.
+Forward takes a row per program. In backward a program takes rows of one group and fetches the next ones ahead, so it finds its
+scale and weight once, and no row needs a division.
 """
 
 from typing import Any, NamedTuple
@@ -25,15 +25,17 @@ from liger_triton.ops._rows import as_rows, in_vectors, multiply, power_of_2, ti
 LONGEST_HELD = 8192
 LONGEST_BY_ONES = 4096
 
-FORWARD_STAGES = 4
-"""Tiles of x in flight, including the one that is taken. On an H200 (triton 3.6), in bfloat16, in ms, with 4 and with 3:
-16384 x 8192 0.1449 and 0.1639, 8192 x 4096 0.0408 and 0.0443. A program per row took 0.2060 and 0.0487."""
+FORWARD_BYTES = 2048
+"""Of a row, for each of at most 4 warps (8 in float32): 16 or 32 registers of each thread. On an H100 (triton 3.6), where a copy
+reads and writes 3.02 TB/s, 16384 rows of 8192, 5120 and 4096 in bfloat16 reach 2.98, 2.96 and 2.96 TB/s with 4 warps, and 2.80,
+2.59 and 2.82 with 8. A program that fetched its next rows ahead reached 2.84, 2.41 and 2.99."""
 
 BACKWARD_STAGES = 3
-"""The same for tiles of dy and x, with 2, 3 and 4: 16384 x 8192 0.2788, 0.2101 and 0.2170."""
+"""Tiles of dy and x in flight, including those that are taken. On an H200 (triton 3.6), in bfloat16, 16384 x 8192 takes 0.2788 ms
+with 2, 0.2101 with 3 and 0.2170 with 4."""
 
 ELEMENTS = 8192
-"""Of the tiles that a multiprocessor takes at a time: a row of 8192 columns, two of 4096, by a program each."""
+"""Of the tiles that a multiprocessor takes at a time in backward: a row of 8192 columns, two of 4096, by a program each."""
 
 ADD_UP_STAGES = 4
 """Groups whose sums are in flight. With the sums of 33 programs for each group, 16384 x 8192 takes 0.2062 ms and 8192 x 4096
@@ -68,39 +70,42 @@ def _member_at(member, step, k1, k2, m1, m2):
     return after
 
 
-@kernel(do_not_specialize=[*SIZES, "runs", "chunks", "members", "step"])
+@kernel(do_not_specialize=[*SIZES, "runs", "tiles", "members", "step"])
 def _forward(
-    y, inverse_rms, x, weight, scale, shift, runs, chunks, members, step, columns, k1, k2, m1, m2, x_stride,
+    y, inverse_rms, x, weight, scale, shift, runs, tiles, members, step, k1, k2, m1, m2, x_stride,
     scale_0, scale_1, scale_2, shift_0, shift_1, shift_2, eps, offset,
     ROUND: tl.constexpr, NATIVE: tl.constexpr,
-    RUNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a share of the rows of a run: ROWS at a time. Or RUNS runs, and a row of each at a time."""
+    """A program takes ROWS rows of a run, or a row of each of RUNS runs."""
     column = tl.arange(0, BLOCK)[None, :]
-    exists = column < columns
+    exists = column < COLUMNS
     # Never more than `runs`, and as wide: so many that they take 64 bits are rare.
-    run = tl.minimum(tl.program_id(0) // chunks, runs) * RUNS + tl.arange(0, RUNS)[:, None]
+    run = tl.minimum(tl.program_id(0) // tiles, runs)
+    member = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    if RUNS > 1:
+        run = run * RUNS + tl.arange(0, RUNS)[:, None]
     first_row, scale_at = _group_at(run, k1, k2, m1, m2, scale_0, scale_1, scale_2)
-    ss = tl.load(scale + scale_at + column, (run < runs) & exists, other=0.0, eviction_policy="evict_last")
-    if shift is not None:
-        first, second, third = _place(run, k1, k2)
-        shift += first * shift_0 + second * shift_1 + third * shift_2
-        ts = tl.load(shift + column, (run < runs) & exists, other=0.0, eviction_policy="evict_last")
+    row = first_row + member.to(tl.int64) * step
+    there, inside, scale_inside = None, exists, exists
+    if RUNS * ROWS > 1:
+        there = (run < runs) & (member < members)
+        inside, scale_inside = there & exists, (run < runs) & exists
+    xs = tl.load(x + row * x_stride + column, inside, other=0.0)
+    r = inverse_rms_of(tl.sum(square(xs, NATIVE, BLOCK), 1, keep_dims=True), COLUMNS, eps, xs.dtype, NATIVE)
+    if inverse_rms is not None:
+        tl.store(inverse_rms + row, r, there)
+    # After the sum: in registers they would let fewer programs run at once.
     ws = None
     if weight is not None:
         ws = tl.load(weight + column, exists, other=0.0, eviction_policy="evict_last")
-    for tile in tl.range(tl.program_id(0) % chunks, tl.cdiv(members, ROWS), chunks, num_stages=STAGES):
-        member = tile * ROWS + tl.arange(0, ROWS)[:, None]
-        row = first_row + member.to(tl.int64) * step
-        there = (run < runs) & (member < members)
-        xs = tl.load(x + row * x_stride + column, there & exists, other=0.0)
-        r = inverse_rms_of(tl.sum(square(xs, NATIVE, BLOCK), 1, keep_dims=True), columns, eps, xs.dtype, NATIVE)
-        if inverse_rms is not None:
-            tl.store(inverse_rms + row, r, there)
-        ys = rounded(scaled(xs, r, ws, offset, ROUND, NATIVE), xs.dtype, True) * (1.0 + ss.to(tl.float32))
-        if shift is not None:
-            ys += ts.to(tl.float32)
-        tl.store(y + row * columns + column, ys, there & exists)
+    ss = tl.load(scale + scale_at + column, scale_inside, other=0.0, eviction_policy="evict_last")
+    ys = rounded(scaled(xs, r, ws, offset, ROUND, NATIVE), xs.dtype, True) * (1.0 + ss.to(tl.float32))
+    if shift is not None:
+        first, second, third = _place(run, k1, k2)
+        shift += first * shift_0 + second * shift_1 + third * shift_2
+        ys += tl.load(shift + column, scale_inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    tl.store(y + row * COLUMNS + column, ys, inside, eviction_policy="evict_first")
 
 
 @kernel(do_not_specialize=SIZES)
@@ -425,19 +430,15 @@ def _forward_plan(places: Places, columns: int, x_stride: int, size: int, device
     places = _runs_of(places)
     runs, members = places.groups, places.members
     tile_rows, block, warps = tile_of(columns) if vectors else _tile_by_ones(columns)
-    tile, tile_runs = tile_rows * block, 1
+    tile_runs = 1
+    if vectors:
+        warps = min(2 * size, tile_rows * block * size // FORWARD_BYTES)
     if tile_rows > 1 and tile_rows >= 2 * members:
         tile_rows, tile_runs = 1, tile_rows
-    items, tiles = (runs + tile_runs - 1) // tile_runs, (members + tile_rows - 1) // tile_rows
-    stages, chunks = 1, tiles
-    if vectors and tiles > 1 and FORWARD_STAGES * tile * size < shared_memory(device):
-        stages = FORWARD_STAGES
-        most = sm_count(device) * (ELEMENTS // tile)
-        # Programs that all run at once; if the runs are so many that some multiprocessors had none, four times as many.
-        chunks = max(1, min((most if 8 * items <= most else 4 * most) // items, tiles))
-    numbers = runs, chunks, members, _step(places), columns, *places.kept[1:], *places.shared[1:]
-    constants = {"RUNS": tile_runs, "ROWS": tile_rows, "BLOCK": block, "STAGES": stages, "num_warps": warps}
-    return _Plan(items * chunks, numbers, constants)
+    tiles = (members + tile_rows - 1) // tile_rows
+    numbers = runs, tiles, members, _step(places), *places.kept[1:], *places.shared[1:]
+    constants = {"RUNS": tile_runs, "ROWS": tile_rows, "COLUMNS": columns, "BLOCK": block, "num_warps": warps}
+    return _Plan((runs + tile_runs - 1) // tile_runs * tiles, numbers, constants)
 
 
 @remembered

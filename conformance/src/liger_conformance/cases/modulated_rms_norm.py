@@ -91,6 +91,7 @@ CASES = (
     Case("shared", "odd", rows=(2, 9), hidden=1040),
     Case("one-group", "odd", rows=(300,), hidden=1040, scale_of="none", shift_of="none"),
     Case("row-of-5000", "odd", rows=(1, 2), hidden=5000),
+    Case("rows-of-5120", "option", rows=(2, 2), hidden=5120),
     Case("row-of-8192", "option", rows=(1, 2), hidden=8192),
     Case("sums-of-8193", "odd", how=How(wanted=("weight", "scale")), rows=(2, 1), hidden=8193),
     Case("rows-of-8208", "option", rows=(2, 1), hidden=8208, scale_of="none", shift_of="none"),

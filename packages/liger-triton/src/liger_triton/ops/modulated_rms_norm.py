@@ -1,7 +1,7 @@
 """RMS norm with a scale and a shift per group of rows. Backward adds up dy, and dy · x/rms, which makes dscale and dweight.
 
-Forward takes a row per program. In backward a program takes rows of one group and fetches the next ones ahead, so it finds its
-scale and weight once, and no row needs a division.
+Forward takes a row, or a few short ones, per program. In backward a program takes rows of one group and fetches the next ones
+ahead, so it finds its scale and weight once, and no row needs a division.
 """
 
 from typing import Any, NamedTuple
@@ -26,9 +26,9 @@ LONGEST_HELD = 8192
 LONGEST_BY_ONES = 4096
 
 FORWARD_BYTES = 2048
-"""Of a row, for each of at most 4 warps (8 in float32): 16 or 32 registers of each thread. On an H100 (triton 3.6), where a copy
-reads and writes 3.02 TB/s, 16384 rows of 8192, 5120 and 4096 in bfloat16 reach 2.98, 2.96 and 2.96 TB/s with 4 warps, and 2.80,
-2.59 and 2.82 with 8. A program that fetched its next rows ahead reached 2.84, 2.41 and 2.99."""
+"""Of a program's rows for each warp, of which there are at most 4, or 8 in float32: 16 or 32 registers of a thread. On an H100
+(triton 3.6), where a copy reads and writes 3.02 TB/s, 16384 rows of 8192, 5120 and 4096 in bfloat16 reach 2.98, 2.96 and 2.96
+with 4 warps, and 2.80, 2.59 and 2.82 with 8. A program that fetched its next rows ahead reached 2.84, 2.41 and 2.99."""
 
 BACKWARD_STAGES = 3
 """Tiles of dy and x in flight, including those that are taken. On an H200 (triton 3.6), in bfloat16, 16384 x 8192 takes 0.2788 ms
@@ -343,7 +343,7 @@ class _Kernels(ModulatedRMSNormKernels):
         x, x_stride = as_rows(x)
         strides = *places.scale, *places.shift
         options = {"ROUND": casting_mode != "gemma", "NATIVE": casting_mode == "none"}
-        plan = _forward_plan(places, columns, x_stride, x.element_size(), x.device)
+        plan = _forward_plan(places, columns, x_stride, x.element_size())
         if plan is None:
             _forward_long[(x.numel() // columns,)](
                 y, inverse_rms, x, weight, scale, shift, columns, *places.kept[1:], *places.shared[1:], x_stride, *strides,
@@ -422,7 +422,7 @@ class _Plan(NamedTuple):
 
 
 @remembered
-def _forward_plan(places: Places, columns: int, x_stride: int, size: int, device: torch.device) -> _Plan | None:
+def _forward_plan(places: Places, columns: int, x_stride: int, size: int) -> _Plan | None:
     """For elements of `size` bytes. None for rows that are not held."""
     vectors = in_vectors(columns, x_stride, *places.scale, *places.shift)
     if columns > (LONGEST_HELD if vectors else LONGEST_BY_ONES):

@@ -25,6 +25,7 @@ from liger_core.host.fused_linear_logit_statistics import FusedLinearStatistics
 from liger_core.host.linear import Linear, logits_again
 from liger_core.host.logit_statistics import StatisticsKernels
 from liger_core.opaque import opaque
+from liger_core.ops.fused_linear_cross_entropy import temporary_memory
 from liger_core.ops.fused_linear_distillation import fused_linear_distillation
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
@@ -208,6 +209,31 @@ def test_products_of_a_distillation(flowing: tuple[str, ...], options: dict[str,
 def test_products_of_a_divergence() -> None:
     host = FusedLinearJSD(NoDivergence(), NoLinear())
     assert flops_of(fused_linear_jsd, host, ("loss",), layers()) == ONCE + GRADIENTS
+
+
+@pytest.mark.parametrize(
+    ("rows", "budgeted", "each"),
+    [(4096, None, [1024] * 4), (2000, None, [2000]), (4096, 1024, [1024] * 4), (4096, 256, [256] * 16)],
+    ids=["chunks-of-2048", "one-chunk", "a-budget-of-1024", "a-budget-of-256"],
+)
+def test_rows_of_a_teacher_at_a_time(rows: int, budgeted: int | None, each: list[int]) -> None:
+    """Few rows make products and kernels slow; with many, the teacher's logits would take as much memory as the student's.
+
+    A budget has room for three logits of its rows: two are the student's, and one is the teacher's.
+    """
+    made: list[int] = []
+
+    class Recorded(NoKernels):
+        def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
+            assert student.shape == teacher.shape
+            made.append(teacher.shape[0])
+
+    given = layers(rows)
+    how: Any = {"accum_dtype": torch.float32, "weight_grad": True, "teacher_x": given["teacher_x"]}
+    budget = budgeted and temporary_memory(budgeted, given["student_x"], given["student_weight"], **how)
+    arguments = fused_linear_distillation.bind((), {**given, "memory_budget": budget})
+    FusedLinearDistillation(Recorded(), NoLinear()).forward(BOTH, **arguments)
+    assert made == each
 
 
 def test_gradients_that_are_of_no_use_make_room() -> None:

@@ -458,7 +458,7 @@ class LinearLoss:
 class TeacherLoss(LinearLoss):
     """A `LinearLoss` of a student that also depends on the logits of its teacher, another linear layer without gradients.
 
-    The teacher's logits are only read, so they are computed for a few rows of a chunk at a time. In the same memory there are
+    The teacher's logits are only read, so they are computed for some rows of a chunk at a time. In the same memory there are
     then fewer chunks, each of which reads and writes the accumulator of the weight's gradient.
     """
 
@@ -494,8 +494,9 @@ class TeacherLoss(LinearLoss):
                 # The plan has room for three: the student's logits, their gradient, which here overwrites them, and the
                 # teacher's logits, half of whose room `add_product` may take.
                 self.rows += plan.chunk // 2 if self.takes_memory else plan.chunk
-            # Matmuls reach their full speed only with a few hundred rows.
-            self.teacher_rows = min(plan.chunk, max(256, plan.chunk // 8))
+            # Products and losses of fewer rows take longer. On an H100, a distillation of 8192 rows of 2048 columns, a teacher's
+            # of 4096, with 128256 tokens takes 22.9 ms forward and 37.9 with the backward. By 256 rows it takes 25.1 and 41.9.
+            self.teacher_rows = min(plan.chunk, max(1024, plan.chunk // 4))
 
     def visit(
         self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any

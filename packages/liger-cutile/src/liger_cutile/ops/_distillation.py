@@ -24,10 +24,10 @@ from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, la
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 from liger_cutile.ops._tiles import load_vector
 
-# Bytes of a tile of logits, and blocks per multiprocessor. Loads go into registers. With few blocks, their rows are still in the
-# cache when they are read again.
-ROW_BYTES, ROW_OCCUPANCY = 8192, 4
-GRADIENT_BYTES, GRADIENT_OCCUPANCY = 4096, 8
+# Bytes of a tile of logits, and blocks per multiprocessor. Loads go into registers. On an H100, jsd of 8192 x 128256 in bfloat16
+# takes 3.07 ms; with half as many blocks, of twice the tile, 3.64. Its gradient takes 2.20 ms, and 2.32 with half the tile.
+ROW_BYTES, ROW_OCCUPANCY = 4096, 8
+GRADIENT_BYTES, GRADIENT_OCCUPANCY = 8192, 8
 # Bytes that a thread loads at once: what a loop adds up of them stays in the thread.
 GROUP_BYTES = 16
 
@@ -370,7 +370,7 @@ def _launch_rows(
     tempered = temperature != 1.0
     added = [x for x in (student_bias, teacher_bias, student_softcap, teacher_softcap) if x is not None]
     roomy = bool(added) or (hard is not None and tempered) or divergence in ("given", "log")
-    kernel, block = (_with_room(), ROW_BYTES // 2) if roomy else (_rows, ROW_BYTES)
+    kernel, block = (_with_room(), ROW_BYTES) if roomy else (_rows, ROW_BYTES)
     launch(
         kernel, (min(rows, MOST_BLOCKS),), soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels,
         first, ignore_index, LOG2_E / temperature, beta, 1.0 - beta, student_softcap, teacher_softcap,

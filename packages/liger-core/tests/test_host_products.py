@@ -213,8 +213,14 @@ def test_products_of_a_divergence() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "budgeted", "each"),
-    [(4096, None, [1024] * 4), (2000, None, [2000]), (4096, 1024, [1024] * 4), (4096, 256, [256] * 16)],
-    ids=["chunks-of-2048", "one-chunk", "a-budget-of-1024", "a-budget-of-256"],
+    [
+        (4096, None, [1024] * 4),
+        (2000, None, [2000]),
+        (16384, 8192, [2048] * 8),
+        (4096, 1024, [1024] * 4),
+        (4096, 256, [256] * 16),
+    ],
+    ids=["chunks-of-2048", "one-chunk", "a-budget-of-8192", "a-budget-of-1024", "a-budget-of-256"],
 )
 def test_rows_of_a_teacher_at_a_time(rows: int, budgeted: int | None, each: list[int]) -> None:
     """Few rows make products and kernels slow; with many, the teacher's logits would take as much memory as the student's.

@@ -370,11 +370,11 @@ def _launch_rows(
     tempered = temperature != 1.0
     added = [x for x in (student_bias, teacher_bias, student_softcap, teacher_softcap) if x is not None]
     roomy = bool(added) or (hard is not None and tempered) or divergence in ("given", "log")
-    kernel, block = (_with_room(), ROW_BYTES) if roomy else (_rows, ROW_BYTES)
+    kernel = _with_room() if roomy else _rows
     launch(
         kernel, (min(rows, MOST_BLOCKS),), soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels,
         first, ignore_index, LOG2_E / temperature, beta, 1.0 - beta, student_softcap, teacher_softcap,
-        *_kind(divergence), beta == 0.5, tempered, block // size, GROUP_BYTES // size,
+        *_kind(divergence), beta == 0.5, tempered, ROW_BYTES // size, GROUP_BYTES // size,
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""Addresses that aren't aligned are found in the words of a disassembly."""
+"""What is wrong with addresses is found in the words of a disassembly."""
 
 from __future__ import annotations
 
 import pytest
 
-from liger_conformance.compilers.alignment import unaligned
+from liger_conformance.compilers.alignment import misread, unaligned
 
 
 def disassembly(*lines: str) -> str:
@@ -68,3 +68,31 @@ def test_a_mask_of_threads_is_no_place() -> None:
     access = "LDS.64 R4, [0x4]"
     assert unaligned(disassembly("WARPSYNC 0xffffffff", access, "EXIT")) == (access,)
     assert unaligned(disassembly("WARPSYNC.COLLECTIVE R4, 0x20", "EXIT", access, "EXIT")) == (access,)
+
+
+def test_what_a_condition_keeps_from_an_access() -> None:
+    """A program of which a branch takes the condition of an earlier instruction; and what changes that condition between."""
+    access = "LDS.64 R4, [R2]"
+    for between, right in (("NOP", True), ("ISETP.EQ.AND P0, PT, R6, RZ, PT", False)):
+        lines = ("@P0 MOV R2, 0x4", between, "@!P0 BRA 0x40", "MOV R2, 0x8", access, "EXIT")
+        assert unaligned(disassembly(*lines)) == (() if right else (access,))
+    lines = ("@P0 MOV R2, 0x4", "@P0 BRA 0x30", "MOV R2, 0x8", access, "EXIT")
+    assert unaligned(disassembly(*lines)) == (access,)
+
+
+@pytest.mark.parametrize(
+    ("lines", "wrong"),
+    [
+        (("PRMT R0, R5.reuse, 0x7610, R0",), True),
+        (("PRMT R0, R5, 0x7632, R0",), True),
+        (("PRMT R0, R4, 0x7632, R0",), False),  # what was loaded
+        (("PRMT R0, R5, 0x5410, R0",), False),  # puts two elements together
+        (("PRMT R0, R6, 0x7610, R5",), False),
+        (("LDG.E R5, desc[UR30][R8.64]", "PRMT R0, R5, 0x7610, R0"), False),
+        (("LDG.E.64 R4, desc[UR30][R8.64]", "PRMT R0, R5, 0x7610, R0"), False),
+        (("@P1 BRA 0x20", "PRMT R0, R5, 0x7610, R0"), False),  # not followed so far
+    ],
+)
+def test_elements_that_are_half_of_an_address(lines: tuple[str, ...], wrong: bool) -> None:
+    text = disassembly("LDG.E.U16 R4, desc[UR30][R4.64]", *lines, "EXIT")
+    assert misread(text) == (lines[-1:] if wrong else ())

@@ -17,11 +17,13 @@ from liger_conformance.known import KnownSpills, matches
 
 ct = pytest.importorskip("cuda.tile", exc_type=ImportError) if capture.stand_in_for_libcuda() else None
 jsd = pytest.importorskip("liger_cutile.ops.jsd")
+layer_norm = pytest.importorskip("liger_cutile.ops.layer_norm")
 rms_norm = pytest.importorskip("liger_cutile.ops.rms_norm")
 rope = pytest.importorskip("liger_cutile.ops.rope")
 tvd = pytest.importorskip("liger_cutile.ops.tvd")
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow  # .ci/run has them beside the lane that they test
+ConstBool = ct.Constant[bool]
 ConstInt = ct.Constant[int]
 
 
@@ -48,6 +50,14 @@ def odd_elements(y, x, ROWS: ConstInt, PAIRS: ConstInt):
     pairs = ct.reshape(ct.load(x, (ct.bid(0), 0), (1, 2 * PAIRS)), (1, 1, PAIRS, 2))
     odd = ct.reshape(ct.extract(pairs, (0, 0, 0, 1), (1, 1, PAIRS, 1)), (1, 1, PAIRS))
     ct.store(y, (ct.bid(0), 0, 0), odd + ct.zeros((1, ROWS, PAIRS), ct.float32))
+
+
+@ct.kernel
+def products_of_rows(y, x, step, TMA: ConstBool):
+    rows = ct.bid(0) + step * ct.arange(64, dtype=ct.int32)
+    tile = ct.load_advanced_indexing(x, (rows, ct.Slice(0, 128)), padding_mode=ct.PaddingMode.ZERO, allow_tma=TMA)
+    products = ct.mma(tile, ct.transpose(tile), ct.zeros((64, 64), ct.float32))
+    ct.store(y, (ct.bid(0), 0), ct.astype(products, y.dtype))
 
 
 def compile_row(chip: str, columns: int, block: int, dtype: torch.dtype = torch.bfloat16) -> Compiled:
@@ -131,6 +141,36 @@ def test_words_that_are_not_aligned_beside_a_tensor_on_its_side(tmp_path: Path) 
         launch(rope, device)
         with pytest.raises(RuntimeError, match=r"compiled _rotate for sm_90 to accesses .* LDG\.E R\d+, "):
             launch(as_it_lies, device)
+
+
+def test_elements_that_are_half_of_an_address(tmp_path: Path) -> None:
+    """A weight of 8 elements, which each thread holds: on an H100, the gradient of x was NaN."""
+    as_a_tile = "ct.reshape(ct.load(weight, (0,), (BLOCK,), padding_mode=ZERO, allow_tma=False), (1, BLOCK))"
+    loaded_as_a_tile = changed(
+        layer_norm,
+        tmp_path,
+        {"hold_vector(weight, BLOCK)": as_a_tile, "import ZERO, hold_vector, load,": "import ZERO, load,"},
+    )
+
+    def launch(module: Any, device: str) -> None:
+        x = torch.empty(2049, 8, dtype=torch.bfloat16, device=device)
+        module._launch_backward(torch.empty_like(x), None, None, x, x, x[0], torch.empty(2, 2049, device=device))
+
+    with CutileCompiler().compiling("sm_90") as (device, _):
+        launch(layer_norm, device)
+        with pytest.raises(RuntimeError, match=r"_backward for sm_90 to take elements from half of an address: PRMT"):
+            launch(loaded_as_a_tile, device)
+
+
+def test_rows_that_have_not_arrived() -> None:
+    """tileiras 13.4 sets up one barrier for each of 64 loads: on an H100, a kernel with such loads never ended."""
+    says = r"products_of_rows for sm_90 to bulk loads .*: UTMALDG.*SYNCS\.CCTL\.IV"
+    with CutileCompiler().compiling("sm_90") as (device, compiled):
+        x = torch.empty(512, 128, dtype=torch.float16, device=device)
+        ct.launch(0, (8,), products_of_rows, (x.new_empty(512, 64), x, 3, False))
+        assert len(compiled) == 1
+        with pytest.raises(RuntimeError, match=says):
+            ct.launch(0, (8,), products_of_rows, (x.new_empty(512, 64), x, 3, True))
 
 
 def test_a_bulk_store_whose_buffer_is_written_before_it_is_read(tmp_path: Path) -> None:

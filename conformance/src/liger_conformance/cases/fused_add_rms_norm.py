@@ -43,6 +43,7 @@ CASES = (
     Case("batched", "odd", rows=(2, 3), hidden=65),
     Case("many-rows", "odd", rows=133, hidden=17),
     Case("thousands-of-rows", "odd", rows=2500, hidden=17),
+    Case("thousands-of-rows-of-8", "odd", rows=2500, hidden=8),
     Case("long-row", "odd", rows=2, hidden=5000),
     Case("rows-of-8192", "option", rows=2, hidden=8192),
     Case("row-of-8193", "odd", rows=1, hidden=8193),

@@ -74,6 +74,7 @@ VARY = Vary(
 CASES = (
     Case("odd", "odd", rows=(2, 3), hidden=123),
     Case("many-rows", "odd", rows=(2, 70), hidden=17),
+    Case("many-rows-of-8", "odd", rows=(4, 1100), hidden=8),
     Case("rows", "odd", rows=(5, 3), hidden=33, scale_of="rows", shift_of="rows"),
     Case("positions", "odd", rows=(3, 5), hidden=33, scale_of="positions", shift_of="positions"),
     Case("ends", "odd", rows=(2, 3, 4), hidden=20, scale_of="ends", shift_of="ends"),

@@ -1,4 +1,6 @@
-"""Loads and stores of NVIDIA programs whose addresses aren't aligned, found in a disassembly.
+"""What is wrong with addresses in NVIDIA programs, found in a disassembly.
+
+Loads and stores whose addresses aren't aligned; and addresses of which a half is taken for an element.
 
 An address is followed, for each thread of a block, through the instructions that compute it. Whatever else a program works on
 counts as a multiple of every access's size: what a launch brings, what is loaded, and what takes more than additions,
@@ -22,6 +24,9 @@ _PREDICATE = re.compile(r"[!~]?U?P[0-9T]$")
 _ADDRESS = re.compile(r"(?<![\w\]])\[([^\]]+)\]|desc\[\w+\]\[([^\]]+)\]")
 _BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
+# They lead elsewhere, or name a place where threads come from elsewhere.
+_LEAD = ("BRA", "BRX", "BSSY", "CALL", "EXIT", "RET", "WARPSYNC")
+
 # They write a register after a predicate. Others that begin with one write no register.
 _AFTER_A_PREDICATE = ("SHFL", "LOP3", "ULOP3", "ATOM", "ATOMG", "ATOMS", "VOTE", "VOTEU", "ELECT", "MATCH", "R2UR")
 
@@ -31,6 +36,9 @@ class Bits(NamedTuple):
 
     known: Any = 0
     either: Any = 0
+    unless: str = ""
+    """The condition that ends this: where it is true, the register still has what it had `before`."""
+    before: Bits | None = None
 
 
 _ALIGNED = Bits()
@@ -44,7 +52,7 @@ _State = dict[str, Bits]
 class _Instruction(NamedTuple):
     address: int
     text: str
-    conditional: bool
+    condition: str
     name: str
     kinds: tuple[str, ...]
     operands: tuple[str, ...]
@@ -68,12 +76,38 @@ def unaligned(sass: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def misread(sass: str) -> tuple[str, ...]:
+    """Where a 16-bit element is taken from a register that holds half of an address.
+
+    What a register holds is followed up to the next branch, or place where one leads.
+
+    Args:
+        sass: what cuobjdump prints of a program of one kernel.
+    """
+    program = _parsed(sass)
+    places = {int(to, 16) for i in program if i.name in _LEAD for to in re.findall(r"0x[0-9a-f]+", i.text)}
+    halves, found = set[str](), list[str]()
+    for instruction in program:
+        if instruction.address in places:
+            halves.clear()
+        operands = instruction.operands
+        # With these tables PRMT takes one element of its first operand, for a lower half. The upper one stays what it was.
+        takes = instruction.name == "PRMT" and operands[2] in ("0x7610", "0x7632") and operands[0] == operands[3]
+        if takes and operands[1].removesuffix(".reuse") in halves:
+            found.append(instruction.text)
+        halves |= {f"R{int(first) + 1}" for first in re.findall(r"\]\[R(\d+)\.64", instruction.text)}
+        halves.difference_update(_written(instruction))
+        if instruction.name in _LEAD:
+            halves.clear()
+    return tuple(found)
+
+
 def _parsed(sass: str) -> list[_Instruction]:
     return [
         _Instruction(
             int(address, 16),
             " ".join((condition + name + kinds + rest).split()),
-            bool(condition),
+            condition.strip().removeprefix("@"),
             name,
             tuple(kinds.split(".")[1:]),
             tuple(part.strip() for part in rest.split(",")),
@@ -91,7 +125,7 @@ def _size(instruction: _Instruction) -> int:
         return 16
     if instruction.name not in ("LD", "LDG", "LDS", "ST", "STG", "STS", "LDGSTS"):
         return 0
-    return next((_BYTES[kind] for kind in instruction.kinds if kind in _BYTES), 0 if instruction.conditional else 4)
+    return next((_BYTES[kind] for kind in instruction.kinds if kind in _BYTES), 0 if instruction.condition else 4)
 
 
 def _reached(program: list[_Instruction]) -> Iterator[tuple[_Instruction, _State]]:
@@ -111,8 +145,8 @@ def _reached(program: list[_Instruction]) -> Iterator[tuple[_Instruction, _State
         while place + 1 not in starts:
             place += 1
             _run(program[place], state)
-        for following in after[place]:
-            if _widen(entered.setdefault(following, {}), state):
+        for following, condition in zip(after[place], _conditions(program[place]), strict=False):
+            if _widen(entered.setdefault(following, {}), _where(condition, state)):
                 waiting.append(following)
     for place, state in entered.items():
         yield program[place], state
@@ -127,14 +161,32 @@ def _following(instruction: _Instruction, place: int, places: dict[int, int], en
     """Where a program may go on after an instruction."""
     on = (place + 1,) if place + 1 < end else ()
     if instruction.name in ("EXIT", "RET"):
-        return on if instruction.conditional else ()
+        return on if instruction.condition else ()
     target = instruction.operands[-1].rpartition(" ")[2]
     if instruction.name not in ("BRA", "CALL", "WARPSYNC") or not target.startswith("0x"):
         return on
     if instruction.name == "WARPSYNC" and len(instruction.operands) == 1:  # a mask, and no target
         return on
-    always = instruction.name == "BRA" and not instruction.conditional and len(instruction.operands) == 1
+    always = instruction.name == "BRA" and not instruction.condition and len(instruction.operands) == 1
     return (places[int(target, 16)],) if always else (places[int(target, 16)], *on)
+
+
+def _conditions(last: _Instruction) -> tuple[str, str]:
+    """What is true at each place where a program may go on after an instruction; empty if that isn't known."""
+    if last.name == "BRA" and len(last.operands) == 1:
+        return last.condition, _opposite(last.condition)
+    return "", ""
+
+
+def _opposite(condition: str) -> str:
+    return condition and (condition.removeprefix("!") if condition.startswith("!") else f"!{condition}")
+
+
+def _where(condition: str, state: _State) -> _State:
+    """What registers hold where a condition is true."""
+    if not condition:
+        return state
+    return {name: bits.before if bits.before and bits.unless == condition else bits for name, bits in state.items()}
 
 
 def _widen(state: _State, other: _State) -> bool:
@@ -157,19 +209,35 @@ def _widen(state: _State, other: _State) -> bool:
 
 def _run(instruction: _Instruction, state: _State) -> None:
     """What registers hold after an instruction."""
+    for predicate in filter(_PREDICATE.match, instruction.operands[:3]):
+        for register, bits in state.items():
+            if bits.unless.removeprefix("!") == predicate:
+                state[register] = Bits(bits.known, bits.either)
+    written = _written(instruction)
+    if not written:
+        return
+    after = instruction.operands[2 if _PREDICATE.match(instruction.operands[0]) else 1 :]
+    result = _result(instruction, [part for part in after if not _PREDICATE.match(part)], state)
+    # Also under a condition: what uses it has the same, or a copy, or comes after a branch that has it.
+    if instruction.condition:
+        before = state.get(written[0], _ALIGNED)
+        result = Bits(result.known, result.either, _opposite(instruction.condition), Bits(before.known, before.either))
+    state[written[0]] = result
+    for register in written[1:]:
+        state[register] = _ALIGNED
+
+
+def _written(instruction: _Instruction) -> list[str]:
+    """The registers that an instruction writes."""
     operands = instruction.operands
     if _PREDICATE.match(operands[0]):
         if instruction.name not in _AFTER_A_PREDICATE:
-            return
+            return []
         operands = operands[1:]
     if not operands or not (target := _REGISTER.match(operands[0])) or target[2].endswith("Z"):
-        return
-    result = _result(instruction, [part for part in operands[1:] if not _PREDICATE.match(part)], state)
+        return []
     bank, first = target[2].rstrip("0123456789"), int(target[2].lstrip("UR"))
-    # Also under a condition: what uses it has the same, or a copy.
-    state[f"{bank}{first}"] = result
-    for number in range(first + 1, first + _words(instruction)):
-        state[f"{bank}{number}"] = _ALIGNED
+    return [f"{bank}{number}" for number in range(first, first + _words(instruction))]
 
 
 def _words(instruction: _Instruction) -> int:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from liger_conformance.compilers.alignment import unaligned
+from liger_conformance.compilers.alignment import misread, unaligned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +86,11 @@ def misaligned(cubin: bytes) -> tuple[str, ...]:
     return unaligned(_cuobjdump(cubin, "-sass"))
 
 
+def half_addresses(cubin: bytes) -> tuple[str, ...]:
+    """Where an element is taken from half of an address."""
+    return misread(_cuobjdump(cubin, "-sass"))
+
+
 def overwritten(cubin: bytes) -> tuple[str, ...]:
     """Bulk stores whose shared memory is handed back, to be written again, before they have read it.
 
@@ -100,6 +105,20 @@ def overwritten(cubin: bytes) -> tuple[str, ...]:
                 found.add(f"{store}, {instruction[0].strip()}")
             else:
                 store = None
+    return tuple(sorted(found))
+
+
+def unawaited(cubin: bytes) -> tuple[str, ...]:
+    """Bulk loads whose barrier is set up anew, for another load, before they have arrived: no wait for a phase is between."""
+    found, load = set[str](), None
+    for line in _cuobjdump(cubin, "-sass").splitlines():
+        if instruction := re.search(r"\b(UTMALDG|PHASECHK|SYNCS\.CCTL\.IV)\b[^;]*", line):
+            if instruction[1] == "UTMALDG":
+                load = instruction[0].strip()
+            elif instruction[1] == "SYNCS.CCTL.IV" and load:
+                found.add(f"{load}, {instruction[0].strip()}")
+            else:
+                load = None
     return tuple(sorted(found))
 
 

@@ -26,10 +26,20 @@ from unittest import mock
 
 import torch
 
-from liger_conformance.compilers.chips import CHIPS, Chip, misaligned, overwritten, resource_usage, starved, torch_on
+from liger_conformance.compilers.chips import (
+    CHIPS,
+    Chip,
+    half_addresses,
+    misaligned,
+    overwritten,
+    resource_usage,
+    starved,
+    torch_on,
+    unawaited,
+)
 from liger_conformance.compilers.compiler import Compiled
 from liger_conformance.interpreters.tileir import capture
-from liger_conformance.interpreters.tileir.bytecode import Module
+from liger_conformance.interpreters.tileir.bytecode import Module, Op
 from liger_conformance.reach import untraced
 
 CACHE: Path | None = None
@@ -106,8 +116,8 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
     """Compile a kernel for a chip, and read what it takes.
 
     Raises:
-        RuntimeError: tileiras fails, with what it says; or what it makes would fail with a misaligned address, store
-            what was written after it, or never end.
+        RuntimeError: tileiras fails, with what it says; or what it makes would fail with a misaligned address, compute with
+            addresses or with what hasn't arrived, store what was written after it, or never end.
     """
     code = capture.bytecode(kernel, signature, chip)
     name = kernel._pyfunc.__name__
@@ -117,10 +127,20 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
     # A small tile that it splits, or repeats, as it loads it; and tiles beside those of a tensor that lies on its side.
     if _splits(code) and (wrong := misaligned(made)):
         raise RuntimeError(f"tileiras compiled {name} for {chip} to accesses that aren't aligned: {'; '.join(wrong)}")
+    if _holds_few(code) and (wrong := half_addresses(made)):
+        raise RuntimeError(
+            f"tileiras compiled {name} for {chip} to take elements from half of an address: {'; '.join(wrong)}; ct.gather"
+            " for a tile of so few elements mends it"
+        )
     if _bulk_stores(said) > 1 and (wrong := overwritten(made)):  # some loops with two of them
         raise RuntimeError(
             f"tileiras compiled {name} for {chip} to bulk stores whose shared memory is handed back before they have read"
             f" it: {'; '.join(wrong)}; allow_tma=False for one of them mends it"
+        )
+    if _loads_scattered(code) and (wrong := unawaited(made)):
+        raise RuntimeError(
+            f"tileiras compiled {name} for {chip} to bulk loads whose barrier is set up anew before they have arrived:"
+            f" {'; '.join(wrong[:4])}; allow_tma=False, or a view of which tiles can be loaded, mends it"
         )
     chosen = _instructions(said)
     if chosen["bulk copies"] and (wanted := starved(made, registers)):  # some whose copies hang on a condition
@@ -173,34 +193,46 @@ def _version() -> bytes:
     return subprocess.run([path, "--version"], env=environment, capture_output=True, check=True).stdout
 
 
+def _ops(code: bytes) -> Iterator[Op]:
+    """The operations of a program; those of an operation's regions come later."""
+    blocks = [function.body for function in Module(code).functions]
+    for block in blocks:
+        for op in block.ops:
+            blocks += op.regions
+            yield op
+
+
 def _splits(code: bytes) -> bool:
     """Whether a program may have accesses that aren't aligned.
 
     It takes parts of tiles, or repeats the elements of a tile as it was loaded along the last axis, or takes tiles of a tensor
     whose elements lie side by side along another axis than the last.
     """
-    blocks = [function.body for function in Module(code).functions]
     loaded: dict[int, tuple[Any, ...]] = {}
-    for block in blocks:
-        for op in block.ops:
-            blocks += op.regions
-            if op.name == "extract":
+    for op in _ops(code):
+        if op.name == "extract":
+            return True
+        if op.name == "make_tensor_view" and 1 in op.types[0].strides[:-1] and op.types[0].strides[-1] != 1:
+            return True
+        if op.name in ("load_view", "load_ptr"):
+            loaded[op.results[0]] = op.types[0].shape
+        elif op.name not in ("reduce", "scan", "mma") and (from_ := [loaded[v] for v in op.operands if v in loaded]):
+            repeats = op.name == "broadcast" and from_[0][-1:] == (1,) != op.types[0].shape[-1:]
+            if repeats and math.prod(from_[0]) > 1:
                 return True
-            if op.name == "make_tensor_view" and 1 in op.types[0].strides[:-1] and op.types[0].strides[-1] != 1:
-                return True
-            if op.name in ("load_view", "load_ptr"):
-                loaded[op.results[0]] = op.types[0].shape
-            elif op.name not in ("reduce", "scan", "mma") and (
-                from_ := [loaded[v] for v in op.operands if v in loaded]
-            ):
-                if (
-                    op.name == "broadcast"
-                    and from_[0][-1:] == (1,) != op.types[0].shape[-1:]
-                    and math.prod(from_[0]) > 1
-                ):
-                    return True
-                loaded |= {v: t.shape for v, t in zip(op.results, op.types, strict=True)}
+            loaded |= {v: t.shape for v, t in zip(op.results, op.types, strict=True)}
     return False
+
+
+def _holds_few(code: bytes) -> bool:
+    """Whether a program loads a tile of so few 16-bit elements that a thread may hold all of it."""
+    loads = [op.types[0] for op in _ops(code) if op.name in ("load_view", "load_ptr")]
+    return any(tile.element in ("f16", "bf16") and 1 < math.prod(tile.shape) <= 32 for tile in loads)
+
+
+def _loads_scattered(code: bytes) -> bool:
+    """Whether a program loads or stores tiles of which each row may lie anywhere."""
+    return any(made.kind == "gather" for op in _ops(code) for made in op.types)
 
 
 @functools.cache

@@ -1,4 +1,7 @@
-"""Attention tiles. Positions of one residue modulo the dilation are a line, in which windows are dense."""
+"""Attention tiles. Positions of one residue modulo the dilation are a line, in which windows are dense.
+
+Tensors are ``[B, H, N, R, D]``: N positions of each of R lines.
+"""
 
 import cuda.tile as ct
 
@@ -7,57 +10,42 @@ from liger_cutile.ops._tiles import ZERO
 
 
 @ct.function
-def place(heads, length, dilation, tiles, PARTS):
+def place(x, tiles, PARTS):
     """This block's line, its tile of positions, and its part of the columns.
 
-    A line is one residue of one head of a sample: (sample, head, residue, dilation, number of positions, number of the line).
+    A line is one residue of one head of a sample: (sample, head, residue, number of positions, number of the line).
     """
     number = ct.bid(0) // PARTS // tiles
-    residue = number % dilation
-    count = ct.cdiv(length - residue, dilation)
-    line = number // dilation // heads, number // dilation % heads, residue, dilation, count, number
+    _, heads, count, residues, _ = x.shape
+    line = number // residues // heads, number // residues % heads, number % residues, count, number
     return line, ct.bid(0) // PARTS % tiles, ct.bid(0) % PARTS
-
-
-@ct.function
-def _index(line, tile, part, BLOCK, WIDTH):
-    """A tile's index in a tensor whose positions aren't split by residue. Positions from `count` on are outside."""
-    batch, head, residue, dilation, count, _ = line
-    rows = residue + dilation * ct.minimum(tile * BLOCK + ct.arange(BLOCK, dtype=ct.int32), count)
-    return ct.Slice(batch, 1), ct.Slice(head, 1), rows, ct.Slice(part * WIDTH, WIDTH)
 
 
 @ct.function
 def load(x, line, tile, part, BLOCK, WIDTH):
     """A tile of a line's positions, and a part of their columns; ``[BLOCK, WIDTH]``."""
-    if x.ndim == 5:
-        index = line[0], line[1], tile, line[2], part
-        found = ct.load(x, index, (1, 1, BLOCK, 1, WIDTH), padding_mode=ZERO)
-    else:
-        found = ct.load_advanced_indexing(x, _index(line, tile, part, BLOCK, WIDTH), padding_mode=ZERO)
+    sample, head, residue, _, _ = line
+    found = ct.load(x, (sample, head, tile, residue, part), (1, 1, BLOCK, 1, WIDTH), padding_mode=ZERO)
     return ct.reshape(found, (BLOCK, WIDTH))
 
 
 @ct.function
 def store(x, line, tile, part, value, BLOCK, WIDTH):
-    value = ct.astype(value, x.dtype)
-    if x.ndim == 5:
-        ct.store(x, (line[0], line[1], tile, line[2], part), ct.reshape(value, (1, 1, BLOCK, 1, WIDTH)))
-    else:
-        index = _index(line, tile, part, BLOCK, WIDTH)
-        ct.store_advanced_indexing(x, index, ct.reshape(value, (1, 1, BLOCK, WIDTH)))
+    sample, head, residue, _, _ = line
+    value = ct.reshape(ct.astype(value, x.dtype), (1, 1, BLOCK, 1, WIDTH))
+    ct.store(x, (sample, head, tile, residue, part), value)
 
 
 @ct.function
 def load_line(x, which, tile, line, ROWS, COLUMNS):
     """One of the numbers kept per query, for a tile of queries of a line; ``[ROWS, COLUMNS]``, one of which is 1."""
-    found = ct.load(x, (line[5], which, tile), (1, 1, ROWS * COLUMNS), padding_mode=ZERO)
+    found = ct.load(x, (line[4], which, tile), (1, 1, ROWS * COLUMNS), padding_mode=ZERO)
     return ct.reshape(found, (ROWS, COLUMNS))
 
 
 @ct.function
 def store_line(x, which, tile, line, values, BLOCK):
-    ct.store(x, (line[5], which, tile), ct.reshape(values, (1, 1, BLOCK)))
+    ct.store(x, (line[4], which, tile), ct.reshape(values, (1, 1, BLOCK)))
 
 
 @ct.function
@@ -96,14 +84,14 @@ def sees(row, column, line, reach, ROWS, COLUMNS):
     """Which positions of a tile of ROWS see which positions of a tile of COLUMNS."""
     rows = row * ROWS + ct.reshape(ct.arange(ROWS, dtype=ct.int32), (ROWS, 1))
     columns = column * COLUMNS + ct.reshape(ct.arange(COLUMNS, dtype=ct.int32), (1, COLUMNS))
-    return (ct.abs(rows - columns) <= reach) & (rows < line[4]) & (columns < line[4])
+    return (ct.abs(rows - columns) <= reach) & (rows < line[3]) & (columns < line[3])
 
 
 @ct.function
 def around(tile, line, reach, BLOCK, STEP):
     """The tiles of STEP positions that a tile of BLOCK positions sees: the first one, and the one after the last."""
     first = tile * BLOCK
-    return ct.maximum(first - reach, 0) // STEP, ct.cdiv(ct.minimum(first + BLOCK + reach, line[4]), STEP)
+    return ct.maximum(first - reach, 0) // STEP, ct.cdiv(ct.minimum(first + BLOCK + reach, line[3]), STEP)
 
 
 @ct.function
@@ -113,7 +101,7 @@ def near(tile, line, reach, BLOCK, SIDE):
     If there is no tile before or after, another tile stands in for it. Its reach of -1 makes it invisible.
     """
     before, after = tile * (BLOCK // SIDE) - 1, (tile + 1) * (BLOCK // SIDE)
-    last = ct.cdiv(line[4], SIDE) - 1
+    last = ct.cdiv(line[3], SIDE) - 1
     return (
         (tile, reach, BLOCK),
         (ct.maximum(before, 0), ct.where(before >= 0, reach, -1), SIDE),

@@ -55,199 +55,193 @@ def _store_output(o, statistics, line, own, part, sums, total, maximum, BLOCK, W
 
 @ct.kernel
 def _forward(
-    statistics, o, q, k, v, scale, heads, length, dilation, tiles, reach,
+    statistics, o, q, k, v, scale, tiles, reach,
     HEAD: ConstInt, CHUNK: ConstInt, WIDTH: ConstInt, PARTS: ConstInt, BLOCK: ConstInt, STEP: ConstInt,
 ):  # fmt: skip
-    line, own, part = place(heads, length, dilation, tiles, PARTS)
-    if own * BLOCK < line[4]:
-        q_tile = load(q, line, own, 0, BLOCK, CHUNK)
-        maximum = ct.full((BLOCK, 1), LEAST, ct.float32)
-        total = ct.zeros((BLOCK, 1), ct.float32)
-        sums = ct.zeros((BLOCK, WIDTH), ct.float32)
-        begin, end = around(own, line, reach, BLOCK, STEP)
-        for keys in range(begin, end):
-            k_tile = load(k, line, keys, 0, STEP, CHUNK)
-            v_tile = load(v, line, keys, part, STEP, WIDTH)
-            scores = scale * products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
-            scores = ct.where(sees(own, keys, line, reach, BLOCK, STEP), scores, -math.inf)
-            higher = ct.maximum(maximum, ct.max(scores, axis=1, keepdims=True))
-            weights = exp_like(scores - higher, q)
-            shrink = exp_like(maximum - higher, q)
-            maximum = higher
-            total = total * shrink + ct.sum(weights, axis=1, keepdims=True)
-            sums = ct.mma(ct.astype(weights, v.dtype), v_tile, sums * shrink)
-        _store_output(o, statistics, line, own, part, sums, total, maximum, BLOCK, WIDTH)
+    line, own, part = place(q, tiles, PARTS)
+    q_tile = load(q, line, own, 0, BLOCK, CHUNK)
+    maximum = ct.full((BLOCK, 1), LEAST, ct.float32)
+    total = ct.zeros((BLOCK, 1), ct.float32)
+    sums = ct.zeros((BLOCK, WIDTH), ct.float32)
+    begin, end = around(own, line, reach, BLOCK, STEP)
+    for keys in range(begin, end):
+        k_tile = load(k, line, keys, 0, STEP, CHUNK)
+        v_tile = load(v, line, keys, part, STEP, WIDTH)
+        scores = scale * products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
+        scores = ct.where(sees(own, keys, line, reach, BLOCK, STEP), scores, -math.inf)
+        higher = ct.maximum(maximum, ct.max(scores, axis=1, keepdims=True))
+        weights = exp_like(scores - higher, q)
+        shrink = exp_like(maximum - higher, q)
+        maximum = higher
+        total = total * shrink + ct.sum(weights, axis=1, keepdims=True)
+        sums = ct.mma(ct.astype(weights, v.dtype), v_tile, sums * shrink)
+    _store_output(o, statistics, line, own, part, sums, total, maximum, BLOCK, WIDTH)
 
 
 @ct.kernel
 def _forward_near(
-    statistics, o, q, k, v, scale, heads, length, dilation, tiles, reach,
+    statistics, o, q, k, v, scale, tiles, reach,
     HEAD: ConstInt, CHUNK: ConstInt, WIDTH: ConstInt, PARTS: ConstInt, BLOCK: ConstInt, STEP: ConstInt,
 ):  # fmt: skip
-    line, own, part = place(heads, length, dilation, tiles, PARTS)
-    if own * BLOCK < line[4]:
-        keys = near(own, line, reach, BLOCK, STEP)
-        q_tile = load(q, line, own, 0, BLOCK, CHUNK)
-        k_tiles = tuple(load(k, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(keys))
-        v_tiles = tuple(load(v, line, at, part, SIZE, WIDTH) for at, _, SIZE in ct.static_iter(keys))
-        scores = tuple(
-            ct.where(
-                sees(own, at, line, far, BLOCK, SIZE),
-                scale * products(q_tile, q, own, k_tile, k, at, line, HEAD, CHUNK),
-                -math.inf,
-            )
-            for (at, far, SIZE), k_tile in ct.static_iter(zip(keys, k_tiles, strict=True))
+    line, own, part = place(q, tiles, PARTS)
+    keys = near(own, line, reach, BLOCK, STEP)
+    q_tile = load(q, line, own, 0, BLOCK, CHUNK)
+    k_tiles = tuple(load(k, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(keys))
+    v_tiles = tuple(load(v, line, at, part, SIZE, WIDTH) for at, _, SIZE in ct.static_iter(keys))
+    scores = tuple(
+        ct.where(
+            sees(own, at, line, far, BLOCK, SIZE),
+            scale * products(q_tile, q, own, k_tile, k, at, line, HEAD, CHUNK),
+            -math.inf,
         )
-        maximum = ct.full((BLOCK, 1), LEAST, ct.float32)
-        for some in ct.static_iter(scores):
-            maximum = ct.maximum(maximum, ct.max(some, axis=1, keepdims=True))
-        weights = tuple(exp_like(some - maximum, q) for some in ct.static_iter(scores))
-        total = ct.zeros((BLOCK, 1), ct.float32)
-        sums = ct.zeros((BLOCK, WIDTH), ct.float32)
-        for some, v_tile in ct.static_iter(zip(weights, v_tiles, strict=True)):
-            total += ct.sum(some, axis=1, keepdims=True)
-            sums = ct.mma(ct.astype(some, v.dtype), v_tile, sums)
-        _store_output(o, statistics, line, own, part, sums, total, maximum, BLOCK, WIDTH)
+        for (at, far, SIZE), k_tile in ct.static_iter(zip(keys, k_tiles, strict=True))
+    )
+    maximum = ct.full((BLOCK, 1), LEAST, ct.float32)
+    for some in ct.static_iter(scores):
+        maximum = ct.maximum(maximum, ct.max(some, axis=1, keepdims=True))
+    weights = tuple(exp_like(some - maximum, q) for some in ct.static_iter(scores))
+    total = ct.zeros((BLOCK, 1), ct.float32)
+    sums = ct.zeros((BLOCK, WIDTH), ct.float32)
+    for some, v_tile in ct.static_iter(zip(weights, v_tiles, strict=True)):
+        total += ct.sum(some, axis=1, keepdims=True)
+        sums = ct.mma(ct.astype(some, v.dtype), v_tile, sums)
+    _store_output(o, statistics, line, own, part, sums, total, maximum, BLOCK, WIDTH)
 
 
 @ct.kernel
 def _backward_queries(
-    mean, statistics, dq, o, do, q, k, v, scale, heads, length, dilation, tiles, reach,
+    mean, statistics, dq, o, do, q, k, v, scale, tiles, reach,
     HEAD: ConstInt, CHUNK: ConstInt, WIDTH: ConstInt, PARTS: ConstInt, BLOCK: ConstInt, STEP: ConstInt,
 ):  # fmt: skip
     """dq, and for each query the mean of its weights' gradients, weighted by the weights."""
-    line, own, part = place(heads, length, dilation, tiles, PARTS)
-    if own * BLOCK < line[4]:
-        q_tile = load(q, line, own, 0, BLOCK, CHUNK)
-        do_tile = load(do, line, own, 0, BLOCK, CHUNK)
-        maximum = load_line(statistics, 0, own, line, BLOCK, 1)
-        inverse = load_line(statistics, 1, own, line, BLOCK, 1)
-        begin, end = around(own, line, reach, BLOCK, STEP)
-        means = ct.zeros((BLOCK, 1), ct.float32)
-        if given(o):
-            means = means_of(do_tile, do, o, own, line, HEAD, CHUNK)
-        else:
-            for keys in range(begin, end):
-                k_tile = load(k, line, keys, 0, STEP, CHUNK)
-                v_tile = load(v, line, keys, 0, STEP, CHUNK)
-                scores = scale * products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
-                seen = sees(own, keys, line, reach, BLOCK, STEP)
-                weights = weights_of(scores, maximum, inverse, seen, q)
-                dweights = products(do_tile, do, own, v_tile, v, keys, line, HEAD, CHUNK)
-                means += ct.sum(weights * dweights, axis=1, keepdims=True)
-        if given(mean) and part == 0:
-            store_line(mean, 0, own, line, means, BLOCK)
-        if given(dq):
-            sums = ct.zeros((BLOCK, WIDTH), ct.float32)
-            for keys in range(begin, end):
-                k_tile = load(k, line, keys, 0, STEP, CHUNK)
-                v_tile = load(v, line, keys, 0, STEP, CHUNK)
-                scores = scale * products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
-                seen = sees(own, keys, line, reach, BLOCK, STEP)
-                weights = weights_of(scores, maximum, inverse, seen, q)
-                dweights = products(do_tile, do, own, v_tile, v, keys, line, HEAD, CHUNK)
-                dscores = dscores_of(weights, dweights, means, reach, q)
-                sums = ct.mma(dscores, part_of(k_tile, k, keys, line, part, HEAD, CHUNK, WIDTH), sums)
-            store(dq, line, own, part, scale * sums, BLOCK, WIDTH)
+    line, own, part = place(q, tiles, PARTS)
+    q_tile = load(q, line, own, 0, BLOCK, CHUNK)
+    do_tile = load(do, line, own, 0, BLOCK, CHUNK)
+    maximum = load_line(statistics, 0, own, line, BLOCK, 1)
+    inverse = load_line(statistics, 1, own, line, BLOCK, 1)
+    begin, end = around(own, line, reach, BLOCK, STEP)
+    means = ct.zeros((BLOCK, 1), ct.float32)
+    if given(o):
+        means = means_of(do_tile, do, o, own, line, HEAD, CHUNK)
+    else:
+        for keys in range(begin, end):
+            k_tile = load(k, line, keys, 0, STEP, CHUNK)
+            v_tile = load(v, line, keys, 0, STEP, CHUNK)
+            scores = scale * products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
+            seen = sees(own, keys, line, reach, BLOCK, STEP)
+            weights = weights_of(scores, maximum, inverse, seen, q)
+            dweights = products(do_tile, do, own, v_tile, v, keys, line, HEAD, CHUNK)
+            means += ct.sum(weights * dweights, axis=1, keepdims=True)
+    if given(mean) and part == 0:
+        store_line(mean, 0, own, line, means, BLOCK)
+    if given(dq):
+        sums = ct.zeros((BLOCK, WIDTH), ct.float32)
+        for keys in range(begin, end):
+            k_tile = load(k, line, keys, 0, STEP, CHUNK)
+            v_tile = load(v, line, keys, 0, STEP, CHUNK)
+            scores = scale * products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
+            seen = sees(own, keys, line, reach, BLOCK, STEP)
+            weights = weights_of(scores, maximum, inverse, seen, q)
+            dweights = products(do_tile, do, own, v_tile, v, keys, line, HEAD, CHUNK)
+            dscores = dscores_of(weights, dweights, means, reach, q)
+            sums = ct.mma(dscores, part_of(k_tile, k, keys, line, part, HEAD, CHUNK, WIDTH), sums)
+        store(dq, line, own, part, scale * sums, BLOCK, WIDTH)
 
 
 @ct.kernel
 def _backward_keys(
-    statistics, mean, dk, dv, do, q, k, v, scale, heads, length, dilation, tiles, reach,
+    statistics, mean, dk, dv, do, q, k, v, scale, tiles, reach,
     HEAD: ConstInt, CHUNK: ConstInt, WIDTH: ConstInt, PARTS: ConstInt, BLOCK: ConstInt, STEP: ConstInt,
 ):  # fmt: skip
-    line, own, part = place(heads, length, dilation, tiles, PARTS)
-    if own * BLOCK < line[4]:
-        k_tile = load(k, line, own, 0, BLOCK, CHUNK)
-        v_tile = load(v, line, own, 0, BLOCK, CHUNK)
-        dk_sums = ct.zeros((BLOCK, WIDTH), ct.float32)
-        dv_sums = ct.zeros((BLOCK, WIDTH), ct.float32)
-        begin, end = around(own, line, reach, BLOCK, STEP)
-        for queries in range(begin, end):
-            q_tile = load(q, line, queries, 0, STEP, CHUNK)
-            do_tile = load(do, line, queries, 0, STEP, CHUNK)
-            scores = scale * products(k_tile, k, own, q_tile, q, queries, line, HEAD, CHUNK)
-            maximum = load_line(statistics, 0, queries, line, 1, STEP)
-            inverse = load_line(statistics, 1, queries, line, 1, STEP)
-            weights = weights_of(scores, maximum, inverse, sees(own, queries, line, reach, BLOCK, STEP), q)
-            if given(dv):
-                do_part = part_of(do_tile, do, queries, line, part, HEAD, CHUNK, WIDTH)
-                dv_sums = ct.mma(ct.astype(weights, q.dtype), do_part, dv_sums)
-            if given(dk):
-                dweights = products(v_tile, v, own, do_tile, do, queries, line, HEAD, CHUNK)
-                dscores = dscores_of(weights, dweights, load_line(mean, 0, queries, line, 1, STEP), reach, q)
-                q_part = part_of(q_tile, q, queries, line, part, HEAD, CHUNK, WIDTH)
-                dk_sums = ct.mma(dscores, q_part, dk_sums)
-        if given(dk):
-            store(dk, line, own, part, scale * dk_sums, BLOCK, WIDTH)
+    line, own, part = place(q, tiles, PARTS)
+    k_tile = load(k, line, own, 0, BLOCK, CHUNK)
+    v_tile = load(v, line, own, 0, BLOCK, CHUNK)
+    dk_sums = ct.zeros((BLOCK, WIDTH), ct.float32)
+    dv_sums = ct.zeros((BLOCK, WIDTH), ct.float32)
+    begin, end = around(own, line, reach, BLOCK, STEP)
+    for queries in range(begin, end):
+        q_tile = load(q, line, queries, 0, STEP, CHUNK)
+        do_tile = load(do, line, queries, 0, STEP, CHUNK)
+        scores = scale * products(k_tile, k, own, q_tile, q, queries, line, HEAD, CHUNK)
+        maximum = load_line(statistics, 0, queries, line, 1, STEP)
+        inverse = load_line(statistics, 1, queries, line, 1, STEP)
+        weights = weights_of(scores, maximum, inverse, sees(own, queries, line, reach, BLOCK, STEP), q)
         if given(dv):
-            store(dv, line, own, part, dv_sums, BLOCK, WIDTH)
+            do_part = part_of(do_tile, do, queries, line, part, HEAD, CHUNK, WIDTH)
+            dv_sums = ct.mma(ct.astype(weights, q.dtype), do_part, dv_sums)
+        if given(dk):
+            dweights = products(v_tile, v, own, do_tile, do, queries, line, HEAD, CHUNK)
+            dscores = dscores_of(weights, dweights, load_line(mean, 0, queries, line, 1, STEP), reach, q)
+            q_part = part_of(q_tile, q, queries, line, part, HEAD, CHUNK, WIDTH)
+            dk_sums = ct.mma(dscores, q_part, dk_sums)
+    if given(dk):
+        store(dk, line, own, part, scale * dk_sums, BLOCK, WIDTH)
+    if given(dv):
+        store(dv, line, own, part, dv_sums, BLOCK, WIDTH)
 
 
 @ct.kernel
 def _backward_near(
-    statistics, dq, dk, dv, o, do, q, k, v, scale, heads, length, dilation, tiles, reach,
+    statistics, dq, dk, dv, o, do, q, k, v, scale, tiles, reach,
     HEAD: ConstInt, CHUNK: ConstInt, WIDTH: ConstInt, PARTS: ConstInt, BLOCK: ConstInt, STEP: ConstInt,
 ):  # fmt: skip
     """All gradients of a block: the weights of its positions among themselves serve dq, dk and dv."""
-    line, own, _ = place(heads, length, dilation, tiles, PARTS)
-    if own * BLOCK < line[4]:
-        beside = near(own, line, reach, BLOCK, STEP)
-        q_tile = load(q, line, own, 0, BLOCK, CHUNK)
-        do_tile = load(do, line, own, 0, BLOCK, CHUNK)
-        k_tiles = tuple(load(k, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(beside))
-        v_tiles = tuple(load(v, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(beside))
-        maximum = load_line(statistics, 0, own, line, BLOCK, 1)
-        inverse = load_line(statistics, 1, own, line, BLOCK, 1)
-        weights = tuple(
-            weights_of(
-                scale * products(q_tile, q, own, k_tile, k, at, line, HEAD, CHUNK),
-                maximum, inverse, sees(own, at, line, far, BLOCK, SIZE), q,
-            )
-            for (at, far, SIZE), k_tile in ct.static_iter(zip(beside, k_tiles, strict=True))
-        )  # fmt: skip
-        dweights = tuple(
-            products(do_tile, do, own, v_tile, v, at, line, HEAD, CHUNK)
-            for (at, _, _), v_tile in ct.static_iter(zip(beside, v_tiles, strict=True))
+    line, own, _ = place(q, tiles, PARTS)
+    beside = near(own, line, reach, BLOCK, STEP)
+    q_tile = load(q, line, own, 0, BLOCK, CHUNK)
+    do_tile = load(do, line, own, 0, BLOCK, CHUNK)
+    k_tiles = tuple(load(k, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(beside))
+    v_tiles = tuple(load(v, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(beside))
+    maximum = load_line(statistics, 0, own, line, BLOCK, 1)
+    inverse = load_line(statistics, 1, own, line, BLOCK, 1)
+    weights = tuple(
+        weights_of(
+            scale * products(q_tile, q, own, k_tile, k, at, line, HEAD, CHUNK),
+            maximum, inverse, sees(own, at, line, far, BLOCK, SIZE), q,
         )
-        mean = ct.zeros((BLOCK, 1), ct.float32)
-        for some, dsome in ct.static_iter(zip(weights, dweights, strict=True)):
-            mean += ct.sum(some * dsome, axis=1, keepdims=True)
-        dscores = tuple(
-            dscores_of(some, dsome, mean, reach, q)
-            for some, dsome in ct.static_iter(zip(weights, dweights, strict=True))
+        for (at, far, SIZE), k_tile in ct.static_iter(zip(beside, k_tiles, strict=True))
+    )  # fmt: skip
+    dweights = tuple(
+        products(do_tile, do, own, v_tile, v, at, line, HEAD, CHUNK)
+        for (at, _, _), v_tile in ct.static_iter(zip(beside, v_tiles, strict=True))
+    )
+    mean = ct.zeros((BLOCK, 1), ct.float32)
+    for some, dsome in ct.static_iter(zip(weights, dweights, strict=True)):
+        mean += ct.sum(some * dsome, axis=1, keepdims=True)
+    dscores = tuple(
+        dscores_of(some, dsome, mean, reach, q) for some, dsome in ct.static_iter(zip(weights, dweights, strict=True))
+    )
+    if given(dq):
+        dq_sums = ct.zeros((BLOCK, WIDTH), ct.float32)
+        for some, k_tile in ct.static_iter(zip(dscores, k_tiles, strict=True)):
+            dq_sums = ct.mma(some, k_tile, dq_sums)
+        store(dq, line, own, 0, scale * dq_sums, BLOCK, WIDTH)
+    sides = beside[1:]
+    q_sides = tuple(load(q, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(sides))
+    do_sides = tuple(load(do, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(sides))
+    side_weights = tuple(
+        weights_of(
+            scale * products(k_tiles[0], k, own, q_side, q, at, line, HEAD, CHUNK),
+            load_line(statistics, 0, at, line, 1, SIZE), load_line(statistics, 1, at, line, 1, SIZE),
+            sees(own, at, line, far, BLOCK, SIZE), q,
         )
-        if given(dq):
-            dq_sums = ct.zeros((BLOCK, WIDTH), ct.float32)
-            for some, k_tile in ct.static_iter(zip(dscores, k_tiles, strict=True)):
-                dq_sums = ct.mma(some, k_tile, dq_sums)
-            store(dq, line, own, 0, scale * dq_sums, BLOCK, WIDTH)
-        sides = beside[1:]
-        q_sides = tuple(load(q, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(sides))
-        do_sides = tuple(load(do, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(sides))
-        side_weights = tuple(
-            weights_of(
-                scale * products(k_tiles[0], k, own, q_side, q, at, line, HEAD, CHUNK),
-                load_line(statistics, 0, at, line, 1, SIZE), load_line(statistics, 1, at, line, 1, SIZE),
-                sees(own, at, line, far, BLOCK, SIZE), q,
-            )
-            for (at, far, SIZE), q_side in ct.static_iter(zip(sides, q_sides, strict=True))
-        )  # fmt: skip
-        if given(dv):
-            zeros = ct.zeros((BLOCK, WIDTH), ct.float32)
-            dv_sums = ct.mma(ct.transpose(ct.astype(weights[0], q.dtype)), do_tile, zeros)
-            for some, do_side in ct.static_iter(zip(side_weights, do_sides, strict=True)):
-                dv_sums = ct.mma(ct.astype(some, q.dtype), do_side, dv_sums)
-            store(dv, line, own, 0, dv_sums, BLOCK, WIDTH)
-        if given(dk):
-            dk_sums = ct.mma(ct.transpose(dscores[0]), q_tile, ct.zeros((BLOCK, WIDTH), ct.float32))
-            for (at, _, SIZE), some, q_side, do_side in ct.static_iter(
-                zip(sides, side_weights, q_sides, do_sides, strict=True)
-            ):
-                dsome = products(v_tiles[0], v, own, do_side, do, at, line, HEAD, CHUNK)
-                side_mean = ct.reshape(means_of(do_side, do, o, at, line, HEAD, CHUNK), (1, SIZE))
-                dk_sums = ct.mma(dscores_of(some, dsome, side_mean, reach, q), q_side, dk_sums)
-            store(dk, line, own, 0, scale * dk_sums, BLOCK, WIDTH)
+        for (at, far, SIZE), q_side in ct.static_iter(zip(sides, q_sides, strict=True))
+    )  # fmt: skip
+    if given(dv):
+        zeros = ct.zeros((BLOCK, WIDTH), ct.float32)
+        dv_sums = ct.mma(ct.transpose(ct.astype(weights[0], q.dtype)), do_tile, zeros)
+        for some, do_side in ct.static_iter(zip(side_weights, do_sides, strict=True)):
+            dv_sums = ct.mma(ct.astype(some, q.dtype), do_side, dv_sums)
+        store(dv, line, own, 0, dv_sums, BLOCK, WIDTH)
+    if given(dk):
+        dk_sums = ct.mma(ct.transpose(dscores[0]), q_tile, ct.zeros((BLOCK, WIDTH), ct.float32))
+        for (at, _, SIZE), some, q_side, do_side in ct.static_iter(
+            zip(sides, side_weights, q_sides, do_sides, strict=True)
+        ):
+            dsome = products(v_tiles[0], v, own, do_side, do, at, line, HEAD, CHUNK)
+            side_mean = ct.reshape(means_of(do_side, do, o, at, line, HEAD, CHUNK), (1, SIZE))
+            dk_sums = ct.mma(dscores_of(some, dsome, side_mean, reach, q), q_side, dk_sums)
+        store(dk, line, own, 0, scale * dk_sums, BLOCK, WIDTH)
 
 
 class Tiling(NamedTuple):
@@ -311,6 +305,22 @@ def _window(length: int, kernel_size: int, dilation: int) -> tuple[int, int]:
     return (dilation, reach) if reach > 0 else (1, 0)
 
 
+def _residues(length: int, dilation: int) -> list[range]:
+    """Residues modulo the dilation: those of the longest lines; and those whose lines are shorter by one position, if any are."""
+    longest = length % dilation
+    return [range(longest), range(longest, dilation)] if longest else [range(dilation)]
+
+
+def _split(x: Tensor, residues: range, dilation: int) -> Tensor:
+    """x as ``[B, H, N, R, D]``, with the N positions of each of the residues."""
+    batch, heads, length, columns = x.shape
+    sample, head, position, _ = x.stride()
+    shape = batch, heads, blocks(length - residues.start, dilation), len(residues), columns
+    return x.as_strided(
+        shape, (sample, head, dilation * position, position, 1), x.storage_offset() + residues.start * position
+    )
+
+
 def _launch(
     kernel: Any,
     tiling: Tiling,
@@ -319,33 +329,39 @@ def _launch(
     q: Tensor,
     scale: float | None,
 ) -> None:
-    """Launch a kernel that takes tensors of `_new_of_lines` (`of_lines`), and tensors of q's shape (`of_positions`)."""
+    """Launch a kernel that takes tensors of `_new_of_lines` (`of_lines`), and tensors of q's shape (`of_positions`).
+
+    All lines of a launch are equally long.
+    """
     batch, heads, length, head = q.shape
     dilation = tiling.dilation
     hinted = _hinted(kernel, tiling, q.element_size())
-    tiles, parts = blocks(blocks(length, dilation), tiling.block), blocks(head, tiling.width)
-    lines = heads * dilation
-    of_sample = lines * tiles * parts
+    parts = blocks(head, tiling.width)
     apart = far_apart(*of_positions)
-    some = 1 if apart else max(1, MOST_BLOCKS // of_sample)
-    for begin in range(0, batch, some):
-        count = min(some, batch - begin)
-        own_lines, positions = of_lines, of_positions
-        if count < batch or apart:
-            own_lines = [None if x is None else x[begin * lines : (begin + count) * lines] for x in of_lines]
-            positions = [samples_of(x, begin, count) for x in of_positions]
-        if length % dilation == 0:  # positions are split by residue
-            shape = count, heads, length // dilation, dilation, head
-            positions = [None if x is None else x.view(*shape) for x in positions]
-        launch(
-            hinted, (count * of_sample,), *own_lines, *positions,
-            head**-0.5 if scale is None else float(scale), heads, length, dilation, tiles, tiling.reach,
-            head, tiling.chunk, tiling.width, parts, tiling.block, tiling.step,
-        )  # fmt: skip
+    line = 0
+    for residues in _residues(length, dilation):
+        tiles = blocks(blocks(length - residues.start, dilation), tiling.block)
+        lines = heads * len(residues)
+        of_sample = lines * tiles * parts
+        some = 1 if apart else max(1, MOST_BLOCKS // of_sample)
+        for begin in range(0, batch, some):
+            count = min(some, batch - begin)
+            own_lines, positions = of_lines, of_positions
+            if count < batch or apart:
+                positions = [samples_of(x, begin, count) for x in of_positions]
+            if count < batch or apart or len(residues) < dilation:
+                own_lines = [None if x is None else x[line : line + count * lines] for x in of_lines]
+                line += count * lines
+            positions = [None if x is None else _split(x, residues, dilation) for x in positions]
+            launch(
+                hinted, (count * of_sample,), *own_lines, *positions,
+                head**-0.5 if scale is None else float(scale), tiles, tiling.reach,
+                head, tiling.chunk, tiling.width, parts, tiling.block, tiling.step,
+            )  # fmt: skip
 
 
 def _new_of_lines(q: Tensor, rows: int, kernel_size: int, dilation: int) -> Tensor:
-    """Memory for `rows` float32 numbers per query. The queries of one residue of a sample's head lie together."""
+    """Memory for `rows` float32 numbers per query. The queries of a line lie together; lines lie in the order of launches."""
     batch, heads, length, _ = q.shape
     dilation, _ = _window(length, kernel_size, dilation)
     shape = batch * heads * dilation, rows, blocks(length, dilation)
@@ -393,10 +409,10 @@ def _launch_backward(
         _launch(_backward_keys, tiling, (statistics, mean), (dk, dv, do, q, k, v), q, scale)
 
 
-def _adjacent(x: Tensor) -> Tensor:
+def _adjacent(x: Tensor, dilation: int) -> Tensor:
     """x with adjacent columns and with strides that a kernel takes, except that of samples."""
     _, heads, positions, columns = x.stride()
-    return x if columns == 1 and max(heads, positions) <= LARGEST else x.contiguous()
+    return x if columns == 1 and max(heads, dilation * positions) <= LARGEST else x.contiguous()
 
 
 @implements(fused_neighborhood_attention)
@@ -410,7 +426,7 @@ def forward(
     dilation: int = 1,
     scale: float | None = None,
 ) -> tuple[Tensor, Saved]:
-    q, k, v = _adjacent(q), _adjacent(k), _adjacent(v)
+    q, k, v = (_adjacent(x, dilation) for x in (q, k, v))
     o = like(q)
     if True not in needs:
         _launch_forward(None, o, q, k, v, kernel_size, dilation, scale)
@@ -426,5 +442,5 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     q, k, v, o, statistics = saved
     dq, dk, dv = (like(q) if need else None for need in needs)
-    _launch_backward(dq, dk, dv, statistics, o, _adjacent(do), q, k, v, kernel_size, dilation, scale)
+    _launch_backward(dq, dk, dv, statistics, o, _adjacent(do, dilation), q, k, v, kernel_size, dilation, scale)
     return dq, dk, dv

@@ -96,29 +96,29 @@ def overwritten(cubin: bytes) -> tuple[str, ...]:
 
     That is a barrier's arrival after the store, with no wait (``DEPBAR``) between.
     """
-    found, store = set[str](), None
-    for line in _cuobjdump(cubin, "-sass").splitlines():
-        if instruction := re.search(r"\b(UTMASTG|DEPBAR|EXIT|SYNCS\.ARRIVE)\b[^;]*", line):
-            if instruction[1] == "UTMASTG":
-                store = instruction[0].strip()
-            elif instruction[1] == "SYNCS.ARRIVE" and store:
-                found.add(f"{store}, {instruction[0].strip()}")
-            else:
-                store = None
-    return tuple(sorted(found))
+    return _too_early(cubin, "UTMASTG", r"SYNCS\.ARRIVE", "DEPBAR|EXIT")
 
 
 def unawaited(cubin: bytes) -> tuple[str, ...]:
-    """Bulk loads whose barrier is set up anew, for another load, before they have arrived: no wait for a phase is between."""
-    found, load = set[str](), None
+    """Bulk loads whose barrier is set up anew, for another load, before they have arrived.
+
+    That is after the load, with no wait for a phase of the barrier between.
+    """
+    return _too_early(cubin, "UTMALDG", r"SYNCS\.CCTL\.IV", "PHASECHK")
+
+
+def _too_early(cubin: bytes, first: str, second: str, between: str) -> tuple[str, ...]:
+    """Two instructions, one after the other, with none between that there should be. Expressions say which they are."""
+    found, begun = set[str](), None
     for line in _cuobjdump(cubin, "-sass").splitlines():
-        if instruction := re.search(r"\b(UTMALDG|PHASECHK|SYNCS\.CCTL\.IV)\b[^;]*", line):
-            if instruction[1] == "UTMALDG":
-                load = instruction[0].strip()
-            elif instruction[1] == "SYNCS.CCTL.IV" and load:
-                found.add(f"{load}, {instruction[0].strip()}")
+        if instruction := re.search(rf"\b({first}|{second}|{between})\b[^;]*", line):
+            text = instruction[0].strip()
+            if re.match(first, text):
+                begun = text
+            elif re.match(second, text) and begun:
+                found.add(f"{begun}, {text}")
             else:
-                load = None
+                begun = None
     return tuple(sorted(found))
 
 

@@ -96,3 +96,46 @@ def test_what_a_condition_keeps_from_an_access() -> None:
 def test_elements_that_are_half_of_an_address(lines: tuple[str, ...], wrong: bool) -> None:
     text = disassembly("LDG.E.U16 R4, desc[UR30][R4.64]", *lines, "EXIT")
     assert misread(text) == (lines[-1:] if wrong else ())
+
+
+def test_what_is_known_of_a_condition_ends_where_other_threads_come() -> None:
+    """After both ways round, the condition that a load has is that of the instruction which made its address."""
+    access = "LDS.64 R4, [R2]"
+    start = "MOV R2, 0x4", "@P0 MOV R2, 0x8", "@!P0 BRA 0x40", "NOP"
+    for last, right in (("@!P0 BRA 0x60", True), ("@P0 BRA 0x60", False)):
+        assert unaligned(disassembly(*start, last, access, "EXIT")) == (() if right else (access,)), last
+
+
+@pytest.mark.parametrize(
+    ("condition", "right"),
+    [
+        ("ISETP.NE.U32.AND P0, PT, R3, RZ, PT", True),  # off in all threads but the first eight
+        ("ISETP.NE.U32.OR P0, PT, R3, RZ, P1", True),
+        ("ISETP.NE.U32.AND P0, PT, R3, RZ, P1", False),  # P1 may be false
+        ("ISETP.EQ.U32.AND P0, PT, R3, RZ, PT", False),
+        ("ISETP.NE.U32.AND P0, PT, R3, UR4, PT", False),  # UR4 may be any number
+    ],
+)
+def test_threads_that_a_condition_leaves_out(condition: str, right: bool) -> None:
+    """Each of the first eight threads stores 16 bytes. The others would store at four bytes more, and so on."""
+    access = "@!P0 STG.E.128 desc[UR4][R2.64], R4"
+    lines = (
+        "S2R R0, SR_TID.X",
+        "SHF.R.U32.HI R3, RZ, 0x3, R0",
+        "IMAD.SHL.U32 R2, R0, 0x4, RZ",
+        "LOP3.LUT R2, R2, 0x1c, RZ, 0xc0, !PT",
+        condition,
+        "IMAD.IADD R2, R2, 0x1, R3",
+        "IMAD.SHL.U32 R2, R2, 0x4, RZ",
+        access,
+        "EXIT",
+    )
+    assert unaligned(disassembly(*lines)) == (() if right else (access,))
+
+
+def test_predicates_that_follow_from_others() -> None:
+    access = "@P2 LDS.64 R4, [R2]"
+    lines = "S2R R0, SR_TID.X", "ISETP.GE.U32.AND P0, PT, R0, 0x1, PT", "IMAD.SHL.U32 R2, R0, 0x4, RZ"
+    for between, table, right in (("NOP", "0x0c", True), ("NOP", "0xc0", False), ("R2P PR, R6, 0x9", "0x0c", False)):
+        last = between, f"PLOP3.LUT P2, PT, P0, P1, PT, {table}, 0x0", access, "EXIT"  # ~a & b, and a & b
+        assert unaligned(disassembly(*lines, *last)) == (() if right else (access,))

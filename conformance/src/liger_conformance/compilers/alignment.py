@@ -24,6 +24,15 @@ _PREDICATE = re.compile(r"[!~]?U?P[0-9T]$")
 _ADDRESS = re.compile(r"(?<![\w\]])\[([^\]]+)\]|desc\[\w+\]\[([^\]]+)\]")
 _BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
+_COMPARISONS = {
+    "EQ": np.equal,
+    "NE": np.not_equal,
+    "LT": np.less,
+    "LE": np.less_equal,
+    "GT": np.greater,
+    "GE": np.greater_equal,
+}
+
 # They lead elsewhere, or name a place where threads come from elsewhere.
 _LEAD = ("BRA", "BRX", "BSSY", "CALL", "EXIT", "RET", "WARPSYNC")
 
@@ -37,16 +46,20 @@ class Bits(NamedTuple):
     known: Any = 0
     either: Any = 0
     unless: str = ""
-    """The condition that ends this: where it is true, the register still has what it had `before`."""
+    """A condition: where it is true, the register still has what it had `before`."""
     before: Bits | None = None
 
 
 _ALIGNED = Bits()
+_TRUE, _UNKNOWN = Bits(1), Bits(0, 1)
 _THREAD = Bits(np.arange(1024))
 _BLOCK = Bits(0, _WORD)
 
+_KNOWN = "@", "P", "UP"
+"""How the names of conditions and predicates begin. One that a state doesn't name may be true or false."""
+
 _State = dict[str, Bits]
-"""What registers hold, by name."""
+"""What registers hold, by name, and predicates, in one bit. A condition that is known to be true has an entry as ``@!P0``."""
 
 
 class _Instruction(NamedTuple):
@@ -71,7 +84,7 @@ def unaligned(sass: str) -> tuple[str, ...]:
             total = _ALIGNED
             for part in "".join(address).split("+"):
                 total = _add(total, _value(part, state))
-            if np.any((total.known | total.either) % size):
+            if np.any((total.known | total.either) % size & -_maybe(instruction.condition, state)):
                 found.add(instruction.text)
     return tuple(sorted(found))
 
@@ -146,7 +159,11 @@ def _reached(program: list[_Instruction]) -> Iterator[tuple[_Instruction, _State
             place += 1
             _run(program[place], state)
         for following, condition in zip(after[place], _conditions(program[place]), strict=False):
-            if _widen(entered.setdefault(following, {}), _where(condition, state)):
+            there = {**state, f"@{condition}": _ALIGNED} if condition else dict(state)
+            if following not in entered:
+                entered[following] = there
+                waiting.append(following)
+            elif _widen(entered[following], there):
                 waiting.append(following)
     for place, state in entered.items():
         yield program[place], state
@@ -182,37 +199,65 @@ def _opposite(condition: str) -> str:
     return condition and (condition.removeprefix("!") if condition.startswith("!") else f"!{condition}")
 
 
-def _where(condition: str, state: _State) -> _State:
-    """What registers hold where a condition is true."""
-    if not condition:
-        return state
-    return {name: bits.before if bits.before and bits.unless == condition else bits for name, bits in state.items()}
-
-
 def _widen(state: _State, other: _State) -> bool:
-    """Let a state hold what another holds, too; whether it didn't. A register that one doesn't name may hold the other's."""
-    changed = False
+    """Let a state hold what another holds, too; whether it didn't. A register that one doesn't name may hold the other's.
+
+    What is known to be true has to be so in both. A register to which it matters has what it has where that is known, unless it
+    matters in both alike.
+    """
+    lost = [name for name in state if name.startswith(_KNOWN) and name not in other]
+    for register, bits in state.items():
+        if f"@{bits.unless}" in lost and other.get(register, _ALIGNED).unless != bits.unless:
+            state[register] = _held(register, state)
+    for name in lost:
+        del state[name]
+    changed = bool(lost)
     for register, bits in other.items():
         held = state.get(register)
-        if held is bits:
+        if held is bits or (register.startswith(_KNOWN) and (held is None or register.startswith("@"))):
             continue
+        if held is None or held.unless != bits.unless:
+            bits = _held(register, other)
         if held is None:
             state[register], changed = bits, True
             continue
-        both = _either(held, bits)
-        if np.any(both.either & ~held.either):
-            # All bits above the lowest, which a loop would come to in the end.
-            above = -_lowest(both.either) & _WORD
-            state[register], changed = Bits(both.known & ~above, above), True
+        joined = _joined(held, bits)
+        known, either, *_ = joined or held
+        if held.before and bits.before and held.unless == bits.unless:
+            before = _joined(held.before, bits.before)
+            if joined or before:
+                state[register], changed = Bits(known, either, held.unless, before or held.before), True
+        elif joined or held.before:
+            state[register], changed = Bits(known, either), True
     return changed
+
+
+def _joined(held: Bits, other: Bits) -> Bits | None:
+    """What is one of two; None if it is none but the first. Where it may be the other, all bits above the lowest may be either.
+
+    A loop would come to that in the end.
+    """
+    both = _either(held, other)
+    if not np.any(both.either & ~held.either):
+        return None
+    above = -_lowest(both.either) & _WORD
+    return Bits(both.known & ~above, above)
 
 
 def _run(instruction: _Instruction, state: _State) -> None:
     """What registers hold after an instruction."""
-    for predicate in filter(_PREDICATE.match, instruction.operands[:3]):
+    compared = _compared(instruction, state)
+    # R2P writes those that bits of a number say.
+    operands = [f"P{number}" for number in range(7)] if instruction.name == "R2P" else instruction.operands[:3]
+    for predicate in filter(_PREDICATE.match, operands):
+        state.pop(predicate, None)
+        state.pop(f"@{predicate}", None)
+        state.pop(f"@!{predicate}", None)
         for register, bits in state.items():
             if bits.unless.removeprefix("!") == predicate:
                 state[register] = Bits(bits.known, bits.either)
+    if compared and instruction.operands[0] != "PT":
+        state[instruction.operands[0]] = compared
     written = _written(instruction)
     if not written:
         return
@@ -220,7 +265,7 @@ def _run(instruction: _Instruction, state: _State) -> None:
     result = _result(instruction, [part for part in after if not _PREDICATE.match(part)], state)
     # Also under a condition: what uses it has the same, or a copy, or comes after a branch that has it.
     if instruction.condition:
-        before = state.get(written[0], _ALIGNED)
+        before = _held(written[0], state)
         result = Bits(result.known, result.either, _opposite(instruction.condition), Bits(before.known, before.either))
     state[written[0]] = result
     for register in written[1:]:
@@ -283,6 +328,42 @@ def _result(instruction: _Instruction, operands: list[str], state: _State) -> Bi
             return _ALIGNED
 
 
+def _compared(instruction: _Instruction, state: _State) -> Bits | None:
+    """The predicate that an instruction writes first, for each thread, if it follows from the thread's number."""
+    operands, kinds = instruction.operands, instruction.kinds
+    if instruction.condition:
+        return None
+    match instruction.name, operands:
+        case (("PLOP3" | "UPLOP3"), [_, _, a, b, c, table, *_]):
+            return _logic(_predicate(a, state), _predicate(b, state), _predicate(c, state), int(table, 16))
+        case "ISETP", [_, _, a, b, c] if "EX" not in kinds and kinds[0] in _COMPARISONS:
+            number, limit = _value(a, state), _value(b, state)
+            compared = _UNKNOWN
+            # Another number than a thread's may be any that is loaded, or that a launch brings.
+            if np.ndim(number.known) and not np.any(number.either) and re.match("RZ|0x", b):
+                compared = Bits(_COMPARISONS[kinds[0]](number.known, limit.known) * 1)
+            return _logic(compared, _predicate(c, state), _TRUE, 0xC0 if "AND" in kinds else 0xFC)
+        case _:
+            return None
+
+
+def _predicate(operand: str, state: _State) -> Bits:
+    name = operand.lstrip("!~")
+    bits = _TRUE if name in ("PT", "UPT") else state.get(name, _UNKNOWN)
+    return bits if operand == name else Bits(~(bits.known | bits.either), bits.either)
+
+
+def _maybe(condition: str, state: _State) -> Any:
+    """For each thread, 1 if a condition may be true, otherwise 0."""
+    bits = _predicate(condition or "PT", state)
+    return (bits.known | bits.either) & 1
+
+
+def _held(register: str, state: _State) -> Bits:
+    bits = state.get(register, _ALIGNED)
+    return bits.before if bits.before and f"@{bits.unless}" in state else bits
+
+
 def _value(operand: str, state: _State) -> Bits:
     """What an operand holds."""
     if re.fullmatch(r"-?0x[0-9a-f]+", operand):
@@ -290,7 +371,7 @@ def _value(operand: str, state: _State) -> Bits:
     if not (register := _REGISTER.match(operand)):
         return _ALIGNED
     sign, name, kinds = register.groups()
-    bits = state.get(name, _ALIGNED)
+    bits = _held(name, state)
     for kind in kinds.split(".")[1:]:
         if kind.startswith("X"):  # of an address: times so many
             bits = _product(bits, Bits(int(kind[1:])))

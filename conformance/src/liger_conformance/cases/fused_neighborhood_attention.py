@@ -59,7 +59,7 @@ CASES = (
     Case("far-dilated", "option", batch=1, heads=1, length=40, head=16, kernel_size=3, dilation=17),
     Case("residues-of-two-lengths", "option", batch=1, heads=2, length=47, head=128, dilation=15),
     Case("dk-of-two-lengths", "option", how=How(wanted=("k",)), batch=2, heads=1, length=23, head=128, dilation=5),
-    Case("wide-window-of-two-lengths", "option", batch=1, heads=2, length=107, head=64, kernel_size=41, dilation=3),
+    Case("wide-window-of-two-lengths", "option", batch=1, heads=2, length=107, head=16, kernel_size=41, dilation=3),
     Case("scale", "option", batch=1, heads=2, length=11, head=16, scale=0.5),
     Case("no-scale", "option", batch=1, heads=2, length=11, head=16, scale=0),
     Case("negative-scale", "option", batch=1, heads=2, length=11, head=16, scale=-1.0),

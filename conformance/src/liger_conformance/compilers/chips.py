@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 import subprocess
@@ -148,6 +149,7 @@ def starved(cubin: bytes, registers: int) -> str | None:
     return f"{least} of {held} registers, with {threads} threads" if least > held else None
 
 
+@functools.lru_cache(maxsize=3)  # what is asked of one program
 def _cuobjdump(cubin: bytes, option: str) -> str:
     from triton import knobs
 

@@ -18,7 +18,7 @@ import re
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,9 +125,10 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
     registers, stack, shared = resource_usage(made)
     # What tileiras 13.4 gets wrong. To disassemble takes longer than to compile, so only what may be wrong is.
     # A small tile that it splits, or repeats, as it loads it; and tiles beside those of a tensor that lies on its side.
-    if _splits(code) and (wrong := misaligned(made)):
+    ops = tuple(_ops(code))
+    if _splits(ops) and (wrong := misaligned(made)):
         raise RuntimeError(f"tileiras compiled {name} for {chip} to accesses that aren't aligned: {'; '.join(wrong)}")
-    if _holds_few(code) and (wrong := half_addresses(made)):
+    if _holds_few(ops) and (wrong := half_addresses(made)):
         raise RuntimeError(
             f"tileiras compiled {name} for {chip} to take elements from half of an address: {'; '.join(wrong)}; ct.gather"
             " for a tile of so few elements mends it"
@@ -137,7 +138,7 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
             f"tileiras compiled {name} for {chip} to bulk stores whose shared memory is handed back before they have read"
             f" it: {'; '.join(wrong)}; allow_tma=False for one of them mends it"
         )
-    if _loads_scattered(code) and (wrong := unawaited(made)):
+    if _loads_scattered(ops) and (wrong := unawaited(made)):
         raise RuntimeError(
             f"tileiras compiled {name} for {chip} to bulk loads whose barrier is set up anew before they have arrived:"
             f" {'; '.join(wrong[:4])}; allow_tma=False, or a view of which tiles can be loaded, mends it"
@@ -202,14 +203,14 @@ def _ops(code: bytes) -> Iterator[Op]:
             yield op
 
 
-def _splits(code: bytes) -> bool:
+def _splits(ops: Iterable[Op]) -> bool:
     """Whether a program may have accesses that aren't aligned.
 
     It takes parts of tiles, or repeats the elements of a tile as it was loaded along the last axis, or takes tiles of a tensor
     whose elements lie side by side along another axis than the last.
     """
     loaded: dict[int, tuple[Any, ...]] = {}
-    for op in _ops(code):
+    for op in ops:
         if op.name == "extract":
             return True
         if op.name == "make_tensor_view" and 1 in op.types[0].strides[:-1] and op.types[0].strides[-1] != 1:
@@ -224,15 +225,15 @@ def _splits(code: bytes) -> bool:
     return False
 
 
-def _holds_few(code: bytes) -> bool:
+def _holds_few(ops: Iterable[Op]) -> bool:
     """Whether a program loads a tile of so few 16-bit elements that a thread may hold all of it."""
-    loads = [op.types[0] for op in _ops(code) if op.name in ("load_view", "load_ptr")]
+    loads = [op.types[0] for op in ops if op.name in ("load_view", "load_ptr")]
     return any(tile.element in ("f16", "bf16") and 1 < math.prod(tile.shape) <= 32 for tile in loads)
 
 
-def _loads_scattered(code: bytes) -> bool:
+def _loads_scattered(ops: Iterable[Op]) -> bool:
     """Whether a program loads or stores tiles of which each row may lie anywhere."""
-    return any(made.kind == "gather" for op in _ops(code) for made in op.types)
+    return any(made.kind == "gather" for op in ops for made in op.types)
 
 
 @functools.cache

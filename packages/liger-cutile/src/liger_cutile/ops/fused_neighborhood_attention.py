@@ -311,14 +311,10 @@ def _residues(length: int, dilation: int) -> list[range]:
     return [range(longest), range(longest, dilation)] if longest else [range(dilation)]
 
 
-def _split(x: Tensor, residues: range, dilation: int) -> Tensor:
-    """x as ``[B, H, N, R, D]``, with the N positions of each of the residues."""
-    batch, heads, length, columns = x.shape
+def _split(x: Tensor, shape: tuple[int, ...], first: int, dilation: int) -> Tensor:
+    """x as ``[B, H, N, R, D]``, with N positions of each of R residues, of which `first` is the first."""
     sample, head, position, _ = x.stride()
-    shape = batch, heads, blocks(length - residues.start, dilation), len(residues), columns
-    return x.as_strided(
-        shape, (sample, head, dilation * position, position, 1), x.storage_offset() + residues.start * position
-    )
+    return x.as_strided(shape, (sample, head, dilation * position, position, 1), x.storage_offset() + first * position)
 
 
 def _launch(
@@ -340,19 +336,22 @@ def _launch(
     apart = far_apart(*of_positions)
     line = 0
     for residues in _residues(length, dilation):
-        tiles = blocks(blocks(length - residues.start, dilation), tiling.block)
+        steps = blocks(length - residues.start, dilation)
+        tiles = blocks(steps, tiling.block)
         lines = heads * len(residues)
         of_sample = lines * tiles * parts
         some = 1 if apart else max(1, MOST_BLOCKS // of_sample)
         for begin in range(0, batch, some):
             count = min(some, batch - begin)
             own_lines, positions = of_lines, of_positions
-            if count < batch or apart:
+            some_samples = count < batch or apart
+            if some_samples:
                 positions = [samples_of(x, begin, count) for x in of_positions]
-            if count < batch or apart or len(residues) < dilation:
+            if some_samples or len(residues) < dilation:
                 own_lines = [None if x is None else x[line : line + count * lines] for x in of_lines]
                 line += count * lines
-            positions = [None if x is None else _split(x, residues, dilation) for x in positions]
+            shape = count, heads, steps, len(residues), head
+            positions = [None if x is None else _split(x, shape, residues.start, dilation) for x in positions]
             launch(
                 hinted, (count * of_sample,), *own_lines, *positions,
                 head**-0.5 if scale is None else float(scale), tiles, tiling.reach,

@@ -395,6 +395,19 @@ def test_an_ignored_row_of_nan_has_no_gradient(monkeypatch: pytest.MonkeyPatch) 
     assert torch.isnan(x.grad[2]).all()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_no_probability_of_a_target_is_above_1(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target's logit is added up once more, in another order than the row's maximum, which here is the same logit."""
+    monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
+    monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
+    weight = Make(torch.bfloat16, DEVICE).randn(60, 1000)
+    target = torch.arange(60, device=DEVICE)
+    with liger_core.use("triton"):
+        lse, picked, *_ = liger_core.fused_linear_logit_statistics(weight, weight, target, temperature=temperature)
+    assert (lse >= picked).all()
+    assert (lse - picked < 1e-3).all()
+
+
 @pytest.mark.parametrize(("stride", "fits"), [((64, 1), True), ((1, 64), False), ((60, 1), False), ((0, 1), False)])
 def test_statistics_of_logits_that_are_not_held_take_rows_that_tma_loads(
     stride: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
@@ -417,7 +430,7 @@ def test_statistics_of_logits_that_are_not_held_take_rows_that_tma_loads(
     assert not taken(x.float(), weight.float())
     assert not taken(x, weight[:, 1:])
     assert not taken(x, weight, most=1)
-    assert not taken(x, weight, targets=5)
+    assert not taken(x, weight, targets=_logit_statistics.FEW_TARGETS + 1)
     assert not taken(x, weight, softcap=30.0)
     assert not taken(x, weight, class_weight=torch.ones(9))
     assert not taken(x[:100], weight)

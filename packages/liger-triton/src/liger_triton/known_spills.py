@@ -37,10 +37,6 @@ elif triton.__version__.startswith("3.9."):
         "fused_add_rms_norm-triton-sm_90 rms_norm._backward[*BLOCK=8192*, i32, i32, i32, i32*": (22, _PIECES),
         "fused_add_rms_norm-triton-sm_90 rms_norm._backward_packed[BLOCK=16384, *": (2, "by triton 3.9 alone"),
         "layer_norm-triton-sm_90 layer_norm._forward[TWICE=False, ROWS=1, BLOCK=32768, *": (6, "by triton 3.9 alone"),
-        "fused_linear_logit_statistics-triton-sm_90 _logit_statistics._tiles[ROWS=128, COLUMNS=128, *": (
-            2,
-            "by triton 3.9 alone",
-        ),
         "fused_moe-triton-sm_90 fused_moe._up[*EVEN=True, WHOLE=True, ROWS=128, *": (2, "by triton 3.9 alone"),
     }
 else:

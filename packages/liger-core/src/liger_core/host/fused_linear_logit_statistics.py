@@ -136,7 +136,7 @@ class _Call:
         size, keeps = x.shape[0], self.plan.whole and any(self.needs)
         if taken := self._taken(x, results):
             if keeps and taken >= size:
-                terms = torch.empty((size, self.weight.shape[0]), dtype=x.dtype, device=x.device)
+                terms = torch.empty((size, self._terms_columns), dtype=x.dtype, device=x.device)
                 beside = self.kernels.product(results, x, self.weight, self.labels, 0, terms)
                 return terms, beside, self._factors(results, slice(0, size))
             for first, last in self.linear.chunks(size, taken):
@@ -148,6 +148,11 @@ class _Call:
             logits = self.linear.product(x[first:last], self.weight.t())
             self.kernels.rows(results, logits, self.labels, first)
         return (logits,) if keeps and logits is not None else ()
+
+    @property
+    def _terms_columns(self) -> int:
+        """Columns of `StatisticsKernels.product`'s terms: rows that start at addresses of 32 bytes are written in few steps."""
+        return (self.weight.shape[0] + 15) // 16 * 16
 
     def _taken(self, x: Tensor, results: Rows) -> int:
         """Rows whose results a kernel makes at a time from x itself; 0 if the logits are made first.
@@ -196,12 +201,15 @@ class _Call:
         less = torch.empty_like(results.picked)
         taken = self._taken(x, results)
         # The plan has room for logits beside their gradient. Without logits, twice as many rows take less.
-        for first, last in self.linear.chunks(size, min(2 * self.plan.rows, taken) if taken else self.plan.rows):
+        twice = 2 * self.plan.rows * self.weight.shape[0] // self._terms_columns
+        for first, last in self.linear.chunks(size, min(max(twice, 1), taken) if taken else self.plan.rows):
             some = slice(first, last)
             others = logits = None  # freed before the next ones are allocated
             if taken:
-                others = torch.empty((last - first, self.weight.shape[0]), dtype=x.dtype, device=x.device)
-                self.kernels.product(results, x[some], self.weight, self.labels, first, others, factors[2, some])
+                terms = torch.empty((last - first, self._terms_columns), dtype=x.dtype, device=x.device)
+                self.kernels.product(results, x[some], self.weight, self.labels, first, terms, factors[2, some])
+                others = terms[:, : self.weight.shape[0]]
+                del terms
             else:
                 logits = self.linear.product(x[some], self.weight.t())
                 self.kernels.rows(results, logits, self.labels, first)
@@ -290,7 +298,8 @@ class _Call:
         self.kernels.normalise(terms, beside, self.labels, kept, dlse, 0)
         column, here = self.columns_of()
         column, found = column[:, None], self._of_target(factors, incoming)[:, None].to(terms.dtype)
-        return terms.scatter_(1, column, torch.where(here[:, None], found, terms.gather(1, column)))
+        terms.scatter_(1, column, torch.where(here[:, None], found, terms.gather(1, column)))
+        return terms[:, : self.weight.shape[0]]
 
     def _logits_again(self, x: Tensor, weight: Tensor) -> Tensor:
         """float32 x weightᵀ. While Dynamo traces, a plan to keep all logits comes true by a product that forward has as well."""

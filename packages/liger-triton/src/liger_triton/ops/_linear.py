@@ -14,11 +14,11 @@ TILES_IN_TURN = 8
 
 
 @triton.jit
-def tile_in_turn(tiles, columns, COLUMNS: tl.constexpr, TURN: tl.constexpr):
-    """This program's block of rows, and its block of columns."""
+def tile_in_turn(number, tiles, columns, COLUMNS: tl.constexpr, TURN: tl.constexpr):
+    """The block of rows and the block of columns of a tile, by its number."""
     blocks = tl.cdiv(columns, COLUMNS)
-    turn = tl.program_id(0) // (TURN * blocks)
-    rest = tl.program_id(0) % (TURN * blocks)
+    turn = number // (TURN * blocks)
+    rest = number % (TURN * blocks)
     size = tl.minimum(tiles - turn * TURN, TURN)
     return turn * TURN + rest % size, rest // size
 

@@ -4,8 +4,8 @@ One program per row reads its logits once. It keeps running maxima and, relative
 their squares, and of e^d d. The entropy is log Σ e^d − Σ e^d d / Σ e^d, whose two terms have one sign. Maxima are of the logits
 before the temperature. Differences of logits are multiplied by its inverse.
 
-On Hopper, logits of half-precision x and weight need no memory: the program that multiplies a tile of them finds its maxima and
-sums. Another kernel joins those of a row's tiles.
+On Hopper, logits of half-precision x and weight need no memory: a program that multiplies a tile of them finds its maxima and
+sums, while it loads the next. Another kernel joins those of a row's tiles, and makes the targets' logits once more.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from liger_core import modes
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
 from liger_core.opaque import opaque
 from liger_triton.ops._cross_entropy import _biased, _block, _cap, _exp, _exp_like
-from liger_triton.ops._device import is_hopper
+from liger_triton.ops._device import is_hopper, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._linear import TILES_IN_TURN, tile_in_turn
 from liger_triton.ops._rows import as_rows, power_of_2
@@ -31,7 +31,7 @@ MOST_TARGETS = 128
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 256, 64
 """The tile of logits that a program multiplies, and how much of x's rows it loads at once."""
 PART = 128
-"""Columns whose maxima and sums are found together: of a wider tile they would spill registers. A tile is one part or two."""
+"""Columns whose maxima and sums are found together: half of a tile. Of a whole tile they would spill registers."""
 LEAST_ROWS = 512
 """Rows below which PyTorch's product is as fast."""
 SAMPLE = 128
@@ -41,8 +41,8 @@ RISE = tl.constexpr(30.0)
 
 The terms of a part that is further above are relative to its own maximum. Others are at most e^30, and the row's largest is at
 least e^-30: in bfloat16 neither they nor their products with the weight overflow, or lose what matters."""
-FEW_TARGETS = 4
-"""Targets of a row that are looked for in each tile. Each takes about as long as the exponentials."""
+FEW_TARGETS = 64
+"""Targets of a row whose logits are made once more. Each reads a row of the weight."""
 
 
 @triton.jit
@@ -204,14 +204,14 @@ def _rows(
 
 @triton.jit
 def _tell_part(
-    x, first, part, bias, target, picked, terms, bases, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
-    best_columns, row, here, target_stride, k_stride, columns, parts, first_id, ignore_index, temperature, inverse,
-    PART: tl.constexpr, TARGETS: tl.constexpr,
+    x, first, part, bias, target, terms, bases, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
+    best_columns, row, here, target_stride, columns, terms_columns, parts, ignore_index, inverse,
+    PART: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write the maxima and sums of some columns of a tile of logits, and the targets' logits among them.
+    """Write the maxima and sums of some columns of a tile of logits.
 
     `terms` get the exponentials: relative to the row's base, if there is one and the maximum is not far above it, or else to the
-    maximum. With bases, those of ignored rows are 0.
+    maximum. With bases, those of ignored rows are 0. So are those of columns from `columns` on.
     """
     column = first + tl.arange(0, PART)
     inside = column < columns
@@ -220,23 +220,19 @@ def _tell_part(
         x += tl.load(bias + column, inside, other=0.0).to(tl.float32)[None, :]
     at = row * parts + part
     if bests is not None:
-        highest, place = tl.max(tl.where(inside[None, :], x, -float("inf")), axis=1, return_indices=True)
+        highest, place = tl.max(
+            x if WHOLE else tl.where(inside[None, :], x, -float("inf")), axis=1, return_indices=True
+        )
         tl.store(bests + at, highest, here)
         tl.store(best_columns + at, first + place, here)
-    for k in tl.static_range(TARGETS):
-        label = tl.load(target + row * target_stride + k * k_stride, here, other=ignore_index)
-        wanted = label - first_id
-        known = (label != ignore_index) & (wanted >= first) & (wanted < first + PART) & (wanted < columns)
-        found = tl.sum(tl.where(wanted.to(tl.int32)[:, None] == column[None, :], x, 0.0), axis=1)
-        tl.store(picked + row * TARGETS + k, _cooled(found, temperature), known)
     if weighted_sums is not None:
-        tl.store(weighted_sums + at, tl.sum(tl.where(inside[None, :], x, 0.0), axis=1), here)
-    shown = inside[None, :]
+        tl.store(weighted_sums + at, tl.sum(x if WHOLE else tl.where(inside[None, :], x, 0.0), axis=1), here)
     if bases is not None:
         # Ignored rows' terms are 0, even if their logits are NaN. A select of the terms would take twice the instructions.
         label = tl.load(target + row * target_stride, here, other=ignore_index)
-        shown = column[None, :] < tl.where(label == ignore_index, 0, columns)[:, None]
-    x = tl.where(shown, x, -float("inf"))
+        x = tl.where(column[None, :] < tl.where(label == ignore_index, 0, columns)[:, None], x, -float("inf"))
+    elif not WHOLE:
+        x = tl.where(inside[None, :], x, -float("inf"))
     # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
     top = tl.maximum(tl.max(x, axis=1), -3.4028234663852886e38)
     depth = _tempered(x - top[:, None], inverse)
@@ -250,68 +246,62 @@ def _tell_part(
             # This takes no second exponential per element, and the sums have the same bits without bases.
             rise = _tempered(top - tl.load(bases + row, here, other=0.0), inverse)
             based *= tl.where(rise <= RISE, _exp(rise), 1.0)[:, None]
-        tl.store((terms + row[:, None] * columns) + column[None, :], based, here[:, None] & inside[None, :])
+        exists = here[:, None] & (column < terms_columns)[None, :]
+        tl.store((terms + row[:, None] * terms_columns) + column[None, :], based, exists)
     if product_sums is not None:
         tl.store(product_sums + at, tl.sum(tl.where(term == 0.0, 0.0, term * depth), axis=1), here)
     if square_sums is not None:
         tl.store(square_sums + at, tl.sum(term * term, axis=1), here)
 
 
-@kernel(do_not_specialize=["rows", "first_id", "target_stride", "k_stride"])
+@kernel(do_not_specialize=["rows", "target_stride"])
 def _tiles(
-    x, weight, bias, target, picked, terms, bases, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
-    best_columns, target_stride, k_stride, rows, columns, depth, parts, first_id, ignore_index, temperature,
-    inverse,
+    x, weight, bias, target, terms, bases, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
+    best_columns, target_stride, rows, columns, terms_columns, depth, parts, ignore_index, inverse,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
-    TARGETS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of logits. Write its maxima and sums, and the targets' logits."""
-    tile, block = tile_in_turn(tl.cdiv(rows, ROWS), columns, COLUMNS, TURN)
-    first_row, first_column = tile * ROWS, block * COLUMNS
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in range(0, depth, DEPTH):
-        sums = tl.dot(x.load([first_row, k]), weight.load([first_column, k]).T, sums)
-    row = first_row.to(tl.int64) + tl.arange(0, ROWS)
-    here = row < rows
-    part = first_column // PART
-    if COLUMNS == PART:
-        _tell_part(
-            sums, first_column, part, bias, target, picked, terms, bases, maxima, exp_sums, product_sums, square_sums,
-            weighted_sums, bests, best_columns, row, here, target_stride, k_stride, columns, parts, first_id,
-            ignore_index, temperature, inverse, PART, TARGETS,
-        )  # fmt: skip
-    else:
+    """Multiply tiles of logits. Write their maxima and sums."""
+    row_tiles = tl.cdiv(rows, ROWS)
+    tiles = row_tiles * tl.cdiv(columns, COLUMNS)
+    # `flatten` makes one loop of all tiles' steps: a tile's first loads are under way while the sums of the last are found.
+    for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        tile, block = tile_in_turn(number, row_tiles, columns, COLUMNS, TURN)
+        first_row, first_column = tile * ROWS, block * COLUMNS
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in range(0, depth, DEPTH):
+            sums = tl.dot(x.load([first_row, k]), weight.load([first_column, k]).T, sums)
+        row = first_row.to(tl.int64) + tl.arange(0, ROWS)
+        here = row < rows
+        part = first_column // PART
         left, right = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, PART)), (0, 2, 1)))
         _tell_part(
-            left, first_column, part, bias, target, picked, terms, bases, maxima, exp_sums, product_sums, square_sums,
-            weighted_sums, bests, best_columns, row, here, target_stride, k_stride, columns, parts, first_id,
-            ignore_index, temperature, inverse, PART, TARGETS,
+            left, first_column, part, bias, target, terms, bases, maxima, exp_sums, product_sums, square_sums,
+            weighted_sums, bests, best_columns, row, here, target_stride, columns, terms_columns, parts, ignore_index,
+            inverse, PART, WHOLE,
         )  # fmt: skip
         _tell_part(
-            right, first_column + PART, part + 1, bias, target, picked, terms, bases, maxima, exp_sums, product_sums,
-            square_sums, weighted_sums, bests, best_columns, row, here, target_stride, k_stride, columns,
-            parts, first_id, ignore_index, temperature, inverse, PART, TARGETS,
+            right, first_column + PART, part + 1, bias, target, terms, bases, maxima, exp_sums, product_sums,
+            square_sums, weighted_sums, bests, best_columns, row, here, target_stride, columns, terms_columns, parts,
+            ignore_index, inverse, PART, WHOLE,
         )  # fmt: skip
 
 
 @kernel(do_not_specialize=["first_row", "rows", "first_id", "target_stride", "k_stride"])
 def _join(
-    target, terms, lse, picked, entropy, total, log_sum_squares, best, best_index, kept, maxima, exp_sums, product_sums,
-    square_sums, weighted_sums, bests, best_columns, target_stride, k_stride, columns, targets, parts, first_row, rows,
-    first_id, ignore_index, temperature, inverse,
+    x, linear_weight, bias, target, terms, lse, picked, entropy, total, log_sum_squares, best, best_index, kept, maxima,
+    exp_sums, product_sums, square_sums, weighted_sums, bests, best_columns, x_row, weight_row, target_stride, k_stride,
+    columns, terms_columns, depth, targets, parts, first_row, rows, first_id, ignore_index, temperature, inverse,
     BLOCK: tl.constexpr, TARGETS: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's results from the maxima and sums of its parts. Targets' terms become 0."""
+    """Write a row's results from the maxima and sums of its parts, and its targets' logits. Targets' terms become 0."""
     local = tl.program_id(0).to(tl.int64)
     row = first_row + local
     target += row * target_stride
-    for start in range(0, targets, TARGETS):
-        k = start + tl.arange(0, TARGETS)
-        column, _, known = _labels(target, k, targets, k_stride, first_id, columns, ignore_index)
-        tl.store(picked + row * targets + k, 0.0, (k < targets) & (known == 0))
-        if terms is not None:
-            tl.store(terms + local * columns + column, 0.0, known)
     if _count(target, targets, k_stride, first_id, columns, ignore_index, TARGETS) == 0:
+        for start in range(0, targets, TARGETS):
+            k = start + tl.arange(0, TARGETS)
+            tl.store(picked + row * targets + k, 0.0, k < targets)
         _store_ignored(lse, entropy, total, log_sum_squares, best, best_index, kept, row, rows)
         return
 
@@ -348,6 +338,28 @@ def _join(
             square_sum = square_sum * (rescale * rescale) + own * (own_rescale * own_rescale)
         exp_sum = exp_sum * rescale + own_sum * own_rescale
         maximum = higher
+    # A target's logit is made once more, which costs less than to look for it in every tile. Its sum has another order. It is at
+    # most the row's maximum, so that no probability is above 1.
+    top = tl.max(maximum)
+    x += local * x_row
+    for k in range(targets):
+        label = tl.load(target + k * k_stride).to(tl.int64)
+        column = label - first_id
+        logit = 0.0
+        if (label != ignore_index) & (column >= 0) & (column < columns):
+            products = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, depth, BLOCK):
+                i = start + tl.arange(0, BLOCK)
+                there = i < depth
+                left = tl.load(x + i, there, other=0.0).to(tl.float32)
+                products += left * tl.load(linear_weight + column * weight_row + i, there, other=0.0).to(tl.float32)
+            logit = tl.sum(products)
+            if bias is not None:
+                logit += tl.load(bias + column).to(tl.float32)
+            logit = _cooled(tl.where(logit > top, top, logit), temperature)
+            if terms is not None:
+                tl.store(terms + local * terms_columns + column, 0.0)
+        tl.store(picked + row * targets + k, logit)
     _store_row(
         lse, entropy, total, log_sum_squares, best, best_index, kept, row, rows, columns, first_id, temperature, inverse,
         maximum, exp_sum, product_sum, square_sum, weighted, highest, highest_column, maxima,
@@ -449,7 +461,6 @@ def _loads(rows: Tensor) -> bool:
 
 @opaque(
     writes=(
-        "picked",
         "terms",
         "maxima",
         "exp_sums",
@@ -461,7 +472,6 @@ def _loads(rows: Tensor) -> bool:
     )
 )
 def _launch_tiles(
-    picked: Tensor,
     terms: Tensor | None,
     bases: Tensor | None,
     maxima: Tensor,
@@ -475,27 +485,23 @@ def _launch_tiles(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    first_row: int,
-    first_id: int,
     ignore_index: int,
-    temperature: float | None,
     inverse: float | None,
 ) -> None:
-    """The launch of `_tiles`, for rows of `target` and `picked` from `first_row` on."""
+    """The launch of `_tiles`."""
     x, weight = (rows if rows.data_ptr() % 16 == 0 else rows.clone() for rows in (x, weight))
     (n, depth), columns, parts = x.shape, weight.shape[0], maxima.shape[1]
-    some = slice(first_row, first_row + n)
-    # These spill registers beside a wide tile. `terms` don't count: a result has the same bits without them.
-    several = target.shape[1] > 1 or any(sums is not None for sums in (product_sums, square_sums, weighted_sums))
-    rich = (bests is not None and several) or columns % 16 != 0
-    tile_columns = PART if rich else TILE_COLUMNS
-    tiles = (n + TILE_ROWS - 1) // TILE_ROWS * ((columns + tile_columns - 1) // tile_columns)
-    _tiles[(tiles,)](
-        _descriptor(x, TILE_ROWS), _descriptor(weight, tile_columns), bias, target[some], picked[some], terms, bases,
-        maxima, exp_sums, product_sums, square_sums, weighted_sums, bests, best_columns, target.stride(0), target.stride(1), n,
-        columns, depth, parts, first_id, ignore_index, temperature, inverse, ROWS=TILE_ROWS, COLUMNS=tile_columns,
-        PART=PART, DEPTH=TILE_DEPTH, TURN=TILES_IN_TURN, TARGETS=target.shape[1], num_warps=8, num_stages=4,
+    tiles = (n + TILE_ROWS - 1) // TILE_ROWS * ((columns + TILE_COLUMNS - 1) // TILE_COLUMNS)
+    _tiles[(min(tiles, sm_count(x.device)),)](
+        _descriptor(x, TILE_ROWS), _descriptor(weight, TILE_COLUMNS), bias, target, terms, bases, maxima, exp_sums,
+        product_sums, square_sums, weighted_sums, bests, best_columns, target.stride(0), n, columns, _columns_of(terms),
+        depth, parts, ignore_index, inverse, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, PART=PART, DEPTH=TILE_DEPTH,
+        TURN=TILES_IN_TURN, WHOLE=columns % PART == 0, num_warps=8, num_stages=4,
     )  # fmt: skip
+
+
+def _columns_of(terms: Tensor | None) -> int:
+    return 0 if terms is None else terms.shape[1]
 
 
 def _like(maxima: Tensor, wanted: Tensor | None) -> Tensor | None:
@@ -531,7 +537,7 @@ def _launch_normalise(
     n, columns = terms.shape
     programs = (columns + 4095) // 4096 if bases is None else 1
     _normalise[(n * programs,)](
-        terms, maxima, bases, scales, kept, dlse, columns, (columns + PART - 1) // PART, programs, first_row, kept.shape[1],
+        terms, maxima, bases, scales, kept, dlse, columns, maxima.shape[1], programs, first_row, kept.shape[1],
         labels.options.inverse, PARTS=4096 // PART, PART=PART, num_warps=8,
     )  # fmt: skip
 
@@ -561,7 +567,7 @@ class _Kernels(StatisticsKernels):
     ) -> Tensor:
         n, columns = x.shape[0], weight.shape[0]
         parts = (columns + PART - 1) // PART
-        _, picked, entropy, total, log_sum_squares, best, best_index, kept = results
+        _, _, entropy, total, log_sum_squares, best, best_index, kept = results
         options, target = labels.options, labels.target
         bases = None if scales is None else _bases(x, weight, labels)
 
@@ -575,14 +581,12 @@ class _Kernels(StatisticsKernels):
             _like(maxima, best),
             _like(maxima, best_index),
         )
-        _launch_tiles(
-            picked, terms, bases, *found, x, weight, labels.bias, target, first_row, options.first, options.ignore_index,
-            options.temperature, options.inverse,
-        )  # fmt: skip
+        some = target[first_row : first_row + n]
+        _launch_tiles(terms, bases, *found, x, weight, labels.bias, some, options.ignore_index, options.inverse)
         _join[(n,)](
-            target, None if scales is None else terms, *results, *found, target.stride(0), target.stride(1), columns,
-            target.shape[1], parts, first_row, target.shape[0], options.first, options.ignore_index, options.temperature,
-            options.inverse,
+            x, weight, labels.bias, target, None if scales is None else terms, *results, *found, x.stride(0), weight.stride(0),
+            target.stride(0), target.stride(1), columns, _columns_of(terms), x.shape[1], target.shape[1], parts, first_row,
+            target.shape[0], options.first, options.ignore_index, options.temperature, options.inverse,
             BLOCK=1024, TARGETS=min(power_of_2(target.shape[1], 1), MOST_TARGETS), num_warps=4,
         )  # fmt: skip
         if scales is not None:

@@ -164,7 +164,7 @@ def _up(
     GELU: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    tile, block = tile_in_turn(tiles, columns, COLUMNS, TURN)
+    tile, block = tile_in_turn(tl.program_id(0), tiles, columns, COLUMNS, TURN)
     expert = tl.load(tile_experts + tile)
     if expert < experts:
         row, here = _rows(tl.load(tile_starts + tile), tl.load(starts + expert + 1), ROWS)
@@ -224,7 +224,7 @@ def _product(
     ADD: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    tile, block = tile_in_turn(tiles, columns, COLUMNS, TURN)
+    tile, block = tile_in_turn(tl.program_id(0), tiles, columns, COLUMNS, TURN)
     expert = tl.load(tile_experts + tile)
     if expert < experts:
         row, here = _rows(tl.load(tile_starts + tile), tl.load(starts + expert + 1), ROWS)
@@ -256,7 +256,7 @@ def _gradient(
     GELU: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    tile, block = tile_in_turn(tiles, columns, COLUMNS, TURN)
+    tile, block = tile_in_turn(tl.program_id(0), tiles, columns, COLUMNS, TURN)
     expert = tl.load(tile_experts + tile)
     if expert < experts:
         row, here = _rows(tl.load(tile_starts + tile), tl.load(starts + expert + 1), ROWS)

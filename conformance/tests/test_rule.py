@@ -205,12 +205,13 @@ def test_rounding_may_decide_what_overflows() -> None:
 def products(x: torch.Tensor, weight: torch.Tensor, digits: int) -> torch.Tensor:
     """x · weightᵀ by a model of a tensor core: 16 products at a time join a sum, which is cut off after so many binary digits.
 
-    The products have three digits more than the largest of them and of the sum has, and are cut off there.
+    The products have two digits more than the largest of them and of the sum has, and are cut off there. With 24 digits this
+    gives the largest errors of an H100 in float16 and bfloat16, of 460 to 4096 terms of one sign.
     """
     total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float64)
     for left, right in zip(x.double().split(16, 1), weight.double().split(16, 1), strict=True):
         terms = torch.cat([left[:, None] * right, total[..., None]], -1)
-        unit = torch.ldexp(torch.ones_like(total), torch.frexp(terms.abs().amax(-1))[1] - digits - 3)
+        unit = torch.ldexp(torch.ones_like(total), torch.frexp(terms.abs().amax(-1))[1] - digits - 2)
         mantissa, exponent = torch.frexp((terms / unit[..., None]).trunc().sum(-1) * unit)
         total = torch.ldexp((mantissa * 2**digits).trunc(), exponent - digits)
     return total.float()

@@ -505,8 +505,9 @@ class Decided(Deciding):
         those sums is rounded by up to half a unit of itself, 1/√12 of one in root mean square. Their squares add up to
         n (value² / 3 + Σ products² / 6): they grow to the result along a straight line, and walk about it.
 
-        Sums that are cut off lose about half a unit each time. Where terms cancel they are as large as their root mean square
-        suggests, of any sign. Those that don't grow to the result, of which they are half on average, and all lose alike.
+        Sums that are cut off lose about half a unit each time, and as much again because products are cut off before they join.
+        Where terms cancel sums are as large as their root mean square suggests, of any sign. Those that don't grow to the result,
+        of which they are half on average, and all lose alike.
         """
         name = function._schema.name
         if name == "aten::_log_softmax_backward_data":  # gradient − e^output · Σ gradient
@@ -522,7 +523,7 @@ class Decided(Deciding):
         if not self.halves:
             return terms, 0.0, (products / 12 * (value.square() / 3 + squares / 6)).sqrt()
         times = products / AT_ONCE
-        return terms + times * squares.sqrt(), times * value / 4, None
+        return terms + times * squares.sqrt(), times * value / 2, None
 
 
 class _Dtypes(Deciding):

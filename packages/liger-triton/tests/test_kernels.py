@@ -319,9 +319,9 @@ def test_statistics_of_logits_that_are_not_held(
     monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
     monkeypatch.setattr(_logit_statistics.KERNELS, "product", lambda *of: (taken.append(of), product(*of))[1])
     monkeypatch.setattr(_logit_statistics.KERNELS, "normalise", lambda *of: (normalised.append(of), normalise(*of))[1])
-    # Less memory than all logits take, which would be kept; or so much.
+    # Less memory than all logits take, and than their terms, which would be kept; or so much.
     monkeypatch.setattr("liger_core.host.fused_linear_logit_statistics.LEAST_TILE", 1024 if fit else 1)
-    arguments = build_linear_statistics(Make(dtype, DEVICE), hidden=72, **options)
+    arguments = build_linear_statistics(Make(dtype, DEVICE), hidden=24, **options)
     op = ops["fused_linear_logit_statistics"]
     check(op, arguments, wanted)
     several = options.get("each") or options.get("return_entropy") or options.get("return_total")
@@ -329,6 +329,27 @@ def test_statistics_of_logits_that_are_not_held(
     assert bool(normalised) == (bool(taken) and not several and wanted is None and fit)
     if fit and taken:
         assert not logits
+
+
+def test_terms_are_kept_where_logits_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the weight has room for terms, not for logits. A second backward makes some logits at a time."""
+    logits = []
+    made = LINEAR.product
+    monkeypatch.setattr(LINEAR, "product", lambda *of: (logits.append(of), made(*of))[1])
+    monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
+    monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
+    monkeypatch.setattr("liger_core.host.fused_linear_logit_statistics.LEAST_TILE", 1)
+    arguments = build_linear_statistics(Make(torch.bfloat16, DEVICE), rows=130, hidden=256, vocabulary=300, ignored=0.2)
+    check(ops["fused_linear_logit_statistics"], arguments)
+    assert not logits
+    leaves = [arguments[name].requires_grad_() for name in ("x", "linear_weight")]
+    with liger_core.use("triton"):
+        lse = liger_core.fused_linear_logit_statistics(**arguments).lse.sum()
+    first, again = (torch.autograd.grad(lse, leaves, retain_graph=True) for _ in range(2))
+    assert len(logits) > 1
+    assert all(a.shape[0] < 130 or b.shape[1] < 300 for a, b in logits)
+    for one, other in zip(first, again, strict=True):
+        assert (one.float() - other.float()).norm() < 0.01 * one.float().norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

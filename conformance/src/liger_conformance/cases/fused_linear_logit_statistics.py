@@ -122,6 +122,15 @@ CASES = (
     # All logits fit, or what a kernel leaves instead of them.
     Case("hundreds-of-rows-that-fit", "odd", rows=530, hidden=24, vocabulary=48, ignored=0.1),
     Case(
+        "hundreds-of-rows-whose-terms-fit",
+        "odd",
+        rows=515,
+        hidden=24,
+        vocabulary=300,
+        ignored=0.1,
+        memory_budget=400_000,
+    ),
+    Case(
         "hundreds-of-rows-frozen",
         "odd",
         how=How(wanted=("x",)),

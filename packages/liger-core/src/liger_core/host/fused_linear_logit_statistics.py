@@ -4,8 +4,8 @@ Forward makes float32 logits of some rows at a time, unless a language has a ker
 in one of two ways. With all rows and some columns, products give the weight's gradient, and x's is a sum over columns. With some
 rows and all columns, it is the other way round. If all logits fit at once, they are kept instead.
 
-A kernel that holds no logits can leave exponentials, in x's dtype. Where these fit at once, and lse and one picked logit alone
-are wanted, they are kept: the backward makes the gradient of the logits of them.
+A kernel that holds no logits can leave exponentials, in x's dtype. Where these fit at once, as those of three times as many rows
+do, and lse and one picked logit alone are wanted, they are kept: the backward makes the gradient of the logits of them.
 
 If the weight is frozen, and only lse and one picked logit are wanted, forward makes x's gradient but for some factors per row,
 and backward makes no product. With c the derivative of softcap and temperature, y the row's target and m = Σ_{v≠y} p_v c_v W_v,
@@ -50,6 +50,7 @@ class Plan(NamedTuple):
         held: all logits fit, whatever wants a gradient: no call's results depend on that.
         whole: they are kept for backward.
         frozen: forward makes what backward needs instead of x.
+        terms: logits don't fit. What a kernel leaves in their place does, and is kept for backward.
     """
 
     alone: int
@@ -59,6 +60,14 @@ class Plan(NamedTuple):
     held: bool
     whole: bool
     frozen: bool
+    terms: bool = False
+
+
+def tile_memory(x: Tensor, weight: Tensor, memory_budget: int | None) -> int:
+    """Bytes for logits and their gradient: without a budget, as many as the weight takes."""
+    if memory_budget is None:
+        return weight.numel() * x.dtype.itemsize
+    return memory_budget - 32 * x.shape[0] - 4 * weight.shape[0]
 
 
 def plan_of(
@@ -84,8 +93,8 @@ def plan_of(
     row, column = vocabulary * element, rows * element
     frozen = picked_alone and tuple(needs) == (True, False, False)
     adds_up = needs[1] and accum_dtype is not weight.dtype
+    tile = tile_memory(x, weight, memory_budget)
     if memory_budget is None:
-        tile = vocabulary * hidden * x.dtype.itemsize
         alone = max(tile // (4 * vocabulary), LEAST_TILE)
         tile_rows, tile_columns = max(tile // row, LEAST_TILE), tile // column
         held = tile_rows >= rows
@@ -94,7 +103,6 @@ def plan_of(
     else:
         # Without a gradient, logits may take the bias gradient's memory as well.
         alone = max((memory_budget - 32 * rows) // (4 * vocabulary), 1)
-        tile = memory_budget - 32 * rows - 4 * vocabulary
         tile_rows = tile // row
         held = tile_rows >= rows
         if not held and adds_up:
@@ -133,7 +141,7 @@ class _Call:
         """Write all rows' results. Return what is kept for `backward`, or for `of_frozen`."""
         if self.plan.frozen:
             return self._frozen(results, x)
-        size, keeps = x.shape[0], self.plan.whole and any(self.needs)
+        size, keeps = x.shape[0], (self.plan.whole or self.plan.terms) and any(self.needs)
         if taken := self._taken(x, results):
             if keeps and taken >= size:
                 terms = torch.empty((size, self._terms_columns), dtype=x.dtype, device=x.device)
@@ -249,20 +257,20 @@ class _Call:
         self, x: Tensor, whole: Once | None, kept: Tensor, incoming: Incoming
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of x, weight and bias. `whole` is what `forward` kept, to be overwritten and freed; or None."""
-        dx, dweight = (
-            self._by_columns(x, kept, incoming) if self.plan.by_columns else self._by_rows(x, whole, kept, incoming)
-        )
+        held: tuple[Any, ...] = (None if whole is None else whole.take()) or ()
+        by_columns = self.plan.by_columns and not held
+        dx, dweight = self._by_columns(x, kept, incoming) if by_columns else self._by_rows(x, held, kept, incoming)
         dx = None if dx is None else dx.to(x.dtype)
         dweight = None if dweight is None else dweight.to(self.weight.dtype)
         return dx, dweight, None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype)
 
     def _by_rows(
-        self, x: Tensor, whole: Once | None, kept: Tensor, incoming: Incoming
+        self, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: Incoming
     ) -> tuple[Tensor | None, Tensor | None]:
-        held: tuple[Any, ...] = (None if whole is None else whole.take()) or ()
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if self.needs[0] else None
-        dweight, dtype = None, self.weight.dtype if self.plan.whole else self.accum_dtype
-        for first, last in self.linear.chunks(x.shape[0], x.shape[0] if self.plan.whole else self.plan.rows):
+        whole = self.plan.whole or bool(held)
+        dweight, dtype = None, self.weight.dtype if whole else self.accum_dtype
+        for first, last in self.linear.chunks(x.shape[0], x.shape[0] if whole else self.plan.rows):
             if len(held) > 1:
                 dlogits = self._of_terms(held[0], held[1], held[2], kept, incoming)
             else:
@@ -353,14 +361,8 @@ class FusedLinearStatistics:
         """The contract's forward, for a kernel file."""
         options = options_of(first, ignore_index, softcap, temperature)
         labels = labels_of(target, class_weight if return_total else None, bias, options)
-        plan = plan_of(
-            needs,
-            x,
-            linear_weight,
-            accum_dtype=accum_dtype,
-            memory_budget=memory_budget,
-            picked_alone=_picked_alone(target, return_entropy, return_total),
-        )
+        picked_alone = _picked_alone(target, return_entropy, return_total)
+        plan = self._plan(needs, x, linear_weight, labels, accum_dtype, memory_budget, picked_alone)
         rows = new_rows(
             labels.target,
             return_entropy=return_entropy,
@@ -402,19 +404,32 @@ class FusedLinearStatistics:
         """The contract's backward, for a kernel file."""
         x, linear_weight, bias, target, class_weight, kept, *logits = saved
         labels = labels_of(target, class_weight, bias, options_of(first, ignore_index, softcap, temperature))
-        plan = plan_of(
-            needs,
-            x,
-            linear_weight,
-            accum_dtype=accum_dtype,
-            memory_budget=memory_budget,
-            picked_alone=_picked_alone(target, return_entropy, return_total),
-        )
+        picked_alone = _picked_alone(target, return_entropy, return_total)
+        plan = self._plan(needs, x, linear_weight, labels, accum_dtype, memory_budget, picked_alone)
         call = _Call(self.kernels, self.linear, needs, linear_weight, bias, labels, plan, accum_dtype)
         incoming = incoming_of(dlse, dpicked, dentropy, dtotal)
         if plan.frozen:
             return call.of_frozen(x, kept, incoming), None, None
         return call.backward(x, logits[0] if logits else None, kept, incoming)
+
+    def _plan(
+        self,
+        needs: Needs,
+        x: Tensor,
+        weight: Tensor,
+        labels: Labels,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+        picked_alone: bool,
+    ) -> Plan:
+        plan = plan_of(
+            needs, x, weight, accum_dtype=accum_dtype, memory_budget=memory_budget, picked_alone=picked_alone
+        )
+        if plan.held or plan.frozen or not picked_alone or labels.bias is not None or modes.compiling():
+            return plan
+        size, memory = x.shape[0], tile_memory(x, weight, memory_budget)
+        taken = self.kernels.rows_of_product(x, weight, labels, plan.alone) >= size
+        return plan._replace(terms=taken and self.kernels.rows_of_terms(x, weight, memory) >= size)
 
 
 def _picked_alone(target: Tensor, return_entropy: bool, return_total: bool) -> bool:

@@ -90,6 +90,10 @@ class StatisticsKernels:
         """
         return 0
 
+    def rows_of_terms(self, x: Tensor, weight: Tensor, memory: int) -> int:
+        """How many rows' terms, and what `product` returns with them, fit into `memory` bytes. `product` takes x and weight."""
+        raise NotImplementedError
+
     def product(
         self,
         results: Rows,

@@ -555,6 +555,10 @@ class _Kernels(StatisticsKernels):
         rows = min(x.shape[0], most * columns // (7 * ((columns + PART - 1) // PART)))
         return rows if rows >= LEAST_ROWS else 0
 
+    def rows_of_terms(self, x: Tensor, weight: Tensor, memory: int) -> int:
+        columns = weight.shape[0]
+        return memory // (x.element_size() * ((columns + 15) // 16 * 16) + 8 * ((columns + PART - 1) // PART))
+
     def product(
         self,
         results: Rows,

@@ -8,7 +8,8 @@
 Subjects:
 
 - ``logprobs``: of 8192 rows, hidden size 4096, 151936 tokens, in bfloat16. Time beside that of the matrix products which a
-  head that may hold no logits needs: one forward, four with the backward, two with the backward of a frozen head.
+  head that may hold no logits needs: one forward, four with the backward, two with the backward of a frozen head; and of
+  ours with memory for all logits, three with the backward.
 - ``dpo``, ``grpo``: 2 × 8 sequences of 4096 tokens. For DPO the reference model's head is computed too; for GRPO
   the old and the reference log-probabilities are given.
 - ``length``: the most memory that DPO and GRPO of two sequences take, by their length.
@@ -52,6 +53,7 @@ from liger_core.losses import (
     policy_loss,
     sequence_logprobs,
 )
+from liger_core.ops.fused_linear_logit_statistics import most_statistics_memory
 
 COLUMNS = (
     "subject",
@@ -69,10 +71,10 @@ COLUMNS = (
 SUBJECTS = ("logprobs", "dpo", "grpo", "ratio", "length")
 PEERS = ("eager", "compile", "liger", "cce")
 GROUPED = "-grouped"
-PRODUCTS = {"forward": 1, "full": 4, "frozen": 2}
+PRODUCTS = {"forward": 1, "full": 4, "frozen": 2, "held": 3}
 """Matrix products of rows × hidden × vocabulary that a mode of ``logprobs`` needs."""
 
-Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
+Logprobs = Callable[..., Tensor]
 
 
 class Sizes(NamedTuple):
@@ -113,8 +115,8 @@ def logprobs_of(provider: str, any_length: bool = False) -> Logprobs:
     return _logprobs_of_logits if provider == "eager" else _ours
 
 
-def _ours(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    logprobs = fused_linear_token_logprobs(x, weight, target)
+def _ours(x: Tensor, weight: Tensor, target: Tensor, memory_budget: int | None = None) -> Tensor:
+    logprobs = fused_linear_token_logprobs(x, weight, target, memory_budget=memory_budget)
     assert isinstance(logprobs, Tensor)
     return logprobs
 
@@ -255,6 +257,8 @@ class Bench:
         self.product(rows)
         for provider in providers:
             for mode in PRODUCTS:
+                if mode == "held" and language_of(provider) is None:
+                    continue  # "full" holds logits, or has no such choice
                 self.measure("logprobs", mode, rows, provider, functools.partial(self._logprobs, provider, mode, rows))
 
     def _logprobs(self, provider: str, mode: str, rows: int) -> Callable[[], Any]:
@@ -262,6 +266,9 @@ class Bench:
         dlogprobs, function = self.randn(rows, seed=3).float(), logprobs_of(provider)
         if mode == "forward":
             return torch.no_grad()(lambda: function(x, weight, target))
+        if mode == "held":
+            budget = most_statistics_memory(rows, self.sizes.vocabulary)
+            function = functools.partial(function, memory_budget=budget)
         wanted = (x.requires_grad_(),) if mode == "frozen" else (x.requires_grad_(), weight.requires_grad_())
         return lambda: torch.autograd.grad(function(x, weight, target), wanted, dlogprobs)
 

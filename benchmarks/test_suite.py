@@ -456,6 +456,9 @@ def test_losses_of_the_reference() -> None:
     assert not [row["note"] for row in rows if row["note"]]
     off = {row["provider"]: float(row["error"]) for row in rows if row["mode"].endswith("float64")}
     assert off["ours-torch"] < 1e-5 < 1e-4 < off["eager"]
+    modes = [(row["provider"], row["mode"]) for row in rows if row["subject"] == "logprobs"]
+    assert ("ours-torch", "held") in modes
+    assert ("eager", "held") not in modes
     curve = [(row["mode"], row["rows"]) for row in rows if row["subject"] == "length" and row["provider"] == "eager"]
     assert curve == [("dpo", 8), ("grpo", 8), ("dpo", 12), ("grpo", 12)]
 

@@ -40,6 +40,7 @@ UNREACHED = {
     "interpreted _logit_statistics._Kernels.rows_of_terms": _NOT_HELD,
     "interpreted _logit_statistics._bases": _NOT_HELD,
     "compiled* _logit_statistics._bases: x.dtype is torch.float16 is true": "cases are in bfloat16: tests/test_kernels.py",
+    "interpreted _logit_statistics._columns_of": _NOT_HELD,
     "interpreted _logit_statistics._descriptor": _NOT_HELD,
     "interpreted _logit_statistics._join": _NOT_HELD,
     "interpreted _logit_statistics._launch_normalise": _NOT_HELD,

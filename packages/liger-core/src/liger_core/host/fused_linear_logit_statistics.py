@@ -32,6 +32,7 @@ from liger_core.host.logit_statistics import (
     new_rows,
     options_of,
     result_of,
+    terms_columns,
 )
 from liger_core.ops.logit_statistics import LogitStatistics
 
@@ -144,7 +145,7 @@ class _Call:
         size, keeps = x.shape[0], (self.plan.whole or self.plan.terms) and any(self.needs)
         if taken := self._taken(x, results):
             if keeps and taken >= size:
-                terms = torch.empty((size, self._terms_columns), dtype=x.dtype, device=x.device)
+                terms = torch.empty((size, terms_columns(self.weight.shape[0])), dtype=x.dtype, device=x.device)
                 beside = self.kernels.product(results, x, self.weight, self.labels, 0, terms)
                 return terms, beside, self._factors(results, slice(0, size))
             for first, last in self.linear.chunks(size, taken):
@@ -156,11 +157,6 @@ class _Call:
             logits = self.linear.product(x[first:last], self.weight.t())
             self.kernels.rows(results, logits, self.labels, first)
         return (logits,) if keeps and logits is not None else ()
-
-    @property
-    def _terms_columns(self) -> int:
-        """Columns of `StatisticsKernels.product`'s terms: rows that start at addresses of 32 bytes are written in few steps."""
-        return (self.weight.shape[0] + 15) // 16 * 16
 
     def _taken(self, x: Tensor, results: Rows) -> int:
         """Rows whose results a kernel makes at a time from x itself; 0 if the logits are made first.
@@ -209,12 +205,13 @@ class _Call:
         less = torch.empty_like(results.picked)
         taken = self._taken(x, results)
         # The plan has room for logits beside their gradient. Without logits, twice as many rows take less.
-        twice = 2 * self.plan.rows * self.weight.shape[0] // self._terms_columns
+        columns = terms_columns(self.weight.shape[0])
+        twice = 2 * self.plan.rows * self.weight.shape[0] // columns
         for first, last in self.linear.chunks(size, min(max(twice, 1), taken) if taken else self.plan.rows):
             some = slice(first, last)
             others = logits = None  # freed before the next ones are allocated
             if taken:
-                terms = torch.empty((last - first, self._terms_columns), dtype=x.dtype, device=x.device)
+                terms = torch.empty((last - first, columns), dtype=x.dtype, device=x.device)
                 self.kernels.product(results, x[some], self.weight, self.labels, first, terms, factors[2, some])
                 others = terms[:, : self.weight.shape[0]]
                 del terms

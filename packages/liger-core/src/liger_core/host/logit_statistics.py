@@ -76,6 +76,11 @@ class Incoming(NamedTuple):
     total: Tensor | None
 
 
+def terms_columns(columns: int) -> int:
+    """Columns of the terms of `StatisticsKernels.product`: rows that start at addresses of 32 bytes are written in few steps."""
+    return (columns + 15) // 16 * 16
+
+
 class StatisticsKernels:
     """A language's kernels of statistics."""
 
@@ -111,7 +116,7 @@ class StatisticsKernels:
             x, weight: the linear layer's, as `rows_of_product` took them.
             first_row: the first row.
             terms: in x's dtype and contiguous, one row for each of x, which then has one target. It gets what `normalise`
-                takes. Its columns are those of the logits and a few more, a multiple of 16. Or None.
+                takes. It has as many columns as `terms_columns` says. Or None.
             scales: float32 and contiguous, a number for each row of x; or None. It gets what `terms` need to be multiplied
                 by, instead of `normalise`: then they are the gradient of lse with respect to the logits, except for 0 at the
                 target. In ignored rows both are 0.

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_core import modes
-from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
+from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels, terms_columns
 from liger_core.opaque import opaque
 from liger_triton.ops._cross_entropy import _biased, _block, _cap, _exp, _exp_like
 from liger_triton.ops._device import is_hopper, sm_count
@@ -557,7 +557,7 @@ class _Kernels(StatisticsKernels):
 
     def rows_of_terms(self, x: Tensor, weight: Tensor, memory: int) -> int:
         columns = weight.shape[0]
-        return memory // (x.element_size() * ((columns + 15) // 16 * 16) + 8 * ((columns + PART - 1) // PART))
+        return memory // (x.element_size() * terms_columns(columns) + 8 * ((columns + PART - 1) // PART))
 
     def product(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +17,23 @@ from liger_core.host.fused_linear_cross_entropy import FusedLinearCrossEntropy
 from liger_core.host.linear import Linear, chunks, plan_of
 from liger_core.ops.fused_linear_cross_entropy import fused_linear_cross_entropy, least_memory
 
-ROWS, HIDDEN, VOCABULARY = 48, 16, 96
+ROWS = 48
+
+
+class Size(NamedTuple):
+    """Of a linear layer, with memory budgets for chunks of rows and for chunks of columns."""
+
+    hidden: int
+    vocabulary: int
+    budgets: dict[str, int | None]
+
+
+SIZES = {
+    "even": Size(16, 96, {"whole": None, "chunks": 10_000, "columns": 5_000}),
+    "odd": Size(
+        24, 459, {"whole": None, "chunks": 60_500, "columns": 30_000}
+    ),  # logits of 464 columns, one chunk of 203
+}
 
 
 class TorchLinear(Linear):
@@ -57,7 +73,7 @@ class TorchKernels(CrossEntropyKernels):
         first_column: int,
     ) -> None:
         held = 0 if logits is None else logits.untyped_storage().nbytes()
-        self.seen.append((dlogits.dtype, logits is None, dlogits.nbytes + held))
+        self.seen.append((dlogits.dtype, logits is None, dlogits.untyped_storage().nbytes() + held))
         dloss, totals = incoming
         rows = slice(first, first + dlogits.shape[0])
         x = self._logits(dlogits if logits is None else logits, labels, first_column)
@@ -85,13 +101,13 @@ class TorchKernels(CrossEntropyKernels):
             loss.copy_(results.losses.sum() / (count if labels.options.reduction == "mean" else 1.0))
 
 
-def arguments(dtype: torch.dtype, bias_dtype: torch.dtype) -> dict[str, Tensor]:
+def arguments(size: Size, dtype: torch.dtype, bias_dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        "x": torch.randn(ROWS, HIDDEN, generator=generator).to(dtype),
-        "linear_weight": torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype),
-        "target": torch.randint(-1, VOCABULARY, (ROWS,), generator=generator).clamp(min=-1),
-        "bias": torch.randn(VOCABULARY, generator=generator).to(bias_dtype),
+        "x": torch.randn(ROWS, size.hidden, generator=generator).to(dtype),
+        "linear_weight": torch.randn(size.vocabulary, size.hidden, generator=generator).to(dtype),
+        "target": torch.randint(-1, size.vocabulary, (ROWS,), generator=generator).clamp(min=-1),
+        "bias": torch.randn(size.vocabulary, generator=generator).to(bias_dtype),
     }
 
 
@@ -130,25 +146,23 @@ def expected(given: dict[str, Tensor], reduction: str, dloss: Tensor) -> tuple[T
     return (loss, *torch.autograd.grad(loss, wanted, dloss.double()))
 
 
-BUDGETS = {"whole": None, "chunks": 10_000, "columns": 5_000}
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("kind", BUDGETS)
+@pytest.mark.parametrize("kind", ["whole", "chunks", "columns"])
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gradients_of_a_linear_loss(kind: str, reduction: str, bias_dtype: torch.dtype) -> None:
-    given = arguments(torch.bfloat16, bias_dtype)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_gradients_of_a_linear_loss(size: Size, kind: str, reduction: str, bias_dtype: torch.dtype) -> None:
+    given = arguments(size, torch.bfloat16, bias_dtype)
     plan = plan_of(
         (True, True, True),
         given["x"],
         given["linear_weight"],
         accum_dtype=torch.float32,
-        memory_budget=BUDGETS[kind],
+        memory_budget=size.budgets[kind],
         reduced=reduction != "none",
     )
     assert (plan.whole, plan.columns is not None) == (kind == "whole", kind == "columns")
     assert plan.at_once == (kind != "whole" and reduction != "none")
-    kernels, loss, found, dloss = run(given, reduction, BUDGETS[kind])
+    kernels, loss, found, dloss = run(given, reduction, size.budgets[kind])
     truth, *gradients = expected(given, reduction, dloss)
     torch.testing.assert_close(loss.double(), truth, rtol=2e-2, atol=2e-2)
     for gradient, again, right in zip(*found, gradients, strict=True):
@@ -162,31 +176,38 @@ def test_gradients_of_a_linear_loss(kind: str, reduction: str, bias_dtype: torch
 
 
 def test_the_gradient_of_a_wide_bias_is_summed_before_it_is_rounded() -> None:
-    given = arguments(torch.bfloat16, torch.float32)
+    size = SIZES["even"]
+    given = arguments(size, torch.bfloat16, torch.float32)
     given["target"][3:] = -1
-    for budget in BUDGETS.values():
+    for budget in size.budgets.values():
         _, _, found, dloss = run(given, "sum", budget)
         logits = (given["x"] @ given["linear_weight"].T).float() + given["bias"]
-        gradient = torch.softmax(logits, 1)[:3] - torch.nn.functional.one_hot(given["target"][:3], VOCABULARY)
+        gradient = torch.softmax(logits, 1)[:3] - torch.nn.functional.one_hot(given["target"][:3], size.vocabulary)
         torch.testing.assert_close(found[0][2], gradient.sum(0) * dloss, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["chunks", "columns"])
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_logits_and_what_is_made_beside_them_fit_a_budget(kind: str, bias_dtype: torch.dtype) -> None:
-    budget = BUDGETS[kind]
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_logits_and_what_is_made_beside_them_fit_a_budget(size: Size, kind: str, bias_dtype: torch.dtype) -> None:
+    budget = size.budgets[kind]
     assert budget is not None
-    given = arguments(torch.bfloat16, bias_dtype)
+    given = arguments(size, torch.bfloat16, bias_dtype)
     assert budget >= least_memory(given["x"], given["linear_weight"], accum_dtype=torch.float32, weight_grad=True)
     kernels, *_ = run(given, "mean", budget)
-    accumulator = 4 * VOCABULARY * HIDDEN if kind == "chunks" else 0
-    room = budget - accumulator - 4 * VOCABULARY - 32 * ROWS
+    accumulator = 4 * size.vocabulary * size.hidden if kind == "chunks" else 0
+    room = budget - accumulator - 4 * size.vocabulary - 32 * ROWS
     assert room // 2 < max(size for *_, size in kernels.seen) <= room
 
 
 def test_gradients_made_in_forward_are_given_away_once() -> None:
-    given = arguments(torch.bfloat16, torch.bfloat16)
-    options = {"reduction": "mean", "memory_budget": BUDGETS["chunks"], "accum_dtype": torch.float32, **OPTIONS}
+    given = arguments(SIZES["even"], torch.bfloat16, torch.bfloat16)
+    options = {
+        "reduction": "mean",
+        "memory_budget": SIZES["even"].budgets["chunks"],
+        "accum_dtype": torch.float32,
+        **OPTIONS,
+    }
     host = FusedLinearCrossEntropy(TorchKernels(), TorchLinear())
     _, saved = host.forward((True, True, True), **given, **options)  # type: ignore[arg-type]
     assert isinstance(saved[-1], Once)

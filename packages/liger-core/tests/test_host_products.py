@@ -21,13 +21,15 @@ from liger_core.contract import Needs, Once
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
 from liger_core.host.fused_linear_distillation import FusedLinearDistillation
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD
+from liger_core.host.fused_linear_kl_div import FusedLinearKLDiv
 from liger_core.host.fused_linear_logit_statistics import FusedLinearStatistics
-from liger_core.host.linear import Linear, logits_again
+from liger_core.host.linear import EVEN, Linear
 from liger_core.host.logit_statistics import StatisticsKernels
 from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_cross_entropy import temporary_memory
 from liger_core.ops.fused_linear_distillation import fused_linear_distillation
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
+from liger_core.ops.fused_linear_kl_div import fused_linear_kl_div
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
 
 ROWS, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 4096, 2048, 4096, 128256
@@ -171,7 +173,9 @@ def flops_of(op: Any, host: Any, flowing: tuple[str, ...], given: dict[str, Any]
     with Products() as products:
         result, saved = host.forward(BOTH, **arguments)
         fields = result._asdict() if hasattr(result, "_asdict") else {"loss": result}
-        incoming = [torch.ones_like(value) if name in flowing else None for name, value in fields.items()]
+        keeps = op.keeps_gradient or [True] * len(fields)
+        names = [name for name, kept in zip(fields, keeps, strict=True) if kept]
+        incoming = [torch.ones_like(fields[name]) if name in flowing else None for name in names]
         options = {name: arguments[name] for name in op.options}
         assert all(g is not None for g in host.backward(BOTH, saved, *incoming, **options)[:2])
     return products.flops
@@ -316,8 +320,69 @@ def test_compiled_statistics_keep_no_logits(needs: Needs, dtype: torch.dtype) ->
     assert not [shape for shape in kept if shape[-1:] == (CLASSES_TRACED,)]
 
 
+class Aligned(TorchDispatchMode):
+    """Asserts that tensor cores take each product at full speed, but for that of fewer than EVEN columns of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rests = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            factors = [tensor if tensor.stride(1) == 1 else tensor.t() for tensor in (*args[-2:], result)]
+            if any(min(tensor.shape) < EVEN for tensor in factors):
+                self.rests += 1
+            else:
+                found = [(tensor.shape, tensor.stride()) for tensor in factors]
+                assert not any(shape[1] % EVEN or stride[0] % EVEN for shape, stride in found), found
+        return result
+
+
+@pytest.mark.parametrize("budget", [None, 100 << 20], ids=["no-budget", "100-mb"])
+@pytest.mark.parametrize("name", ["distillation", "kl_div", "jsd", "statistics"])
+def test_products_of_a_vocabulary_that_eight_does_not_divide(name: str, budget: int | None) -> None:
+    """Those of all columns are several times slower on a GPU. 100 MB have no room for an accumulator of the weight's gradient."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    vocabulary, hidden = 50257, 1024
+    student = {"student_x": empty(ROWS, hidden), "student_weight": empty(vocabulary, hidden)}
+    teacher = {"teacher_x": empty(ROWS, hidden), "teacher_weight": empty(vocabulary, hidden)}
+    layer = {"x": empty(ROWS, hidden), "linear_weight": empty(vocabulary, hidden)}
+    target = torch.empty(ROWS, dtype=torch.int64, device="meta")
+    op, host, given, flowing = {
+        "distillation": (
+            fused_linear_distillation,
+            FusedLinearDistillation(NoKernels(), NoLinear()),
+            student | teacher,
+            "loss",
+        ),
+        "kl_div": (
+            fused_linear_kl_div,
+            FusedLinearKLDiv(NoKernels(), NoLinear()),
+            layer | {"target": empty(ROWS, vocabulary)},
+            "loss",
+        ),
+        "jsd": (fused_linear_jsd, FusedLinearJSD(NoDivergence(), NoLinear()), student | teacher, "loss"),
+        "statistics": (
+            fused_linear_logit_statistics,
+            FusedLinearStatistics(NoStatistics(), NoLinear()),
+            layer | {"target": target, "return_entropy": True},
+            "lse",
+        ),
+    }[name]
+    if budget is not None:
+        given["memory_budget"] = budget + (4 * vocabulary * hidden if "teacher_x" in given else 0)
+    with Aligned() as products:
+        flops_of(op, host, (flowing,), given)
+    assert products.rests > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_that_are_made_again_are_the_same(dtype: torch.dtype) -> None:
     x, weight = torch.randn(7, 5, dtype=dtype), torch.randn(3, 10, dtype=dtype)[:, ::2]
-    assert torch.equal(logits_again(x, weight, dtype), x @ weight.t())
-    assert torch.equal(logits_again(x, weight, torch.float32), Linear().product(x, weight.t()))
+    linear = Linear()
+    assert torch.equal(linear.logits(x, weight, dtype, again=True), x @ weight.t())
+    assert torch.equal(linear.logits(x, weight, torch.float32, again=True), linear.product(x, weight.t()))

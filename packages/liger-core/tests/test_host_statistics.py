@@ -12,9 +12,12 @@ from liger_core.contract import Needs, Once
 from liger_core.host.fused_linear_logit_statistics import LEAST_TILE, FusedLinearStatistics, plan_of
 from liger_core.host.linear import Linear
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
+from liger_core.ops.fused_linear_cross_entropy import padded_columns
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics, least_statistics_memory
 
 ROWS, HIDDEN, VOCABULARY = 48, 16, 96
+ODD = 459
+"""A vocabulary whose rows of logits are padded to 464 columns."""
 ALL = (True, True, True)
 FROZEN = (True, False, False)
 
@@ -24,9 +27,9 @@ class TorchLinear(Linear):
 
     products = 0
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
+    def logits(self, x: Tensor, weight: Tensor, dtype: torch.dtype, again: bool = False) -> Tensor:
         self.products += 1
-        return super().product(a, b)
+        return super().logits(x, weight, dtype, again)
 
 
 class TorchKernels(StatisticsKernels):
@@ -37,7 +40,7 @@ class TorchKernels(StatisticsKernels):
         self.tiles: list[int] = []
 
     def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
-        self.alone.append(logits.nbytes)
+        self.alone.append(logits.untyped_storage().nbytes())
         some = slice(first_row, first_row + logits.shape[0])
         z = logits if labels.bias is None else logits + labels.bias.float()
         target = labels.target[some]
@@ -64,7 +67,7 @@ class TorchKernels(StatisticsKernels):
         first_row: int,
         first_column: int,
     ) -> None:
-        self.tiles.append(dlogits.nbytes + (0 if logits is None else logits.nbytes))
+        self.tiles.append(sum(tensor.untyped_storage().nbytes() for tensor in (dlogits, logits) if tensor is not None))
         z = dlogits if logits is None else logits
         some, columns = slice(first_row, first_row + z.shape[0]), slice(first_column, first_column + z.shape[1])
         z = z if labels.bias is None else z + labels.bias.float()[columns]
@@ -81,14 +84,16 @@ class TorchKernels(StatisticsKernels):
         dlogits.copy_(torch.where(kept[1, some, None] == -1.0, 0.0, dz))
 
 
-def arguments(dtype: torch.dtype, *, rows: int = ROWS, each: int | None = None) -> dict[str, Any]:
+def arguments(
+    dtype: torch.dtype, *, rows: int = ROWS, each: int | None = None, vocabulary: int = VOCABULARY
+) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    target = torch.randint(-1, VOCABULARY, (rows,) if each is None else (rows, each), generator=generator)
+    target = torch.randint(-1, vocabulary, (rows,) if each is None else (rows, each), generator=generator)
     return {
         "x": torch.randn(rows, HIDDEN, generator=generator).to(dtype),
-        "linear_weight": torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype),
+        "linear_weight": torch.randn(vocabulary, HIDDEN, generator=generator).to(dtype),
         "target": target,
-        "bias": torch.randn(VOCABULARY, generator=generator).to(dtype),
+        "bias": torch.randn(vocabulary, generator=generator).to(dtype),
     }
 
 
@@ -150,19 +155,26 @@ def plan(given: dict[str, Any], needs: Needs, memory_budget: int | None, picked_
     return plan_of(needs, x, weight, accum_dtype=torch.float32, memory_budget=memory_budget, picked_alone=picked_alone)
 
 
-# Rows, and a budget. Of x's gradient and of the weight's, the smaller is summed.
-KINDS = {"whole": (ROWS, None), "rows": (200, 30_000), "columns": (ROWS, 8_000)}
+# Rows, classes, and a budget. Of x's gradient and of the weight's, the smaller is summed.
+KINDS = {
+    "whole": (ROWS, VOCABULARY, None),
+    "rows": (200, VOCABULARY, 30_000),
+    "columns": (ROWS, VOCABULARY, 8_000),
+    "odd-whole": (ROWS, ODD, None),
+    "odd-rows": (1500, ODD, 800_000),
+    "odd-columns": (ROWS, ODD, 83_000),  # chunks of 256 and 203 columns
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("each", [None, 3])
 @pytest.mark.parametrize("needs", [ALL, (False, True, False), (True, False, True), FROZEN], ids=str)
 def test_gradients_of_statistics(kind: str, each: int | None, needs: Needs) -> None:
-    rows, budget = KINDS[kind]
-    given = arguments(torch.bfloat16, rows=rows, each=each)
+    rows, vocabulary, budget = KINDS[kind]
+    given = arguments(torch.bfloat16, rows=rows, each=each, vocabulary=vocabulary)
     if all(needs):
         found = plan(given, needs, budget)
-        assert (found.whole, found.by_columns) == (kind == "whole", kind == "columns")
+        assert (found.whole, found.by_columns) == (kind.endswith("whole"), kind.endswith("columns"))
     Found(given, needs, budget).check()
 
 
@@ -198,10 +210,10 @@ def test_the_weight_gradient_of_many_chunks_is_as_exact_as_that_of_one(accum_dty
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_in_float32(kind: str) -> None:
     """The gradient of logits takes their memory."""
-    rows, budget = KINDS[kind]
-    found = Found(arguments(torch.float32, rows=rows), ALL, budget)
+    rows, vocabulary, budget = KINDS[kind]
+    found = Found(arguments(torch.float32, rows=rows, vocabulary=vocabulary), ALL, budget)
     found.check()
-    assert all(size <= 4 * rows * VOCABULARY for size in found.kernels.tiles)
+    assert all(size <= 4 * rows * padded_columns(vocabulary) for size in found.kernels.tiles)
 
 
 def test_logits_that_are_kept_are_given_away_once() -> None:
@@ -252,21 +264,22 @@ def test_entropies_are_not_of_a_frozen_weight() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("needs", [ALL, FROZEN, (False, True, False)], ids=str)
-def test_tiles_fit_a_budget(dtype: torch.dtype, needs: Needs) -> None:
-    given = arguments(dtype)
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, ODD])
+def test_tiles_fit_a_budget(dtype: torch.dtype, needs: Needs, vocabulary: int) -> None:
+    given = arguments(dtype, vocabulary=vocabulary)
     least = least_statistics_memory(given["x"], given["linear_weight"], accum_dtype=torch.float32, weight_grad=needs[1])
     wanted = ("lse", "picked") if needs == FROZEN else ("lse", "entropy")
-    for budget in (least, 8_000, 30_000):
+    for budget in (least, *(budget for budget in (8_000, 30_000, 60_000, 83_000) if budget > least)):
         found = Found(given, needs, budget, wanted)
         found.check()
         used = plan(given, needs, budget, needs == FROZEN)
-        beside = 4 * VOCABULARY + 32 * ROWS
+        beside = 4 * vocabulary + 32 * ROWS
         if used.frozen:
             beside += found.saved[0].nbytes
         elif used.by_columns:
             beside += 4 * ROWS * HIDDEN if needs[0] and dtype is not torch.float32 else 0
         elif needs[1] and not used.whole and dtype is not torch.float32:
-            beside += 4 * VOCABULARY * HIDDEN
+            beside += 4 * vocabulary * HIDDEN
         assert max(found.kernels.tiles) + beside <= budget
         if not used.frozen:
             assert max(found.kernels.alone) + 32 * ROWS <= budget

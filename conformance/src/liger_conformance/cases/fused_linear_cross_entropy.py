@@ -8,6 +8,7 @@ from liger_conformance.case import Bad, Case, Make
 from liger_conformance.cases.cross_entropy import ALL, bad_options
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.cross_entropy import REDUCTIONS
+from liger_core.ops.fused_linear_cross_entropy import padded_columns
 
 
 def build(
@@ -50,7 +51,7 @@ def build(
 
 def budgets(rows: int, hidden: int, vocabulary: int) -> tuple[int | None, ...]:
     """Room for all rows, and, beside an accumulator in float32, for half of them, for three and for one."""
-    one = 8 * vocabulary
+    one = 8 * padded_columns(vocabulary)
     rest = 4 * vocabulary + 32 * rows
     return (
         None,
@@ -101,6 +102,12 @@ CHUNKS: dict[str, Any] = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_bu
 # With this one, bfloat16 and float16 have no room for an accumulator in float32.
 COLUMNS: dict[str, Any] = CHUNKS | {"memory_budget": 5_000}
 
+# Rows of logits are padded to 464 columns. With the budget, there are several chunks of them in each dtype.
+PADDED: dict[str, Any] = {"rows": 48, "hidden": 24, "vocabulary": 459, "memory_budget": 60_500}
+
+# With this one, bfloat16 and float16 have no room for an accumulator. Chunks of columns take 256 and 203.
+PADDED_COLUMNS: dict[str, Any] = PADDED | {"memory_budget": 30_000}
+
 CASES = (
     Case(
         "odd", "odd", rows=5, hidden=24, vocabulary=67, ignored=0.2, bias=True, class_weight=True, label_smoothing=0.1
@@ -108,6 +115,9 @@ CASES = (
     Case("plain", "odd", rows=7, hidden=17, vocabulary=45),
     Case("many-rows", "odd", rows=133, hidden=8, vocabulary=33, ignored=0.1),
     Case("long-vocabulary", "odd", rows=2, hidden=16, vocabulary=3001, bias=True, softcap=5.0),
+    Case("padded", "option", rows=20, hidden=24, vocabulary=459, bias=True, label_smoothing=0.1, softcap=5.0),
+    Case("padded-chunks", "option", **PADDED, bias=True, bias_dtype=torch.float32),
+    Case("padded-columns", "option", **PADDED_COLUMNS, bias=True),
     Case("wide", "odd", rows=3, hidden=517, vocabulary=40),
     Case("one-row", "edge", rows=1, hidden=16, vocabulary=40, bias=True),
     Case("one-column", "edge", rows=3, hidden=1, vocabulary=40),
@@ -226,6 +236,8 @@ CASES = (
     ),
     Case("small", "small", rows=2048, hidden=2048, vocabulary=32000),
     Case("medium", "medium", rows=8192, hidden=4096, vocabulary=128256),
+    # GPT-2's vocabulary, which eight doesn't divide. A token that is added to a model's vocabulary makes it so too.
+    Case("gpt2", "medium", rows=8192, hidden=1024, vocabulary=50257),
     Case("large", "large", rows=32768, hidden=4096, vocabulary=128256),
 )
 

@@ -8,7 +8,7 @@ from liger_conformance.case import Bad, Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.distillation import CAPPED, MIXED, OPTIONS, bad_options, items
 from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
-from liger_conformance.cases.fused_linear_jsd import budgets
+from liger_conformance.cases.fused_linear_jsd import PADDED, budgets
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
 
@@ -83,6 +83,8 @@ CASES = (
     Case("odd", "odd", rows=5, hidden=24, teacher_hidden=37, vocabulary=67, **CAPPED, **BIASES, num_items="int"),
     Case("plain", "odd", rows=7, hidden=17, vocabulary=45),
     Case("many-rows", "odd", rows=33, hidden=8, vocabulary=33, **MIXED),
+    Case("padded", "option", rows=20, hidden=24, vocabulary=459, **MIXED, **BIASES),
+    Case("padded-chunks", "option", **PADDED, **BIASES, student_bias_dtype=torch.float32),
     Case("wide", "odd", rows=3, hidden=517, teacher_hidden=130, vocabulary=45),
     Case("one-row", "edge", rows=1, hidden=16, vocabulary=45),
     # On a GPU: a capped logit that is fused with a subtraction differs from itself, and its probability from 1.

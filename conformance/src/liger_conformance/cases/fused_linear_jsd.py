@@ -8,6 +8,7 @@ from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+from liger_core.ops.fused_linear_cross_entropy import padded_columns
 
 
 def build(
@@ -49,7 +50,7 @@ def build(
 
 def budgets(rows: int, hidden: int, vocabulary: int) -> tuple[int | None, ...]:
     """Room for all rows, and, beside an accumulator in float32, for half of them, for three and for one."""
-    one = 12 * vocabulary
+    one = 12 * padded_columns(vocabulary)
     rest = 4 * vocabulary + 32 * rows
     return None, rows * one + rest, *(4 * vocabulary * hidden + n * one + rest for n in (rows // 2 + 1, 3, 1))
 
@@ -83,11 +84,16 @@ VARY = Vary(
 # With this budget, 48 rows of 16 by 96 take several chunks in each dtype.
 CHUNKS: dict[str, Any] = {"rows": 48, "hidden": 16, "vocabulary": 96, "memory_budget": 12_000}
 
+# Rows of logits are padded to 464 columns. With the budget, there are several chunks of them in each dtype.
+PADDED: dict[str, Any] = {"rows": 20, "hidden": 24, "vocabulary": 459, "memory_budget": 55_000}
+
 CASES = (
     Case("odd", "odd", rows=5, hidden=24, teacher_hidden=37, vocabulary=67, ignored=0.2, beta=0.3, temperature=2.0),
     Case("plain", "odd", rows=7, hidden=17, vocabulary=45),
     Case("many-rows", "odd", rows=133, hidden=8, vocabulary=33, ignored=0.1),
     Case("long-vocabulary", "odd", rows=2, hidden=16, vocabulary=3001, beta=0.1),
+    Case("padded", "option", rows=20, hidden=24, vocabulary=459, ignored=0.1),
+    Case("padded-chunks", "option", **PADDED, beta=0.0),
     Case("wide", "odd", rows=3, hidden=517, teacher_hidden=130, vocabulary=40),
     Case("one-row", "edge", rows=1, hidden=16, vocabulary=40),
     Case("two-classes", "edge", rows=3, hidden=16, vocabulary=2),

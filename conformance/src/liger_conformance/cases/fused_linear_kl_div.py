@@ -6,7 +6,14 @@ import torch
 
 from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.cases.cross_entropy import labels
-from liger_conformance.cases.fused_linear_cross_entropy import CHUNKS, COLUMNS, budgets, few_chunks
+from liger_conformance.cases.fused_linear_cross_entropy import (
+    CHUNKS,
+    COLUMNS,
+    PADDED,
+    PADDED_COLUMNS,
+    budgets,
+    few_chunks,
+)
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.kl_div import REDUCTIONS
 
@@ -91,6 +98,9 @@ CASES = (
     Case("log-target", "odd", rows=7, hidden=17, vocabulary=45, **LOG),
     Case("many-rows", "odd", rows=133, hidden=8, vocabulary=33, ignored=0.1, reduction="mean"),
     Case("long-vocabulary", "odd", rows=2, hidden=16, vocabulary=3001, **LOG, **CAPPED),
+    Case("padded", "option", rows=20, hidden=24, vocabulary=459, **CAPPED),
+    Case("padded-chunks", "option", **PADDED, **LOG),
+    Case("padded-columns", "option", **PADDED_COLUMNS, reduction="mean"),
     Case("wide", "odd", rows=3, hidden=517, vocabulary=40, **LOG),
     Case("one-row", "edge", rows=1, hidden=16, vocabulary=45),
     Case("one-class", "edge", rows=3, hidden=16, vocabulary=1, bias=True),

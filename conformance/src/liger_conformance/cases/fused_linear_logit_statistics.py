@@ -8,6 +8,7 @@ from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.cases.fused_linear_cross_entropy import answers, few_chunks
 from liger_conformance.cases.logit_statistics import ALL, bad_options, bad_targets, targets
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+from liger_core.ops.fused_linear_cross_entropy import padded_columns
 
 
 def build(
@@ -68,7 +69,8 @@ def budgets(rows: int, hidden: int, vocabulary: int) -> tuple[int | None, ...]:
     """Room for all logits, for all rows beside one column and beside a third, and for one row and three."""
     always = 4 * vocabulary + 32 * rows
     columns = [rows * 8 * n + 4 * rows * hidden for n in (1, vocabulary // 3 + 1)]
-    tiles = [rows * 8 * vocabulary, *columns, *(n * 8 * vocabulary + 4 * vocabulary * hidden for n in (1, 3))]
+    row = 8 * padded_columns(vocabulary)
+    tiles = [rows * row, *columns, *(n * row + 4 * vocabulary * hidden for n in (1, 3))]
     return None, *(always + tile for tile in tiles)
 
 
@@ -167,6 +169,19 @@ CASES = (
         **ALL,
     ),
     Case("long-vocabulary", "odd", rows=2, hidden=16, vocabulary=3001, bias=True, softcap=5.0, return_entropy=True),
+    # Rows of logits are padded to 464 columns. With the budget, tiles have 256 columns and 203 in bfloat16 and float16.
+    Case("padded", "option", rows=48, hidden=16, vocabulary=459, return_entropy=True),
+    Case(
+        "padded-columns",
+        "odd",
+        rows=48,
+        hidden=16,
+        vocabulary=459,
+        bias=True,
+        return_entropy=True,
+        memory_budget=83_000,
+    ),
+    Case("padded-frozen", "option", how=How(wanted=("x",)), rows=48, hidden=16, vocabulary=459),
     Case("several", "odd", rows=6, hidden=16, vocabulary=40, each=4, ignored=0.3, return_entropy=True),
     Case("shared-targets", "option", rows=6, hidden=16, vocabulary=40, each=3, shared=True),
     Case("one-row", "edge", rows=1, hidden=16, vocabulary=40, bias=True),

@@ -22,7 +22,6 @@ KNOWN_SPILLS: dict[str, tuple[int, str]] = {
     "embedding-cutile-sm_100 embedding._sum_runs[*": (2, _EIGHT_BLOCKS),
     "embedding-cutile-sm_120 embedding._sum_runs[*": (4, _EIGHT_BLOCKS),
     "fused_linear_distillation-cutile-sm_100 _distillation._rows[*, BLOCK=2048, *": (2, _ONCE_A_BLOCK),
-    "fused_linear_cross_entropy-cutile-sm_90 _cross_entropy._rows[*, 2D fp32, 2D bf16, *": (22, _ODD_ROWS),
     "fused_neighborhood_attention-cutile-sm_80 *._backward_near[HEAD=128, *": (4, _ONCE_A_BLOCK),
     "fused_neighborhood_attention-cutile-sm_90 *._backward_queries[HEAD=130, *": (6, _ODD_ROWS),
     "grpo_loss-cutile-sm_120 grpo_loss._log_probabilities[*; 3D fp32, 3D bf16, *": (12, _ODD_ROWS),

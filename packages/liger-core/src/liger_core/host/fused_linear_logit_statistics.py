@@ -21,7 +21,7 @@ from torch import Tensor
 
 from liger_core import modes
 from liger_core.contract import Needs, Once, Saved
-from liger_core.host.linear import Linear, logits_again
+from liger_core.host.linear import Linear
 from liger_core.host.logit_statistics import (
     Incoming,
     Labels,
@@ -34,6 +34,7 @@ from liger_core.host.logit_statistics import (
     result_of,
     terms_columns,
 )
+from liger_core.ops.fused_linear_cross_entropy import padded_columns
 from liger_core.ops.logit_statistics import LogitStatistics
 
 LEAST_TILE = 1024
@@ -91,19 +92,19 @@ def plan_of(
     (rows, hidden), vocabulary = x.shape, weight.shape[0]
     narrow = x.dtype is not torch.float32
     element = 4 + (x.dtype.itemsize if narrow else 0)  # bytes of a logit, and of its gradient unless that overwrites it
-    row, column = vocabulary * element, rows * element
+    row, column = padded_columns(vocabulary) * element, rows * element
     frozen = picked_alone and tuple(needs) == (True, False, False)
     adds_up = needs[1] and accum_dtype is not weight.dtype
     tile = tile_memory(x, weight, memory_budget)
     if memory_budget is None:
-        alone = max(tile // (4 * vocabulary), LEAST_TILE)
+        alone = max(tile // (4 * padded_columns(vocabulary)), LEAST_TILE)
         tile_rows, tile_columns = max(tile // row, LEAST_TILE), tile // column
         held = tile_rows >= rows
         by_columns = adds_up and tile_columns >= min(LEAST_TILE, vocabulary)
         tile_columns = max(tile_columns, 1)
     else:
         # Without a gradient, logits may take the bias gradient's memory as well.
-        alone = max((memory_budget - 32 * rows) // (4 * vocabulary), 1)
+        alone = max((memory_budget - 32 * rows) // (4 * padded_columns(vocabulary)), 1)
         tile_rows = tile // row
         held = tile_rows >= rows
         if not held and adds_up:
@@ -154,7 +155,7 @@ class _Call:
         logits = None
         for first, last in self.linear.chunks(size, size if self.plan.held else self.plan.alone):
             logits = None  # before the next ones are allocated
-            logits = self.linear.product(x[first:last], self.weight.t())
+            logits = self.linear.logits(x[first:last], self.weight, torch.float32)
             self.kernels.rows(results, logits, self.labels, first)
         return (logits,) if keeps and logits is not None else ()
 
@@ -216,7 +217,7 @@ class _Call:
                 others = terms[:, : self.weight.shape[0]]
                 del terms
             else:
-                logits = self.linear.product(x[some], self.weight.t())
+                logits = self.linear.logits(x[some], self.weight, torch.float32)
                 self.kernels.rows(results, logits, self.labels, first)
             factors[:2, some] = self._factors(results, some)
             if logits is not None:
@@ -225,7 +226,7 @@ class _Call:
                 incoming = Incoming(one, less, None, None)
                 others = self._dlogits(logits, x.dtype, results.kept, incoming, first, 0)
             assert others is not None
-            torch.mm(others, self.weight, out=m[some])
+            self.linear.write_product(m[some], others, self.weight)
         return m, factors
 
     def columns_of(self) -> tuple[Tensor, Tensor]:
@@ -276,7 +277,7 @@ class _Call:
                 dlogits = self._dlogits(logits, x.dtype, kept, incoming, first, 0)
                 del logits  # freed before the products
             if dx is not None:
-                torch.mm(dlogits, self.weight, out=dx[first:last])
+                self.linear.write_product(dx[first:last], dlogits, self.weight)
             if self.needs[1]:
                 dweight = self.linear.add_product(dweight, dlogits, x[first:last], dtype)
             del dlogits
@@ -285,7 +286,7 @@ class _Call:
     def _by_columns(self, x: Tensor, kept: Tensor, incoming: Incoming) -> tuple[Tensor | None, Tensor | None]:
         dx = None
         dweight = torch.empty_like(self.weight, memory_format=torch.contiguous_format) if self.needs[1] else None
-        for first, last in self.linear.chunks(self.weight.shape[0], self.plan.columns):
+        for first, last in self.linear.chunks_of_columns(self.weight.shape[0], self.plan.columns):
             part = self.weight[first:last]
             logits = self._logits_again(x, part)
             dlogits = self._dlogits(logits, x.dtype, kept, incoming, 0, first)
@@ -293,7 +294,7 @@ class _Call:
             if self.needs[0]:
                 dx = self.linear.add_product(dx, dlogits.t(), part, torch.float32)
             if dweight is not None:
-                torch.mm(dlogits.t(), x, out=dweight[first:last])
+                self.linear.write_product(dweight[first:last], dlogits.t(), x)
             del dlogits
         return dx, dweight
 
@@ -308,9 +309,7 @@ class _Call:
 
     def _logits_again(self, x: Tensor, weight: Tensor) -> Tensor:
         """float32 x weightᵀ. While Dynamo traces, a plan to keep all logits comes true by a product that forward has as well."""
-        if self.plan.whole or not modes.compiling():
-            return self.linear.product(x, weight.t())
-        return logits_again(x, weight, torch.float32)
+        return self.linear.logits(x, weight, torch.float32, again=modes.compiling() and not self.plan.whole)
 
     def _dlogits(
         self, logits: Tensor, dtype: torch.dtype, kept: Tensor, incoming: Incoming, first_row: int, first_column: int
@@ -323,8 +322,8 @@ class _Call:
                     size = self.weight.shape[0]
                     self.dbias = torch.zeros(size, dtype=torch.float32, device=logits.device)
                 self.dbias[first_column : first_column + logits.shape[1]] += logits.sum(0)
-            return logits.to(dtype)
-        dlogits = torch.empty_like(logits, dtype=dtype)
+            return logits if dtype is torch.float32 else self.linear.empty_logits_like(logits, dtype).copy_(logits)
+        dlogits = self.linear.empty_logits_like(logits, dtype)
         self.kernels.gradient(dlogits, logits, self.labels, kept, incoming, first_row, first_column)
         return dlogits
 

@@ -182,6 +182,14 @@ def fused_linear_cross_entropy(
     )
 
 
+def padded_columns(columns: int) -> int:
+    """Columns that a row of logits takes in memory.
+
+    Many columns are padded to the next multiple of 16, for matrix products, and for kernels that load 16 bytes at once.
+    """
+    return columns if columns < 128 else (columns + 15) // 16 * 16
+
+
 def temporary_memory(
     chunk: int,
     x: Tensor,
@@ -195,7 +203,8 @@ def temporary_memory(
 
     They are for:
 
-    - the chunk's logits and their gradient, in x's dtype, and those of a teacher, if there is one, in teacher_x's;
+    - the chunk's logits and their gradient, in x's dtype, and those of a teacher, if there is one, in teacher_x's, each row of
+      `padded_columns`;
     - an accumulator of linear_weight's gradient in `accum_dtype`, unless one chunk holds all rows or the gradient has that
       dtype itself;
     - a float32 accumulator of bias's gradient;
@@ -203,7 +212,7 @@ def temporary_memory(
     """
     rows, hidden = x.shape
     vocabulary = linear_weight.shape[0]
-    row = vocabulary * (2 * x.dtype.itemsize + (0 if teacher_x is None else teacher_x.dtype.itemsize))
+    row = padded_columns(vocabulary) * (2 * x.dtype.itemsize + (0 if teacher_x is None else teacher_x.dtype.itemsize))
     size = chunk * row + 4 * vocabulary + 32 * rows
     if weight_grad and chunk < rows and accum_dtype != linear_weight.dtype:
         size += vocabulary * hidden * accum_dtype.itemsize
@@ -256,7 +265,7 @@ def chunk_columns(
         if temporary_memory(rows, x, linear_weight, accum_dtype=accum_dtype, weight_grad=True) <= memory_budget:
             return None
     none = temporary_memory(0, x, linear_weight, accum_dtype=accum_dtype, weight_grad=False)
-    return min(linear_weight.shape[0], (memory_budget - none) // (2 * x.shape[0] * x.dtype.itemsize))
+    return min(padded_columns(linear_weight.shape[0]), (memory_budget - none) // (2 * x.shape[0] * x.dtype.itemsize))
 
 
 def chunk_rows(

@@ -32,6 +32,8 @@ class _Linear(Linear):
     aligned = 256
     """Columns, in a 2-byte dtype, of the 512 bytes that a cube unit's loads from memory are fastest at multiples of."""
 
+    pads = False
+
     def scale(self, y: Tensor, x: Tensor, dloss: Tensor, divisor: Tensor | None) -> None:
         """As in other languages. In place, nothing is written if the factor is 1."""
         factor = dloss if divisor is None else dloss / divisor.view(-1)[0]

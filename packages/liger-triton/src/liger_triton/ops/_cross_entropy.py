@@ -14,7 +14,7 @@ from triton.language.extra import libdevice
 
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import add_up, as_rows
+from liger_triton.ops._rows import add_up, as_rows, in_vectors, with_padding
 
 
 @triton.jit
@@ -82,9 +82,9 @@ def _biased(x, bias, column, inside):
 @kernel(do_not_specialize=["first", "rows"])
 def _rows(
     logits, bias, target, weight, weight_sum, losses, z_losses, hits, predicted, statistics,
-    row_stride, columns, first, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
-    ADD_Z_LOSS: tl.constexpr, TOKEN_SCALING: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr,
+    row_stride, columns, width, first, rows, ignore_index, label_smoothing, lse_square_scale, softcap,
+    ADD_Z_LOSS: tl.constexpr, TOKEN_SCALING: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # torch.compile passes floats as float64.
     if label_smoothing is not None:
@@ -125,7 +125,10 @@ def _rows(
     for start in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
         column = start + lanes
         inside = column < columns
-        x = _biased(tl.load(logits + column, inside, other=-float("inf")).to(tl.float32), bias, column, inside)
+        x = tl.load(logits + column, column < width, other=-float("inf")).to(tl.float32)
+        if PADDED:
+            x = tl.where(inside, x, -float("inf"))
+        x = _biased(x, bias, column, inside)
         if hits is not None or predicted is not None:
             block_best, place = tl.max(x, axis=1, return_indices=True)
             better = block_best > best
@@ -183,7 +186,7 @@ def _rows(
 @kernel(do_not_specialize=["first", "first_column", "rows"])
 def _gradient(
     dlogits, logits, bias, target, weight, weight_sum, statistics, dloss, totals,
-    row_stride, dloss_stride, columns, vocabulary, first, first_column, rows,
+    gradient_stride, row_stride, dloss_stride, columns, width, vocabulary, first, first_column, rows,
     ignore_index, label_smoothing, lse_square_scale, softcap,
     TOKEN_SCALING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -197,13 +200,13 @@ def _gradient(
     row = first + local
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    dlogits += local * columns
+    dlogits += local * gradient_stride
     label = tl.load(target + row)
     if label == ignore_index:
-        tl.store(dlogits + column, tl.zeros([BLOCK], tl.float32), inside)
+        tl.store(dlogits + column, tl.zeros([BLOCK], tl.float32), column < width)
         return
 
-    x = tl.load(logits + local * row_stride + column, inside, other=0.0).to(tl.float32)
+    x = tl.load(logits + local * row_stride + column, column < width, other=0.0).to(tl.float32)
     x = _biased(x, bias, first_column + column, inside)
     top = tl.load(statistics + row)
     exp_sum = tl.load(statistics + rows + row)
@@ -230,7 +233,7 @@ def _gradient(
             dx += uniform * (probability * tl.load(weight_sum) - weights)
     if lse_square_scale is not None:
         dx += probability * (z_scale * (2.0 * lse_square_scale) * (top + tl.log(exp_sum)))
-    tl.store(dlogits + column, dx * derivative, inside)
+    tl.store(dlogits + column, dx * derivative, column < width)
 
 
 @kernel(do_not_specialize=["rows"])
@@ -290,17 +293,25 @@ def _block(columns: int, most: int) -> int:
 
 
 class _Kernels(CrossEntropyKernels):
+    """Args:
+    padded: whether rows of logits may be padded, as those of `Linear.empty_logits`, and padding may be read and written.
+    """
+
+    def __init__(self, padded: bool) -> None:
+        self.padded = padded
+
     def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
         logits, row_stride = as_rows(logits)
         n, columns = logits.shape
+        width, (logits,) = with_padding(self.padded, logits)
         size, options = logits.element_size(), labels.options
         block = _block(columns, 16384 // size)
         group = 16 // size  # what a thread loads at once
         _rows[(n,)](
-            logits, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, first,
-            labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
+            logits, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, width,
+            first, labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
             options.softcap, ADD_Z_LOSS=options.adds_z_loss(), TOKEN_SCALING=options.token_scaling,
-            ALIGNED=row_stride % 16 == 0 and columns % 16 == 0, GROUPS=block // group, GROUP=group, STAGES=3,
+            PADDED=width != columns, ALIGNED=in_vectors(row_stride, width), GROUPS=block // group, GROUP=group, STAGES=3,
             num_warps=max(block * size // 2048, 1),
         )  # fmt: skip
 
@@ -317,14 +328,15 @@ class _Kernels(CrossEntropyKernels):
         dloss, totals = incoming
         logits, row_stride = as_rows(dlogits if logits is None else logits)
         n, columns = logits.shape
+        width, (dlogits, logits) = with_padding(self.padded, dlogits, logits)
         options = labels.options
         block = _block(columns, 4096)
         blocks = (columns + block - 1) // block
         _gradient[(n * blocks,)](
             dlogits, logits, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, dloss, totals,
-            row_stride, dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns, labels.vocabulary, first,
-            first_column, labels.target.shape[0], options.ignore_index, options.label_smoothing,
-            options.lse_square_scale, options.softcap,
+            dlogits.stride(0), row_stride, dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns,
+            width, labels.vocabulary, first, first_column, labels.target.shape[0], options.ignore_index,
+            options.label_smoothing, options.lse_square_scale, options.softcap,
             TOKEN_SCALING=options.token_scaling, BLOCK=block, num_warps=max(block // 512, 1),
         )  # fmt: skip
 
@@ -346,4 +358,4 @@ class _Kernels(CrossEntropyKernels):
         )  # fmt: skip
 
 
-KERNELS = _Kernels()
+KERNELS, LINEAR_KERNELS = _Kernels(padded=False), _Kernels(padded=True)

@@ -18,7 +18,7 @@ from liger_core.host.distillation import DistillationKernels, Given, Incoming, O
 from liger_triton.ops._cross_entropy import _biased, _cap
 from liger_triton.ops._divergences import above_mixture, count_of, exp, expm1_near, finite, total
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows
+from liger_triton.ops._rows import as_rows, in_vectors, with_padding
 
 # Bytes of each tensor's block in `_rows`, of which a thread has 64: with 32, jsd of 8192 x 128256 in bf16 takes a quarter longer.
 BLOCK_BYTES = 16384
@@ -46,9 +46,13 @@ def _lanes(ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _load(logits, bias, softcap, column, inside):
+def _load(logits, bias, softcap, column, columns, width, PADDED: tl.constexpr):
     """Logits with bias and softcap; -inf outside the row."""
-    x = _biased(tl.load(logits + column, inside, other=-float("inf")).to(tl.float32), bias, column, inside)
+    inside = column < columns
+    x = tl.load(logits + column, column < width, other=-float("inf")).to(tl.float32)
+    if PADDED:
+        x = tl.where(inside, x, -float("inf"))
+    x = _biased(x, bias, column, inside)
     if softcap is not None:
         x = tl.where(inside, _cap(x, softcap, logits)[0], -float("inf"))
     return x
@@ -56,8 +60,9 @@ def _load(logits, bias, softcap, column, inside):
 
 @triton.jit
 def _top_and_sums(
-    logits, bias, softcap, scale, columns,
-    TWO: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    logits, bias, softcap, scale, columns, width,
+    TWO: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of a row, and the sum of 2^(scale · (logit − largest)); with TWO, that of e^(logit − largest) too."""
     lanes = _lanes(ALIGNED, GROUPS, GROUP)
@@ -67,7 +72,7 @@ def _top_and_sums(
     untempered = tl.zeros([GROUPS], tl.float32)
     for start in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
         column = start + lanes
-        x = _load(logits, bias, softcap, column, column < columns)
+        x = _load(logits, bias, softcap, column, columns, width, PADDED)
         higher = tl.maximum(maximum, tl.max(x, axis=1))
         added = tl.sum(tl.exp2((x - higher[:, None]) * scale), axis=1)
         sums = sums * tl.exp2((maximum - higher) * scale) + added
@@ -140,8 +145,8 @@ def _given(target, column, inside, eps, KIND: tl.constexpr):
 @kernel(do_not_specialize=["first", "rows"])
 def _rows(
     soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels, student_stride, teacher_stride, columns,
-    first, rows, ignore_index, temperature, beta, rest, student_softcap, teacher_softcap,
-    KIND: tl.constexpr, HALF: tl.constexpr, HARD: tl.constexpr, TEMPERED: tl.constexpr,
+    width, first, rows, ignore_index, temperature, beta, rest, student_softcap, teacher_softcap,
+    KIND: tl.constexpr, HALF: tl.constexpr, HARD: tl.constexpr, TEMPERED: tl.constexpr, PADDED: tl.constexpr,
     ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # torch.compile passes floats as float64.
@@ -163,12 +168,13 @@ def _rows(
     lanes = _lanes(ALIGNED, GROUPS, GROUP)
     if KIND != COSINE or HARD:
         q_top, q_sum, hard_sum = _top_and_sums(
-            student, student_bias, student_softcap, scale, columns, HARD and TEMPERED, ALIGNED, GROUPS, GROUP, STAGES
-        )
+            student, student_bias, student_softcap, scale, columns, width, HARD and TEMPERED, PADDED, ALIGNED, GROUPS,
+            GROUP, STAGES,
+        )  # fmt: skip
         q_log_sum, hard_log_sum = libdevice.log2(q_sum), libdevice.log2(hard_sum)
     if KIND < COSINE:
         p_top, p_sum, _ = _top_and_sums(
-            teacher, teacher_bias, teacher_softcap, scale, columns, False, ALIGNED, GROUPS, GROUP, STAGES
+            teacher, teacher_bias, teacher_softcap, scale, columns, width, False, PADDED, ALIGNED, GROUPS, GROUP, STAGES
         )
         p_log_sum = libdevice.log2(p_sum)
         tops, ratio = q_top - p_top, _log2_ratio(q_sum, p_sum)
@@ -185,9 +191,9 @@ def _rows(
     for back in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
         column = (columns - 1) // (GROUPS * GROUP) * (GROUPS * GROUP) - back + lanes
         inside = column < columns
-        x = _load(student, student_bias, student_softcap, column, inside)
+        x = _load(student, student_bias, student_softcap, column, columns, width, PADDED)
         if KIND <= COSINE:
-            y = _load(teacher, teacher_bias, teacher_softcap, column, inside)
+            y = _load(teacher, teacher_bias, teacher_softcap, column, columns, width, PADDED)
         if KIND >= GIVEN:
             p, log_p = _given(teacher, column, inside, beta, KIND)
             log_q = ((x - q_top) * scale - q_log_sum) * LN_2
@@ -269,7 +275,7 @@ def _rows(
 @kernel(do_not_specialize=["first", "rows", "first_column"])
 def _gradient(
     dstudent, statistics, student, teacher, student_bias, teacher_bias, labels, by_soft, by_hard,
-    student_stride, teacher_stride, columns, first, first_column, rows, ignore_index,
+    gradient_stride, student_stride, teacher_stride, columns, width, first, first_column, rows, ignore_index,
     temperature, beta, rest, student_softcap, teacher_softcap,
     KIND: tl.constexpr, HALF: tl.constexpr, TEMPERED: tl.constexpr,
     SOFT_STEP: tl.constexpr, HARD_STEP: tl.constexpr, BLOCK: tl.constexpr,
@@ -282,15 +288,15 @@ def _gradient(
     row = first + local
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    at = local * columns + column
+    dstudent += local * gradient_stride
     if labels is not None:
         label = tl.load(labels + row)
         if label == ignore_index:
-            tl.store(dstudent + at, tl.zeros([BLOCK], tl.float32), inside)
+            tl.store(dstudent + column, tl.zeros([BLOCK], tl.float32), column < width)
             return
 
     scale = LOG2_E / temperature
-    x = tl.load(student + local * student_stride + column, inside, other=-float("inf")).to(tl.float32)
+    x = tl.load(student + local * student_stride + column, column < width, other=-float("inf")).to(tl.float32)
     x, derivative = _cap(_biased(x, student_bias, first_column + column, inside), student_softcap, student)
     if KIND != COSINE or by_hard is not None:
         q_top, q_log_sum = tl.load(statistics + row), tl.load(statistics + rows + row)
@@ -300,7 +306,7 @@ def _gradient(
         q = tl.exp2((x - q_top) * scale - q_log_sum)
         gradient = tl.load(by_soft + row * SOFT_STEP) / temperature * (q * tl.load(statistics + 4 * rows + row) - p)
     elif by_soft is not None:
-        y = tl.load(teacher + local * teacher_stride + column, inside, other=-float("inf")).to(tl.float32)
+        y = tl.load(teacher + local * teacher_stride + column, column < width, other=-float("inf")).to(tl.float32)
         y = _cap(_biased(y, teacher_bias, first_column + column, inside), teacher_softcap, teacher)[0]
         factor = tl.load(by_soft + row * SOFT_STEP)
         if KIND == COSINE:
@@ -327,7 +333,7 @@ def _gradient(
         probability = tl.exp2(finite((x - q_top) * LOG2_E - hard_log_sum))
         probability -= tl.where(first_column + column == label, 1.0, 0.0)
         gradient += tl.load(by_hard + row * HARD_STEP) * probability
-    tl.store(dstudent + at, gradient * derivative, inside)
+    tl.store(dstudent + column, gradient * derivative, column < width)
 
 
 def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]]:
@@ -339,10 +345,25 @@ def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]
 
 
 class _Kernels(DistillationKernels):
+    """Args:
+    padded: whether rows of logits may be padded, as those of `Linear.empty_logits`, and padding may be read and written.
+    """
+
+    def __init__(self, padded: bool) -> None:
+        self.padded = padded
+
+    def _with_padding(self, given: Given, teacher: Tensor, *students: Tensor) -> tuple[int, tuple[Tensor, ...]]:
+        """What `with_padding` makes of the rows of logits. A given target has none in place of the teacher's."""
+        if given.options.divergence in ("given", "log"):
+            width, students = with_padding(self.padded, *students)
+            return width, (teacher, *students)
+        return with_padding(self.padded, teacher, *students)
+
     def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
         student, student_stride = as_rows(student)
         teacher, teacher_stride = as_rows(teacher)
         n, columns = student.shape
+        width, (teacher, student) = self._with_padding(given, teacher, student)
         size = max(student.element_size(), teacher.element_size())
         group = 16 // size  # what a thread loads at once
         block = group
@@ -351,8 +372,8 @@ class _Kernels(DistillationKernels):
         options, kind = _options(given.options)
         _rows[(n,)](
             *results, student, teacher, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
-            columns, first, results.soft.shape[0], *options, **kind, HARD=given.options.hard,
-            ALIGNED=columns % 16 == 0 and student_stride % 16 == 0 and teacher_stride % 16 == 0,
+            columns, width, first, results.soft.shape[0], *options, **kind, HARD=given.options.hard,
+            PADDED=width != columns, ALIGNED=in_vectors(width, student_stride, teacher_stride),
             GROUPS=block // group, GROUP=group, STAGES=STAGES, num_warps=max(block * size // 2048, 1),
         )  # fmt: skip
 
@@ -370,14 +391,16 @@ class _Kernels(DistillationKernels):
         student, student_stride = as_rows(dstudent if student is None else student)
         teacher, teacher_stride = as_rows(teacher)
         n, columns = dstudent.shape
+        width, (teacher, dstudent, student) = self._with_padding(given, teacher, dstudent, student)
         block = 16
         while block < columns and block < 2048:
             block *= 2
         options, kind = _options(given.options)
         _gradient[(n * ((columns + block - 1) // block),)](
             dstudent, statistics, student, teacher, given.student_bias, given.teacher_bias, given.labels, *incoming,
-            student_stride, teacher_stride, columns, first, first_column, statistics.shape[1], *options, **kind,
-            SOFT_STEP=step_of(incoming.soft), HARD_STEP=step_of(incoming.hard), BLOCK=block, num_warps=max(block // 512, 1),
+            dstudent.stride(0), student_stride, teacher_stride, columns, width, first, first_column,
+            statistics.shape[1], *options, **kind, SOFT_STEP=step_of(incoming.soft), HARD_STEP=step_of(incoming.hard),
+            BLOCK=block, num_warps=max(block // 512, 1),
         )  # fmt: skip
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -387,4 +410,4 @@ class _Kernels(DistillationKernels):
         return total(losses, divisor, 1)
 
 
-KERNELS = _Kernels()
+KERNELS, LINEAR_KERNELS = _Kernels(padded=False), _Kernels(padded=True)

@@ -23,7 +23,7 @@ from liger_triton.ops._cross_entropy import _biased, _block, _cap, _exp, _exp_li
 from liger_triton.ops._device import is_hopper, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._linear import TILES_IN_TURN, tile_in_turn
-from liger_triton.ops._rows import as_rows, power_of_2
+from liger_triton.ops._rows import as_rows, in_vectors, power_of_2, with_padding
 
 MOST_TARGETS = 128
 """Targets of a row that are looked up at once."""
@@ -134,9 +134,10 @@ def _store_row(
 @kernel(do_not_specialize=["first_row", "rows", "first_id", "target_stride", "k_stride"])
 def _rows(
     logits, bias, target, weight, lse, picked, entropy, total, log_sum_squares, best, best_index, kept,
-    row_stride, target_stride, k_stride, columns, targets, first_row, rows, first_id, ignore_index, softcap,
+    row_stride, target_stride, k_stride, columns, width, targets, first_row, rows, first_id, ignore_index, softcap,
     temperature, inverse,
-    ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, TARGETS: tl.constexpr,
+    PADDED: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    TARGETS: tl.constexpr,
 ):  # fmt: skip
     local = tl.program_id(0).to(tl.int64)
     row = first_row + local
@@ -170,7 +171,10 @@ def _rows(
     for start in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
         column = start + lanes
         inside = column < columns
-        x = _biased(tl.load(logits + column, inside, other=-float("inf")).to(tl.float32), bias, column, inside)
+        x = tl.load(logits + column, column < width, other=-float("inf")).to(tl.float32)
+        if PADDED:
+            x = tl.where(inside, x, -float("inf"))
+        x = _biased(x, bias, column, inside)
         if best is not None:
             block_best, place = tl.max(x, axis=1, return_indices=True)
             better = block_best > highest
@@ -403,8 +407,8 @@ def _normalise(
 @kernel(do_not_specialize=["first_row", "first_column", "rows", "first_id", "target_stride", "k_stride"])
 def _gradient(
     dlogits, logits, bias, target, weight, kept, dlse, dpicked, dentropy, dtotal,
-    row_stride, target_stride, k_stride, columns, targets, first_row, first_column, rows, first_id, ignore_index,
-    softcap, inverse,
+    gradient_stride, row_stride, target_stride, k_stride, columns, width, targets, first_row, first_column, rows,
+    first_id, ignore_index, softcap, inverse,
     SEVERAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(columns, BLOCK)
@@ -413,13 +417,13 @@ def _gradient(
     begin = tl.program_id(0) % blocks * BLOCK
     column = begin + tl.arange(0, BLOCK)
     inside = column < columns
-    dlogits += local * columns
+    dlogits += local * gradient_stride
     exp_sum = tl.load(kept + rows + row)
     if exp_sum == -1.0:
-        tl.store(dlogits + column, tl.zeros([BLOCK], tl.float32), inside)
+        tl.store(dlogits + column, tl.zeros([BLOCK], tl.float32), column < width)
         return
 
-    x = tl.load(logits + local * row_stride + column, inside, other=0.0).to(tl.float32)
+    x = tl.load(logits + local * row_stride + column, column < width, other=0.0).to(tl.float32)
     x, derivative = _cap(_biased(x, bias, first_column + column, inside), softcap, logits)
     depth = _tempered(x - tl.load(kept + row), inverse)
     probability = _exp_like(depth, logits) * (1.0 / exp_sum)
@@ -442,7 +446,7 @@ def _gradient(
             place = label - first_id - first_column - begin
             if (label != ignore_index) & (place >= 0) & (place < BLOCK):
                 dz += tl.where(column == begin + place, tl.load(dpicked + row * targets + k), 0.0)
-    tl.store(dlogits + column, _tempered(dz * derivative, inverse), inside)
+    tl.store(dlogits + column, _tempered(dz * derivative, inverse), column < width)
 
 
 def _descriptor(rows: Tensor, block: int) -> TensorDescriptor:
@@ -543,6 +547,13 @@ def _launch_normalise(
 
 
 class _Kernels(StatisticsKernels):
+    """Args:
+    padded: whether rows of logits may be padded, as those of `Linear.empty_logits`, and padding may be read and written.
+    """
+
+    def __init__(self, padded: bool) -> None:
+        self.padded = padded
+
     def rows_of_product(self, x: Tensor, weight: Tensor, labels: Labels, most: int) -> int:
         if x.dtype is torch.float32 or not is_hopper(x.device):
             return 0
@@ -607,14 +618,15 @@ class _Kernels(StatisticsKernels):
     def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
         logits, row_stride = as_rows(logits)
         n, columns = logits.shape
+        width, (logits,) = with_padding(self.padded, logits)
         size, options, target = logits.element_size(), labels.options, labels.target
         block = _block(columns, 16384 // size)
         group = 16 // size  # what a thread loads at once
         _rows[(n,)](
             logits, labels.bias, target, labels.weight, *results, row_stride, target.stride(0), target.stride(1),
-            columns, target.shape[1], first_row, target.shape[0], options.first, options.ignore_index, options.softcap,
-            options.temperature, options.inverse,
-            ALIGNED=row_stride % 16 == 0 and columns % 16 == 0, GROUPS=block // group, GROUP=group, STAGES=3,
+            columns, width, target.shape[1], first_row, target.shape[0], options.first, options.ignore_index,
+            options.softcap, options.temperature, options.inverse,
+            PADDED=width != columns, ALIGNED=in_vectors(row_stride, width), GROUPS=block // group, GROUP=group, STAGES=3,
             TARGETS=min(power_of_2(target.shape[1], 1), MOST_TARGETS), num_warps=max(block * size // 2048, 1),
         )  # fmt: skip
 
@@ -630,16 +642,18 @@ class _Kernels(StatisticsKernels):
     ) -> None:
         logits, row_stride = as_rows(dlogits if logits is None else logits)
         n, columns = logits.shape
+        width, (dlogits, logits) = with_padding(self.padded, dlogits, logits)
         options, target = labels.options, labels.target
         dlse, dpicked, dentropy, dtotal = incoming
         block = _block(columns, 4096)
         blocks = (columns + block - 1) // block
         _gradient[(n * blocks,)](
             dlogits, logits, labels.bias, target, labels.weight, kept, dlse, dpicked, dentropy, dtotal,
-            row_stride, target.stride(0), target.stride(1), columns, target.shape[1], first_row, first_column,
-            target.shape[0], options.first, options.ignore_index, options.softcap, options.inverse,
+            dlogits.stride(0), row_stride, target.stride(0), target.stride(1), columns,
+            width, target.shape[1], first_row, first_column, target.shape[0], options.first,
+            options.ignore_index, options.softcap, options.inverse,
             SEVERAL=target.shape[1] > 1, BLOCK=block, num_warps=max(block // 512, 1),
         )  # fmt: skip
 
 
-KERNELS = _Kernels()
+KERNELS, LINEAR_KERNELS = _Kernels(padded=False), _Kernels(padded=True)

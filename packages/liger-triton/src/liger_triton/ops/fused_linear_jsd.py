@@ -14,6 +14,7 @@ from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_triton.ops._divergences import above_mixture, count_of, finite, total
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._linear import LINEAR
+from liger_triton.ops._rows import in_vectors, with_padding
 
 # Bytes of each tensor's block in `_rows`. A block takes 16 warps, and two programs fit a multiprocessor.
 BLOCK_BYTES = 16384
@@ -36,8 +37,16 @@ def _lanes(ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _load(logits, column, columns, width, PADDED: tl.constexpr):
+    """Logits; -inf outside the row."""
+    x = tl.load(logits + column, column < width, other=-float("inf")).to(tl.float32)
+    return tl.where(column < columns, x, -float("inf")) if PADDED else x
+
+
+@triton.jit
 def _top_and_log_sum(
-    logits, scale, columns, ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr
+    logits, scale, columns, width,
+    PADDED: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of a row, and log2 of the sum of 2^(scale · (logit − largest))."""
     lanes = _lanes(ALIGNED, GROUPS, GROUP)
@@ -46,7 +55,7 @@ def _top_and_log_sum(
     total = tl.zeros([GROUPS], tl.float32)
     for start in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
         column = start + lanes
-        x = tl.load(logits + column, column < columns, other=-float("inf")).to(tl.float32)
+        x = _load(logits, column, columns, width, PADDED)
         higher = tl.maximum(maximum, tl.max(x, axis=1))
         sums = tl.sum(tl.exp2((x - higher[:, None]) * scale), axis=1)
         total = total * tl.exp2((maximum - higher) * scale) + sums
@@ -56,8 +65,8 @@ def _top_and_log_sum(
 
 
 @triton.jit
-def _log2_probability(logits, at, inside, top, scale, log_sum):
-    x = tl.load(logits + at, inside, other=-float("inf")).to(tl.float32)
+def _log2_probability(logits, column, columns, width, top, scale, log_sum, PADDED: tl.constexpr):
+    x = _load(logits, column, columns, width, PADDED)
     return finite((x - top) * scale - log_sum)
 
 
@@ -72,10 +81,10 @@ def _above(q, p, beta, rest, FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF:
 
 @kernel(do_not_specialize=["first", "rows"])
 def _rows(
-    losses, statistics, student, teacher, labels, columns, first, rows, ignore_index, temperature,
-    beta, rest,
-    FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    losses, statistics, student, teacher, labels, student_stride, teacher_stride, columns, width, first, rows,
+    ignore_index, temperature, beta, rest,
+    FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    ALIGNED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # torch.compile passes floats as float64.
     temperature = tl.cast(temperature, tl.float32)
@@ -88,11 +97,11 @@ def _rows(
             tl.store(losses + row, 0.0)
             return
 
-    student += local * columns
-    teacher += local * columns
+    student += local * student_stride
+    teacher += local * teacher_stride
     scale = 1.4426950408889634 / temperature
-    q_top, q_log_sum = _top_and_log_sum(student, scale, columns, ALIGNED, GROUPS, GROUP, STAGES)
-    p_top, p_log_sum = _top_and_log_sum(teacher, scale, columns, ALIGNED, GROUPS, GROUP, STAGES)
+    q_top, q_log_sum = _top_and_log_sum(student, scale, columns, width, PADDED, ALIGNED, GROUPS, GROUP, STAGES)
+    p_top, p_log_sum = _top_and_log_sum(teacher, scale, columns, width, PADDED, ALIGNED, GROUPS, GROUP, STAGES)
 
     lanes = _lanes(ALIGNED, GROUPS, GROUP)
     from_q = tl.zeros([GROUPS], tl.float32)
@@ -100,8 +109,8 @@ def _rows(
     # Backwards: what was read last is still in the cache.
     for back in tl.range(0, columns, GROUPS * GROUP, num_stages=STAGES):
         column = (columns - 1) // (GROUPS * GROUP) * (GROUPS * GROUP) - back + lanes
-        q = _log2_probability(student, column, column < columns, q_top, scale, q_log_sum)
-        p = _log2_probability(teacher, column, column < columns, p_top, scale, p_log_sum)
+        q = _log2_probability(student, column, columns, width, q_top, scale, q_log_sum, PADDED)
+        p = _log2_probability(teacher, column, columns, width, p_top, scale, p_log_sum, PADDED)
         above_q, above_p = _above(q, p, beta, rest, FORWARD, REVERSE, HALF)
         from_q += tl.sum(tl.exp2(q) * above_q, axis=1)
         from_p += tl.sum(tl.exp2(p) * above_p, axis=1)
@@ -123,30 +132,30 @@ def _rows(
 
 @kernel(do_not_specialize=["first", "rows"])
 def _gradient(
-    dstudent, statistics, student, teacher, labels, dloss, count, columns, first, rows, ignore_index,
-    temperature, beta, rest,
+    dstudent, statistics, student, teacher, labels, dloss, count, gradient_stride, student_stride, teacher_stride, width,
+    first, rows, ignore_index, temperature, beta, rest,
     FORWARD: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # torch.compile passes floats as float64.
     temperature = tl.cast(temperature, tl.float32)
     beta, rest = tl.cast(beta, tl.float32), tl.cast(rest, tl.float32)
-    blocks = tl.cdiv(columns, BLOCK)
+    blocks = tl.cdiv(width, BLOCK)
     local = (tl.program_id(0) // blocks).to(tl.int64)
     row = first + local
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    at = local * columns + column
+    inside = column < width
+    dstudent += local * gradient_stride
     if labels is not None:
         ignored = tl.load(labels + row) == ignore_index
         if ignored:
-            tl.store(dstudent + at, tl.zeros([BLOCK], tl.float32), inside)
+            tl.store(dstudent + column, tl.zeros([BLOCK], tl.float32), inside)
             return
 
     scale = 1.4426950408889634 / temperature
     q_top, q_log_sum = tl.load(statistics + row), tl.load(statistics + rows + row)
     p_top, p_log_sum = tl.load(statistics + 2 * rows + row), tl.load(statistics + 3 * rows + row)
-    q = _log2_probability(student, at, inside, q_top, scale, q_log_sum)
-    p = _log2_probability(teacher, at, inside, p_top, scale, p_log_sum)
+    q = _log2_probability(student + local * student_stride, column, width, width, q_top, scale, q_log_sum, False)
+    p = _log2_probability(teacher + local * teacher_stride, column, width, width, p_top, scale, p_log_sum, False)
     factor = 1.0 / temperature
     if dloss is not None:
         factor *= tl.load(dloss) / tl.load(count)
@@ -157,7 +166,7 @@ def _gradient(
         factor *= LN_2 if REVERSE else rest * LN_2
         above_q = _above(q, p, beta, rest, FORWARD, REVERSE, HALF)[0]
         gradient = tl.exp2(q) * (above_q - tl.load(statistics + 4 * rows + row))
-    tl.store(dstudent + at, factor * gradient, inside)
+    tl.store(dstudent + column, factor * gradient, inside)
 
 
 def _options(given: Given) -> tuple[tuple[int, float, float, float], dict[str, bool]]:
@@ -172,6 +181,8 @@ class _Kernels(DivergenceKernels):
         self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, given: Given, first: int
     ) -> None:
         n, columns = student.shape
+        strides = student.stride(0), teacher.stride(0)
+        width, (student, teacher) = with_padding(True, student, teacher)
         size = max(student.element_size(), teacher.element_size())
         group = 16 // size  # what a thread loads at once
         block = group
@@ -179,9 +190,9 @@ class _Kernels(DivergenceKernels):
             block *= 2
         options, kind = _options(given)
         _rows[(n,)](
-            losses, statistics, student, teacher, given.labels, columns, first, losses.shape[0], *options,
-            **kind, ALIGNED=columns % 16 == 0, GROUPS=block // group, GROUP=group, STAGES=STAGES,
-            num_warps=max(block * size // 1024, 1),
+            losses, statistics, student, teacher, given.labels, *strides, columns, width, first, losses.shape[0], *options,
+            **kind, PADDED=width != columns, ALIGNED=in_vectors(width, *strides), GROUPS=block // group, GROUP=group,
+            STAGES=STAGES, num_warps=max(block * size // 1024, 1),
         )  # fmt: skip
 
     def gradient(
@@ -194,14 +205,16 @@ class _Kernels(DivergenceKernels):
         incoming: Any,
         first: int,
     ) -> None:
-        n, columns = dstudent.shape
+        student = dstudent if student is None else student
+        strides = dstudent.stride(0), student.stride(0), teacher.stride(0)
+        width, (dstudent, student, teacher) = with_padding(True, dstudent, student, teacher)
         block = 16
-        while block < columns and block < 2048:
+        while block < width and block < 2048:
             block *= 2
         options, kind = _options(given)
-        _gradient[(n * ((columns + block - 1) // block),)](
-            dstudent, statistics, dstudent if student is None else student, teacher, given.labels, *incoming, columns,
-            first, statistics.shape[1], *options, **kind, BLOCK=block, num_warps=max(block // 512, 1),
+        _gradient[(dstudent.shape[0] * ((width + block - 1) // block),)](
+            dstudent, statistics, student, teacher, given.labels, *incoming, *strides, width, first, statistics.shape[1],
+            *options, **kind, BLOCK=block, num_warps=max(block // 512, 1),
         )  # fmt: skip
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:

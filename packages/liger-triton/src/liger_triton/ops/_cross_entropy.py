@@ -293,8 +293,10 @@ def _block(columns: int, most: int) -> int:
 
 
 class _Kernels(CrossEntropyKernels):
-    """Args:
-    padded: whether rows of logits may be padded, as those of `Linear.empty_logits`, and padding may be read and written.
+    """The kernels, for logits that are given or for those of a linear layer.
+
+    Args:
+        padded: whether rows of logits may be those of `Linear.empty_logits`, whose padding may be read and written.
     """
 
     def __init__(self, padded: bool) -> None:

@@ -30,9 +30,8 @@ class Size(NamedTuple):
 
 SIZES = {
     "even": Size(16, 96, {"whole": None, "chunks": 10_000, "columns": 5_000}),
-    "odd": Size(
-        24, 459, {"whole": None, "chunks": 60_500, "columns": 30_000}
-    ),  # logits of 464 columns, one chunk of 203
+    # Rows of logits take 464 columns. Chunks of columns have 256 and 203.
+    "odd": Size(24, 459, {"whole": None, "chunks": 60_500, "columns": 30_000}),
 }
 
 

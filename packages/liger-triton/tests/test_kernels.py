@@ -312,9 +312,9 @@ def test_statistics_of_logits_that_are_not_held(
 ) -> None:
     """The kernel that multiplies a tile of logits, which is taken on Hopper: the right values and gradients."""
     taken, normalised, logits = [], [], []
-    made = LINEAR.product
-    monkeypatch.setattr(LINEAR, "product", lambda *of: (logits.append(of), made(*of))[1])
-    product, normalise = _logit_statistics.LINEAR_KERNELS.product, _logit_statistics.KERNELS.normalise
+    made = LINEAR.logits
+    monkeypatch.setattr(LINEAR, "logits", lambda *of, **how: (logits.append(of), made(*of, **how))[1])
+    product, normalise = _logit_statistics.LINEAR_KERNELS.product, _logit_statistics.LINEAR_KERNELS.normalise
     monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
     monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
     monkeypatch.setattr(_logit_statistics.LINEAR_KERNELS, "product", lambda *of: (taken.append(of), product(*of))[1])
@@ -338,8 +338,8 @@ def test_statistics_of_logits_that_are_not_held(
 def test_terms_are_kept_where_logits_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of the weight has room for terms, not for logits. A second backward makes some logits at a time."""
     logits = []
-    made = LINEAR.product
-    monkeypatch.setattr(LINEAR, "product", lambda *of: (logits.append(of), made(*of))[1])
+    made = LINEAR.logits
+    monkeypatch.setattr(LINEAR, "logits", lambda *of, **how: (logits.append(of), made(*of, **how))[1])
     monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
     monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
     monkeypatch.setattr("liger_core.host.fused_linear_logit_statistics.LEAST_TILE", 1)
@@ -351,7 +351,7 @@ def test_terms_are_kept_where_logits_do_not_fit(monkeypatch: pytest.MonkeyPatch)
         lse = liger_core.fused_linear_logit_statistics(**arguments).lse.sum()
     first, again = (torch.autograd.grad(lse, leaves, retain_graph=True) for _ in range(2))
     assert len(logits) > 1
-    assert all(a.shape[0] < 130 or b.shape[1] < 300 for a, b in logits)
+    assert all(x.shape[0] < 130 or weight.shape[0] < 300 for x, weight, _ in logits)
     for one, other in zip(first, again, strict=True):
         assert (one.float() - other.float()).norm() < 0.01 * one.float().norm()
 

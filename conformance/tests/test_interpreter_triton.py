@@ -870,6 +870,74 @@ def test_overflow_of_offsets_is_not_computed_to_be_dropped(monkeypatch):
     assert not casts
 
 
+# Types
+
+
+@triton.jit
+def steps_kernel(x_ptr, out_ptr, STEPS: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    y = x
+    for _ in range(STEPS):
+        y = y * 2 + x
+    tl.store(out_ptr + i, y)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        pytest.param(tl.core.constexpr, "__init__", id="lengths-are-wrapped"),
+        pytest.param(tl.core.dtype, "__hash__", id="a-table-of-dtypes-is-made"),
+        pytest.param(
+            getattr(tl.core, "tuple", None), "__eq__", id="shapes-are-compared", marks=not_on_ascend("shapes are lists")
+        ),
+    ],
+)
+def test_types_of_more_steps_are_those_of_one(owner, name, monkeypatch):
+    calls, original = [], getattr(owner, name)
+
+    def count(*arguments):
+        calls.append(arguments)
+        return original(*arguments)
+
+    x, out = randn(N), torch.empty(N)
+    steps_kernel[(1,)](x, out, 1, N)  # makes the types
+    monkeypatch.setattr(owner, name, count)
+    steps_kernel[(1,)](x, out, 1, N)
+    once = len(calls)
+    steps_kernel[(1,)](x, out, 9, N)
+    assert len(calls) == 2 * once
+
+
+def test_types_of_one_shape_keep_their_elements():
+    """Blocks of pointers to tensors of other dtypes, and of their elements."""
+    pointers = [tl.core.pointer_type(dtype) for dtype in (tl.float32, tl.float16)]
+    blocks = [tl.core.block_type(element, [N]) for element in (*pointers, tl.float32, tl.float16)]
+    assert [block.element_ty for block in blocks] == [*pointers, tl.float32, tl.float16]
+    assert all(list(block.shape) == [N] and block.numel == N for block in blocks)
+    assert len(set(map(str, blocks))) == 4
+    assert blocks[2] == tl.core.block_type(tl.float32, [tl.core.constexpr(N)])
+    assert blocks[2] != tl.core.block_type(tl.float32, [N, 1])
+    with pytest.raises(TypeError, match="0d block_type"):
+        tl.core.block_type(tl.float32, [])
+
+
+@not_on_ascend("it compares types as shipped")
+def test_a_dtype_is_equal_to_itself_without_a_look_at_its_name(monkeypatch):
+    assert tl.float32 == tl.core.dtype("fp32")
+    assert tl.float32 != tl.float16
+    monkeypatch.setattr(tl.core, "_unwrap_if_constexpr", None)
+    assert tl.float32 == tl.float32
+
+
+def test_builtins_are_looked_for_once(monkeypatch):
+    x, out = randn(N), torch.empty(1)
+    nested_kernel[(1,)](x, out, N)
+    monkeypatch.setattr(triton.runtime.interpreter.inspect, "getmembers", None)
+    nested_kernel[(1,)](x, out, N)
+    equal(out, x.max()[None])
+
+
 # Bounds
 
 

@@ -28,6 +28,7 @@ from liger_conformance.interpreters import (
     triton_launch,
     triton_operations,
     triton_syntax,
+    triton_types,
     triton_values,
 )
 from liger_conformance.reach import untraced
@@ -39,6 +40,9 @@ _Repair = Callable[[Any], None]
 
 # Each with the last release that needs it, None while every release does. A later one may wrap what an earlier one set.
 _REPAIRS: tuple[tuple[_Repair, tuple[int, int] | None], ...] = (
+    (triton_types.keep_numpy_types, None),
+    (triton_types.keep_block_types, None),
+    (triton_types.keep_names_of_builtins, None),
     (triton_operations.repair_nan_in_min_max, (3, 7)),
     (triton_operations.repair_fma, (3, 8)),
     (triton_operations.repair_erf, None),
@@ -59,7 +63,11 @@ _REPAIRS: tuple[tuple[_Repair, tuple[int, int] | None], ...] = (
     (triton_launch.repair_warnings, None),
     (triton_launch.repair_bounds, None),
 )
-_OF_TRITON: tuple[_Repair, ...] = (triton_operations.repair_libdevice, triton_values.repair_tf32_dot)
+_OF_TRITON: tuple[_Repair, ...] = (
+    triton_types.compare_at_once,
+    triton_operations.repair_libdevice,
+    triton_values.repair_tf32_dot,
+)
 _OF_TRITON_ASCEND: tuple[_Repair, ...] = (
     triton_ascend.repair_options,
     triton_ascend.repair_autotune,

@@ -170,10 +170,20 @@ def bytecode_version() -> str:
     raise NotImplementedError(f"the installed cuda-tile writes no Tile IR {' or '.join(VERSIONS)}")
 
 
+@functools.cache
+def _keep_signatures() -> None:
+    """The front end asks inspect for the signature of each function that a kernel calls, each time: a twelfth of its time."""
+    from cuda.tile._passes import hir2ir
+
+    front_end: Any = hir2ir
+    front_end.get_signature = functools.cache(front_end.get_signature)
+
+
 def bytecode(kernel: Any, signature: Any, architecture: str = ARCHITECTURE) -> bytes:
     """What cuda.tile's front end makes of a kernel, whose hints may differ between architectures."""
     from cuda.tile import compilation
 
+    _keep_signatures()
     buffer = io.BytesIO()
     compilation.export_kernel(
         kernel,

@@ -15,6 +15,7 @@ from liger_core.contract import Once
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_core.host.fused_linear_cross_entropy import FusedLinearCrossEntropy
 from liger_core.host.linear import Linear, chunks, plan_of
+from liger_core.host.rows import Logits
 from liger_core.ops.fused_linear_cross_entropy import fused_linear_cross_entropy, least_memory
 
 ROWS = 48
@@ -41,17 +42,20 @@ class TorchLinear(Linear):
 
 
 class TorchKernels(CrossEntropyKernels):
-    """Of a loss without options. They note each gradient's dtype, whether it overwrites logits, and the bytes of both."""
+    """Of a loss without options. They note each gradient's dtype, whether it overwrites logits, and the bytes of both.
+
+    Like a language's, they write to the columns behind those of the logits: here NaN, which nobody may read.
+    """
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.dtype, bool, int]] = []
 
-    def _logits(self, logits: Tensor, labels: Labels, first: int) -> Tensor:
-        columns = slice(first, first + logits.shape[1])
-        return logits.float() if labels.bias is None else logits.float() + labels.bias.float()[columns]
+    def _logits(self, logits: Logits, labels: Labels, first: int) -> Tensor:
+        x = logits.tensor.float()
+        return x if labels.bias is None else x + labels.bias.float()[first : first + logits.columns]
 
-    def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
-        rows = slice(first, first + logits.shape[0])
+    def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
+        rows = slice(first, first + logits.memory.shape[0])
         x = self._logits(logits, labels, 0)
         target = labels.target[rows]
         picked = x.gather(1, target.clamp(min=0)[:, None])[:, 0]
@@ -63,18 +67,19 @@ class TorchKernels(CrossEntropyKernels):
 
     def gradient(
         self,
-        dlogits: Tensor,
-        logits: Tensor | None,
+        dlogits: Logits,
+        logits: Logits | None,
         labels: Labels,
         statistics: Tensor,
         incoming: Any,
         first: int,
         first_column: int,
     ) -> None:
-        held = 0 if logits is None else logits.untyped_storage().nbytes()
-        self.seen.append((dlogits.dtype, logits is None, dlogits.untyped_storage().nbytes() + held))
+        memory = dlogits.memory
+        held = 0 if logits is None else logits.memory.untyped_storage().nbytes()
+        self.seen.append((memory.dtype, logits is None, memory.untyped_storage().nbytes() + held))
         dloss, totals = incoming
-        rows = slice(first, first + dlogits.shape[0])
+        rows = slice(first, first + memory.shape[0])
         x = self._logits(dlogits if logits is None else logits, labels, first_column)
         top, exp_sum = statistics[:, rows, None]
         target = labels.target[rows, None]
@@ -82,7 +87,8 @@ class TorchKernels(CrossEntropyKernels):
         d = torch.exp(x - top) / exp_sum - (column == target).float()
         dloss = torch.ones(()) if dloss is None else dloss
         d = d * (dloss[rows, None] if dloss.dim() else dloss)
-        dlogits.copy_(torch.where(target < 0, 0.0, d if totals is None else d / totals[0]))
+        dlogits.tensor.copy_(torch.where(target < 0, 0.0, d if totals is None else d / totals[0]))
+        memory[:, dlogits.columns :] = torch.nan
 
     def sums(
         self,

@@ -13,6 +13,7 @@ from liger_core.host.distillation import DistillationKernels, Given, Incoming, R
 from liger_core.host.fused_linear_distillation import FusedLinearDistillation
 from liger_core.host.fused_linear_kl_div import FusedLinearKLDiv
 from liger_core.host.linear import Linear, plan_of
+from liger_core.host.rows import Logits
 from liger_core.ops.fused_linear_distillation import fused_linear_distillation
 from liger_core.ops.fused_linear_kl_div import fused_linear_kl_div
 
@@ -38,19 +39,19 @@ class TorchLinear(Linear):
 class TorchKernels(DistillationKernels):
     """Of the forward divergence from a teacher's logits or from probabilities, without temperature and softcaps."""
 
-    def _both(self, student: Tensor, teacher: Tensor, given: Given, column: int) -> tuple[Tensor, Tensor]:
-        z = student.float()
+    def _both(self, student: Logits, teacher: Logits, given: Given, column: int) -> tuple[Tensor, Tensor]:
+        z = student.tensor.float()
         if given.student_bias is not None:
             z = z + given.student_bias.float()[column : column + z.shape[1]]
-        return z, teacher.float() if given.options.divergence == "given" else teacher.float().softmax(1)
+        return z, teacher.tensor.float() if given.options.divergence == "given" else teacher.tensor.float().softmax(1)
 
     def _counts(self, given: Given, first: int, rows: int) -> Tensor:
         labels = given.labels
         counts = torch.ones(rows, dtype=torch.bool)
         return counts if labels is None else labels[first : first + rows] != given.options.ignore_index
 
-    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
-        some = slice(first, first + student.shape[0])
+    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+        some = slice(first, first + student.memory.shape[0])
         z, p = self._both(student, teacher, given, 0)
         least = given.options.beta if given.options.divergence == "given" else 0.0
         losses = (p * (p.clamp(min=least).log() - z.log_softmax(1))).nan_to_num(0.0).sum(1)
@@ -59,21 +60,21 @@ class TorchKernels(DistillationKernels):
 
     def gradient(
         self,
-        dstudent: Tensor,
-        student: Tensor | None,
-        teacher: Tensor,
+        dstudent: Logits,
+        student: Logits | None,
+        teacher: Logits,
         given: Given,
         statistics: Tensor,
         incoming: Incoming,
         first: int,
         first_column: int,
     ) -> None:
-        some = slice(first, first + dstudent.shape[0])
+        some = slice(first, first + dstudent.memory.shape[0])
         z, p = self._both(dstudent if student is None else student, teacher, given, first_column)
         assert incoming.soft is not None
         by = incoming.soft.expand(statistics.shape[1])[some, None]
         dz = by * (torch.exp(z - statistics[0, some, None]) * statistics[4, some, None] - p)
-        dstudent.copy_(dz.masked_fill(~self._counts(given, first, len(dz))[:, None], 0.0))
+        dstudent.tensor.copy_(dz.masked_fill(~self._counts(given, first, len(dz))[:, None], 0.0))
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         return torch.tensor(float(len(x)) if labels is None else max((labels != ignore_index).sum().item(), 1.0))

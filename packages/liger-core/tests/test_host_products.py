@@ -25,8 +25,9 @@ from liger_core.host.fused_linear_kl_div import FusedLinearKLDiv
 from liger_core.host.fused_linear_logit_statistics import FusedLinearStatistics
 from liger_core.host.linear import EVEN, Linear
 from liger_core.host.logit_statistics import StatisticsKernels
+from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
-from liger_core.ops.fused_linear_cross_entropy import temporary_memory
+from liger_core.ops.fused_linear_cross_entropy import padded_columns, temporary_memory
 from liger_core.ops.fused_linear_distillation import fused_linear_distillation
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_core.ops.fused_linear_kl_div import fused_linear_kl_div
@@ -35,7 +36,9 @@ from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_stat
 ROWS, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 4096, 2048, 4096, 128256
 STUDENT, TEACHER = (2 * ROWS * hidden * VOCABULARY for hidden in (HIDDEN, TEACHER_HIDDEN))
 BOTH: Needs = (True, True, False)
-ROWS_TRACED, WIDTH_TRACED, CLASSES_TRACED = 4096, 8, 33
+ROWS_TRACED, WIDTH_TRACED = 4096, 8
+CLASSES_TRACED = 33, 131
+"""The rows of logits of the second are padded."""
 
 
 def _launch(y: Tensor, a: Tensor, b: Tensor) -> None:
@@ -53,16 +56,16 @@ class NoLinear(Linear):
 
 
 class NoKernels(DistillationKernels):
-    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
-        _touch(results.soft, student, teacher)
+    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+        _touch(results.soft, student.memory, teacher.memory)
         if results.hard is not None:
-            _touch(results.hard, student, teacher)
+            _touch(results.hard, student.memory, teacher.memory)
 
     def gradient(
         self,
-        dstudent: Tensor,
-        student: Tensor | None,
-        teacher: Tensor,
+        dstudent: Logits,
+        student: Logits | None,
+        teacher: Logits,
         given: Given,
         statistics: Tensor,
         incoming: Incoming,
@@ -70,7 +73,7 @@ class NoKernels(DistillationKernels):
         first_column: int,
     ) -> None:
         factors = [factor for factor in incoming if factor is not None]
-        _touch(dstudent, teacher, factors[0] + factors[-1])
+        _touch(dstudent.memory, teacher.memory, factors[0] + factors[-1])
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         return torch.ones(1, device=x.device)
@@ -80,40 +83,40 @@ class NoKernels(DistillationKernels):
 
 
 class NoStatistics(StatisticsKernels):
-    def rows(self, results: Any, logits: Tensor, labels: Any, first_row: int) -> None:
+    def rows(self, results: Any, logits: Logits, labels: Any, first_row: int) -> None:
         for result in (results.lse, results.picked, results.entropy, results.kept):
-            _touch(result, logits, logits)
+            _touch(result, logits.memory, logits.memory)
 
     def gradient(
         self,
-        dlogits: Tensor,
-        logits: Tensor | None,
+        dlogits: Logits,
+        logits: Logits | None,
         labels: Any,
         kept: Tensor,
         incoming: Any,
         first_row: int,
         first_column: int,
     ) -> None:
-        _touch(dlogits, kept if logits is None else logits, incoming.lse)
+        _touch(dlogits.memory, kept if logits is None else logits.memory, incoming.lse)
 
 
 class NoDivergence(DivergenceKernels):
     def rows(
-        self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, given: Any, first: int
+        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Any, first: int
     ) -> None:
-        _touch(losses, student, teacher)
+        _touch(losses, student.memory, teacher.memory)
 
     def gradient(
         self,
-        dstudent: Tensor,
-        student: Tensor | None,
-        teacher: Tensor,
+        dstudent: Logits,
+        student: Logits | None,
+        teacher: Logits,
         given: Any,
         statistics: Tensor,
         incoming: Any,
         first: int,
     ) -> None:
-        _touch(dstudent, teacher, statistics)
+        _touch(dstudent.memory, teacher.memory, statistics)
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         return torch.ones(1, device=x.device)
@@ -140,10 +143,13 @@ class Products(TorchDispatchMode):
 
 
 def traced_flops(node: Node) -> int:
-    """Those of a node of a graph. Two products are custom ops: that which adds up, and that which makes logits again."""
+    """Those of a node of a graph. Some products are custom ops: of padded logits, to be added up, or that make logits again."""
     factors: Any = node.args[-2:]
     if "_add_product" in str(node.args):
         (rows, m), (_, n) = (node.kwargs[name].meta["val"].shape for name in "ab")  # type: ignore[union-attr]
+    elif "_product_of" in str(node.args):
+        (m, _), (_, n) = (node.kwargs[name].meta["val"].shape for name in ("logits", "b"))  # type: ignore[union-attr]
+        rows: Any = node.kwargs["columns"]
     elif "_write_logits" in str(node.args):
         (m, rows), (n, _) = (node.kwargs[name].meta["val"].shape for name in ("x", "weight"))  # type: ignore[union-attr]
     elif getattr(node.target, "overloadpacket", None) in (torch.ops.aten.mm, torch.ops.aten.addmm):
@@ -234,9 +240,9 @@ def test_rows_of_a_teacher_at_a_time(rows: int, budgeted: int | None, each: list
     made: list[int] = []
 
     class Recorded(NoKernels):
-        def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
-            assert student.shape == teacher.shape
-            made.append(teacher.shape[0])
+        def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+            assert student.memory.shape == teacher.memory.shape
+            made.append(teacher.memory.shape[0])
 
     given = layers(rows)
     how: Any = {"accum_dtype": torch.float32, "weight_grad": True, "teacher_x": given["teacher_x"]}
@@ -259,8 +265,8 @@ def test_gradients_that_are_of_no_use_make_room() -> None:
     assert once.take() is None
 
 
-def compiled(op: Any, host: Any, needs: Needs, given: dict[str, Any]) -> tuple[float, list[tuple[int, ...]]]:
-    """The products of a compiled step, each of ROWS_TRACED · WIDTH_TRACED · CLASSES_TRACED, and the shapes that it keeps."""
+def compiled(op: Any, host: Any, needs: Needs, given: dict[str, Any], classes: int) -> tuple[float, bool]:
+    """The products of a compiled step, each of ROWS_TRACED · WIDTH_TRACED · classes, and whether it keeps logits."""
     kernel: Any = SimpleNamespace(forward=host.forward, backward=host.backward)
     run = differentiable(op, kernel, "toy")
     kept: list[tuple[int, ...]] = []
@@ -279,45 +285,44 @@ def compiled(op: Any, host: Any, needs: Needs, given: dict[str, Any]) -> tuple[f
     backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
     torch.compiler.reset()
     torch.compile(first, backend=backend, fullgraph=True)(given).sum().backward()
-    return sum(flops) / (2 * ROWS_TRACED * WIDTH_TRACED * CLASSES_TRACED), kept
+    keeps = any(shape[-1:] in ((classes,), (padded_columns(classes),)) for shape in kept)
+    return sum(flops) / (2 * ROWS_TRACED * WIDTH_TRACED * classes), keeps
 
 
+@pytest.mark.parametrize("classes", CLASSES_TRACED)
 @pytest.mark.parametrize(
     ("options", "products"),
     [({}, 4), ({"hard_weight": 0.5}, 6), ({"reduction": "none"}, 6)],
     ids=str,
 )
-def test_a_compiled_distillation_keeps_no_logits(options: dict[str, Any], products: int) -> None:
+def test_a_compiled_distillation_keeps_no_logits(options: dict[str, Any], products: int, classes: int) -> None:
     """Backward makes chunks of logits by the products that forward had: torch.compile would see that, and keep them all.
 
     While Dynamo traces, each result gets a gradient, so that a hard loss costs as much as one per row.
     """
     given = {
         "student_x": torch.randn(ROWS_TRACED, WIDTH_TRACED, requires_grad=True),
-        "student_weight": torch.randn(CLASSES_TRACED, WIDTH_TRACED, requires_grad=True),
+        "student_weight": torch.randn(classes, WIDTH_TRACED, requires_grad=True),
         "teacher_x": torch.randn(ROWS_TRACED, WIDTH_TRACED),
-        "teacher_weight": torch.randn(CLASSES_TRACED, WIDTH_TRACED),
+        "teacher_weight": torch.randn(classes, WIDTH_TRACED),
         "labels": torch.zeros(ROWS_TRACED, dtype=torch.int64),
     }
     host = FusedLinearDistillation(NoKernels(), NoLinear())
-    flops, kept = compiled(fused_linear_distillation, host, BOTH, given | options)
-    assert flops == products
-    assert not [shape for shape in kept if shape[-1:] == (CLASSES_TRACED,)]
+    assert compiled(fused_linear_distillation, host, BOTH, given | options, classes) == (products, False)
 
 
+@pytest.mark.parametrize("classes", CLASSES_TRACED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("needs", [BOTH, (True, False, False)], ids=str)
-def test_compiled_statistics_keep_no_logits(needs: Needs, dtype: torch.dtype) -> None:
+def test_compiled_statistics_keep_no_logits(needs: Needs, dtype: torch.dtype, classes: int) -> None:
     given = {
         "x": torch.randn(ROWS_TRACED, WIDTH_TRACED, dtype=dtype, requires_grad=True),
-        "linear_weight": torch.randn(CLASSES_TRACED, WIDTH_TRACED, dtype=dtype, requires_grad=needs[1]),
+        "linear_weight": torch.randn(classes, WIDTH_TRACED, dtype=dtype, requires_grad=needs[1]),
         "target": torch.zeros(ROWS_TRACED, dtype=torch.int64),
         "return_entropy": True,
     }
     host = FusedLinearStatistics(NoStatistics(), NoLinear())
-    flops, kept = compiled(fused_linear_logit_statistics, host, needs, given)
-    assert flops == 2 + sum(needs)
-    assert not [shape for shape in kept if shape[-1:] == (CLASSES_TRACED,)]
+    assert compiled(fused_linear_logit_statistics, host, needs, given, classes) == (2 + sum(needs), False)
 
 
 class Aligned(TorchDispatchMode):
@@ -384,5 +389,6 @@ def test_products_of_a_vocabulary_that_eight_does_not_divide(name: str, budget: 
 def test_logits_that_are_made_again_are_the_same(dtype: torch.dtype) -> None:
     x, weight = torch.randn(7, 5, dtype=dtype), torch.randn(3, 10, dtype=dtype)[:, ::2]
     linear = Linear()
-    assert torch.equal(linear.logits(x, weight, dtype, again=True), x @ weight.t())
-    assert torch.equal(linear.logits(x, weight, torch.float32, again=True), linear.product(x, weight.t()))
+    assert torch.equal(linear.logits(x, weight, dtype, again=True).tensor, x @ weight.t())
+    again = linear.logits(x, weight, torch.float32, again=True)
+    assert torch.equal(again.tensor, linear.product(x, weight.t()))

@@ -12,6 +12,7 @@ from liger_core.contract import Needs, Once
 from liger_core.host.fused_linear_logit_statistics import LEAST_TILE, FusedLinearStatistics, plan_of
 from liger_core.host.linear import Linear
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
+from liger_core.host.rows import Logits
 from liger_core.ops.fused_linear_cross_entropy import padded_columns
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics, least_statistics_memory
 
@@ -27,22 +28,25 @@ class TorchLinear(Linear):
 
     products = 0
 
-    def logits(self, x: Tensor, weight: Tensor, dtype: torch.dtype, again: bool = False) -> Tensor:
+    def logits(self, x: Tensor, weight: Tensor, dtype: torch.dtype, again: bool = False) -> Logits:
         self.products += 1
         return super().logits(x, weight, dtype, again)
 
 
 class TorchKernels(StatisticsKernels):
-    """Of statistics without softcap and temperature. They note the bytes of each tile of logits, with its gradient's."""
+    """Of statistics without softcap and temperature. They note the bytes of each tile of logits, with its gradient's.
+
+    Like a language's, they write to the columns behind those of the logits: here NaN, which nobody may read.
+    """
 
     def __init__(self) -> None:
         self.alone: list[int] = []
         self.tiles: list[int] = []
 
-    def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
-        self.alone.append(logits.untyped_storage().nbytes())
-        some = slice(first_row, first_row + logits.shape[0])
-        z = logits if labels.bias is None else logits + labels.bias.float()
+    def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
+        self.alone.append(logits.memory.untyped_storage().nbytes())
+        some = slice(first_row, first_row + logits.memory.shape[0])
+        z = logits.tensor if labels.bias is None else logits.tensor + labels.bias.float()
         target = labels.target[some]
         counts = target != labels.options.ignore_index
         results.lse[some] = z.logsumexp(1).masked_fill(~counts.any(1), 0.0)
@@ -59,16 +63,16 @@ class TorchKernels(StatisticsKernels):
 
     def gradient(
         self,
-        dlogits: Tensor,
-        logits: Tensor | None,
+        dlogits: Logits,
+        logits: Logits | None,
         labels: Labels,
         kept: Tensor,
         incoming: Incoming,
         first_row: int,
         first_column: int,
     ) -> None:
-        self.tiles.append(sum(tensor.untyped_storage().nbytes() for tensor in (dlogits, logits) if tensor is not None))
-        z = dlogits if logits is None else logits
+        self.tiles.append(sum(both.memory.untyped_storage().nbytes() for both in (dlogits, logits) if both is not None))
+        z = (logits or dlogits).tensor
         some, columns = slice(first_row, first_row + z.shape[0]), slice(first_column, first_column + z.shape[1])
         z = z if labels.bias is None else z + labels.bias.float()[columns]
         log_p = z - kept[0, some, None] - kept[1, some, None].log()
@@ -81,7 +85,8 @@ class TorchKernels(StatisticsKernels):
             column = torch.arange(columns.start, columns.stop)
             for k in range(labels.target.shape[1]):
                 dz += incoming.picked[some, k, None] * (column == labels.target[some, k, None])
-        dlogits.copy_(torch.where(kept[1, some, None] == -1.0, 0.0, dz))
+        dlogits.tensor.copy_(torch.where(kept[1, some, None] == -1.0, 0.0, dz))
+        dlogits.memory[:, dlogits.columns :] = torch.nan
 
 
 def arguments(

@@ -314,17 +314,15 @@ def test_statistics_of_logits_that_are_not_held(
     taken, normalised, logits = [], [], []
     made = LINEAR.logits
     monkeypatch.setattr(LINEAR, "logits", lambda *of, **how: (logits.append(of), made(*of, **how))[1])
-    product, normalise = _logit_statistics.LINEAR_KERNELS.product, _logit_statistics.LINEAR_KERNELS.normalise
+    product, normalise = _logit_statistics.KERNELS.product, _logit_statistics.KERNELS.normalise
     monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
     monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
-    monkeypatch.setattr(_logit_statistics.LINEAR_KERNELS, "product", lambda *of: (taken.append(of), product(*of))[1])
-    monkeypatch.setattr(
-        _logit_statistics.LINEAR_KERNELS, "normalise", lambda *of: (normalised.append(of), normalise(*of))[1]
-    )
+    monkeypatch.setattr(_logit_statistics.KERNELS, "product", lambda *of: (taken.append(of), product(*of))[1])
+    monkeypatch.setattr(_logit_statistics.KERNELS, "normalise", lambda *of: (normalised.append(of), normalise(*of))[1])
     # Less memory than all logits take, or their terms, which would be kept; or so much.
     monkeypatch.setattr("liger_core.host.fused_linear_logit_statistics.LEAST_TILE", 1024 if fit else 1)
     if not fit:
-        monkeypatch.setattr(_logit_statistics.LINEAR_KERNELS, "rows_of_terms", lambda *of: 0)
+        monkeypatch.setattr(_logit_statistics.KERNELS, "rows_of_terms", lambda *of: 0)
     arguments = build_linear_statistics(Make(dtype, DEVICE), hidden=72, **options)
     op = ops["fused_linear_logit_statistics"]
     check(op, arguments, wanted)
@@ -363,12 +361,10 @@ def test_terms_of_a_frozen_head_do_not_depend_on_the_sample(
 ) -> None:
     """Logits far above all sampled ones, in some rows; or all of these −inf, so that no row has a base."""
     scales = []
-    product = _logit_statistics.LINEAR_KERNELS.product
+    product = _logit_statistics.KERNELS.product
     monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
     monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
-    monkeypatch.setattr(
-        _logit_statistics.LINEAR_KERNELS, "product", lambda *of: (product(*of), scales.append(of[-1]))[0]
-    )
+    monkeypatch.setattr(_logit_statistics.KERNELS, "product", lambda *of: (product(*of), scales.append(of[-1]))[0])
     # Less memory than all logits take.
     monkeypatch.setattr("liger_core.host.fused_linear_logit_statistics.LEAST_TILE", 1)
     rows = 100
@@ -451,7 +447,7 @@ def test_statistics_of_logits_that_are_not_held_take_rows_that_tma_loads(
         class_weight: torch.Tensor | None = None,
     ) -> bool:
         labels = labels_of(torch.zeros(600, targets).long(), class_weight, None, options_of(0, -100, softcap, 1.0))
-        return bool(_logit_statistics.LINEAR_KERNELS.rows_of_product(x, weight, labels, most))
+        return bool(_logit_statistics.KERNELS.rows_of_product(x, weight, labels, most))
 
     assert taken(x, weight) == fits
     assert not taken(x.float(), weight.float())

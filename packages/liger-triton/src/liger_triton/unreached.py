@@ -16,7 +16,6 @@ UNREACHED = {
     "interpreted _launch._specialised": _INTERPRETED,
     "compiled* _launch.Kernel.__init__": _AT_IMPORT,
     "* _launch.kernel": _AT_IMPORT,
-    "* _*._Kernels.__init__": _AT_IMPORT,
     "compiled* _launch.Kernel.__getitem__: compiling() is true": "traced code isn't watched: tests/traced.py",
     "compiled* _launch.Kernel._launch: compiled is None or pointers % 16 or _hooked() is false": _COMPILED,
     "compiled* _launch.Kernel._launch_anew: *": _COMPILED,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
+from liger_core.host.rows import Logits
 
 
 class Options(NamedTuple):
@@ -74,14 +75,14 @@ class CrossEntropyKernels:
         """
         return 3 if options.token_scaling else 2
 
-    def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
-        """Write the results of the rows from `first` on, as many as `logits` has."""
+    def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
+        """Write the results of the rows from `first` on, as many as `logits` has. They may have any strides."""
         raise NotImplementedError
 
     def gradient(
         self,
-        dlogits: Tensor,
-        logits: Tensor | None,
+        dlogits: Logits,
+        logits: Logits | None,
         labels: Labels,
         statistics: Tensor,
         incoming: Any,
@@ -91,7 +92,7 @@ class CrossEntropyKernels:
         """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
 
         Args:
-            dlogits: contiguous; it may be float32 for logits of another dtype.
+            dlogits: to be written; `memory` is contiguous. It may be float32 for logits of another dtype.
             logits: None if `dlogits` holds them.
             labels: as `rows` got them.
             statistics: those of `rows`.
@@ -262,7 +263,7 @@ class CrossEntropy:
             "differentiable": differentiable,
         }
         rows = new_rows(self.kernels, labels, **wanted)
-        self.kernels.rows(rows, logits, labels, 0)
+        self.kernels.rows(rows, Logits.of(logits), labels, 0)
         result, totals = result_of(self.kernels, rows, labels, None, **wanted)
         if not differentiable:
             return result, ()
@@ -287,5 +288,5 @@ class CrossEntropy:
         labels = Labels(target, weight, weight_sum, None, logits.shape[1], options)
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         incoming = self.kernels.incoming(dloss, totals, target)
-        self.kernels.gradient(dlogits, logits, labels, statistics, incoming, 0, 0)
+        self.kernels.gradient(Logits.of(dlogits), Logits.of(logits), labels, statistics, incoming, 0, 0)
         return (dlogits,)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
+from liger_core.host.rows import Logits
 from liger_core.ops.distillation import DistillationOutput
 
 
@@ -78,15 +79,15 @@ def step_of(incoming: Tensor | None) -> int:
 class DistillationKernels:
     """A language's kernels of distillations."""
 
-    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
+    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
         """Write the results of the rows from `first` on, as many as there are logits. The logits may have any strides."""
         raise NotImplementedError
 
     def gradient(
         self,
-        dstudent: Tensor,
-        student: Tensor | None,
-        teacher: Tensor,
+        dstudent: Logits,
+        student: Logits | None,
+        teacher: Logits,
         given: Given,
         statistics: Tensor,
         incoming: Incoming,
@@ -96,7 +97,7 @@ class DistillationKernels:
         """Write the gradient of the student's logits of the rows from `first` on, and of the columns from `first_column` on.
 
         Args:
-            dstudent: contiguous.
+            dstudent: to be written; `memory` is contiguous.
             student: None if `dstudent` holds them.
             teacher: the teacher's, of the same rows and columns.
             given: as `rows` got them: biases of all columns.
@@ -239,7 +240,7 @@ class Distillation:
         given = given_of(labels, None, None, options)
         rows = new_rows(student_logits, options.hard)
         divisor = divisor_of(self.kernels, student_logits, given, reduction, num_items_in_batch)
-        self.kernels.rows(rows, student_logits, teacher_logits, given, 0)
+        self.kernels.rows(rows, Logits.of(student_logits), Logits.of(teacher_logits), given, 0)
         result = result_of(self.kernels, rows, divisor, reduction, soft_weight, hard_weight)
         saved = (student_logits, teacher_logits, given.labels, rows.statistics, divisor) if needs[0] else ()
         return result, saved
@@ -267,6 +268,6 @@ class Distillation:
         found = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
         incoming = incoming_of(dloss, dsoft, dhard, divisor, soft_weight, hard_weight)
         dstudent = torch.empty_like(student, memory_format=torch.contiguous_format)
-        given = Given(labels, None, None, found)
-        self.kernels.gradient(dstudent, student, teacher, given, statistics, incoming, 0, 0)
+        all_of_them = Logits.of(dstudent), Logits.of(student), Logits.of(teacher)
+        self.kernels.gradient(*all_of_them, Given(labels, None, None, found), statistics, incoming, 0, 0)
         return (dstudent,)

@@ -18,6 +18,7 @@ from liger_core.host.cross_entropy import (
     result_of,
 )
 from liger_core.host.linear import Linear, LinearLoss, plan_of
+from liger_core.host.rows import Logits
 
 
 class _Loss(LinearLoss):
@@ -42,7 +43,7 @@ class _Loss(LinearLoss):
         self.kernels, self.labels, self.statistics = kernels, labels, statistics
         self.results: Rows | None = None
 
-    def write(self, first: int, *logits: Tensor) -> None:
+    def write(self, first: int, *logits: Logits) -> None:
         assert self.results is not None
         self.kernels.rows(self.results, logits[0], self.labels, first)
 
@@ -50,7 +51,7 @@ class _Loss(LinearLoss):
         return self.kernels.incoming(dloss, self.divisor, self.labels.target)
 
     def gradient(
-        self, dlogits: Tensor, kept: tuple[Tensor | None, ...], incoming: Any, first: int = 0, first_column: int = 0
+        self, dlogits: Logits, kept: tuple[Logits | None, ...], incoming: Any, first: int = 0, first_column: int = 0
     ) -> None:
         assert self.statistics is not None
         self.kernels.gradient(dlogits, kept[0], self.labels, self.statistics, incoming, first, first_column)

@@ -22,6 +22,7 @@ from liger_core.host.distillation import (
     result_of,
 )
 from liger_core.host.linear import Linear, TeacherLoss
+from liger_core.host.rows import Logits
 from liger_core.ops.distillation import DistillationOutput
 
 
@@ -46,7 +47,7 @@ class _Loss(TeacherLoss):
         self.results: Rows | None = None
         self.made: Incoming | None = None
 
-    def write(self, first: int, *logits: Tensor) -> None:
+    def write(self, first: int, *logits: Logits) -> None:
         student, teacher = logits
         assert self.results is not None
         self.kernels.rows(self.results, student, teacher, self.given, first)
@@ -59,7 +60,7 @@ class _Loss(TeacherLoss):
         return Incoming(one * soft, one * hard) if self.given.options.hard else Incoming(one, None)
 
     def gradient(
-        self, dlogits: Tensor, kept: tuple[Tensor | None, ...], incoming: Any, first: int = 0, first_column: int = 0
+        self, dlogits: Logits, kept: tuple[Logits | None, ...], incoming: Any, first: int = 0, first_column: int = 0
     ) -> None:
         student, teacher = kept
         assert teacher is not None

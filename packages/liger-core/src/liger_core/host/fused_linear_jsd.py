@@ -9,6 +9,7 @@ from torch import Tensor
 
 from liger_core.contract import Needs, Saved
 from liger_core.host.linear import Linear, TeacherLoss
+from liger_core.host.rows import Logits
 
 
 class Given(NamedTuple):
@@ -31,14 +32,14 @@ class DivergenceKernels:
     """A language's kernels of the divergence of logits."""
 
     def rows(
-        self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, given: Given, first: int
+        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
     ) -> None:
         """Write the losses of the rows from `first` on, as many as there are logits, and what their gradient needs.
 
         Args:
             losses: float32 ``[N]``.
             statistics: float32 ``[5, N]``, or None.
-            student, teacher: logits, contiguous.
+            student, teacher: logits; `memory` is contiguous.
             given: the rest.
             first: the first row.
         """
@@ -46,9 +47,9 @@ class DivergenceKernels:
 
     def gradient(
         self,
-        dstudent: Tensor,
-        student: Tensor | None,
-        teacher: Tensor,
+        dstudent: Logits,
+        student: Logits | None,
+        teacher: Logits,
         given: Given,
         statistics: Tensor,
         incoming: Any,
@@ -88,7 +89,7 @@ class _Loss(TeacherLoss):
         super().__init__(*layers, **how)
         self.kernels, self.given, self.losses, self.statistics = kernels, given, losses, statistics
 
-    def write(self, first: int, *logits: Tensor) -> None:
+    def write(self, first: int, *logits: Logits) -> None:
         student, teacher = logits
         assert self.losses is not None
         self.kernels.rows(self.losses, self.statistics, student, teacher, self.given, first)
@@ -98,7 +99,7 @@ class _Loss(TeacherLoss):
         return self.kernels.incoming(dloss, self.divisor)
 
     def gradient(
-        self, dlogits: Tensor, kept: tuple[Tensor | None, ...], incoming: Any, first: int = 0, first_column: int = 0
+        self, dlogits: Logits, kept: tuple[Logits | None, ...], incoming: Any, first: int = 0, first_column: int = 0
     ) -> None:
         student, teacher = kept
         assert teacher is not None

@@ -20,6 +20,7 @@ from liger_core.host.distillation import (
     new_rows,
 )
 from liger_core.host.linear import Linear, LinearLoss, plan_of
+from liger_core.host.rows import Logits
 
 
 class _Loss(LinearLoss):
@@ -36,10 +37,10 @@ class _Loss(LinearLoss):
         self.results: Rows | None = None
         self.made: Incoming | None = None
 
-    def write(self, first: int, *logits: Tensor) -> None:
+    def write(self, first: int, *logits: Logits) -> None:
         assert self.results is not None
-        target = self.target[first : first + logits[0].shape[0]]
-        self.kernels.rows(self.results, logits[0], target, self.given, first)
+        target = self.target[first : first + logits[0].memory.shape[0]]
+        self.kernels.rows(self.results, logits[0], Logits.of(target), self.given, first)
 
     def incoming(self, dloss: Tensor | None) -> Incoming:
         if dloss is not None and self.made is not None:
@@ -47,10 +48,10 @@ class _Loss(LinearLoss):
         return Incoming(torch.ones(1, dtype=torch.float32, device=self.x.device), None)
 
     def gradient(
-        self, dlogits: Tensor, kept: tuple[Tensor | None, ...], incoming: Any, first: int = 0, first_column: int = 0
+        self, dlogits: Logits, kept: tuple[Logits | None, ...], incoming: Any, first: int = 0, first_column: int = 0
     ) -> None:
-        rows, columns = dlogits.shape
-        target = self.target[first : first + rows, first_column : first_column + columns]
+        rows, columns = dlogits.memory.shape[0], dlogits.columns
+        target = Logits.of(self.target[first : first + rows, first_column : first_column + columns])
         self.kernels.gradient(dlogits, kept[0], target, self.given, self.statistics, incoming, first, first_column)
 
 

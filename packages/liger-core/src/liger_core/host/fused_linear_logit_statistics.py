@@ -34,6 +34,7 @@ from liger_core.host.logit_statistics import (
     result_of,
     terms_columns,
 )
+from liger_core.host.rows import Logits
 from liger_core.ops.fused_linear_cross_entropy import padded_columns
 from liger_core.ops.logit_statistics import LogitStatistics
 
@@ -157,7 +158,7 @@ class _Call:
             logits = None  # before the next ones are allocated
             logits = self.linear.logits(x[first:last], self.weight, torch.float32)
             self.kernels.rows(results, logits, self.labels, first)
-        return (logits,) if keeps and logits is not None else ()
+        return (logits.memory,) if keeps and logits is not None else ()
 
     def _taken(self, x: Tensor, results: Rows) -> int:
         """Rows whose results a kernel makes at a time from x itself; 0 if the logits are made first.
@@ -214,7 +215,7 @@ class _Call:
             if taken:
                 terms = torch.empty((last - first, columns), dtype=x.dtype, device=x.device)
                 self.kernels.product(results, x[some], self.weight, self.labels, first, terms, factors[2, some])
-                others = terms[:, : self.weight.shape[0]]
+                others = Logits(terms, self.weight.shape[0])
                 del terms
             else:
                 logits = self.linear.logits(x[some], self.weight, torch.float32)
@@ -226,7 +227,7 @@ class _Call:
                 incoming = Incoming(one, less, None, None)
                 others = self._dlogits(logits, x.dtype, results.kept, incoming, first, 0)
             assert others is not None
-            self.linear.write_product(m[some], others, self.weight)
+            self.linear.write_product_of(m[some], others, self.weight)
         return m, factors
 
     def columns_of(self) -> tuple[Tensor, Tensor]:
@@ -272,14 +273,16 @@ class _Call:
             if len(held) > 1:
                 dlogits = self._of_terms(held[0], held[1], held[2], kept, incoming)
             else:
-                logits = held[0] if held else self._logits_again(x[first:last], self.weight)
+                logits = (
+                    Logits(held[0], self.weight.shape[0]) if held else self._logits_again(x[first:last], self.weight)
+                )
                 held = ()
                 dlogits = self._dlogits(logits, x.dtype, kept, incoming, first, 0)
                 del logits  # freed before the products
             if dx is not None:
-                self.linear.write_product(dx[first:last], dlogits, self.weight)
+                self.linear.write_product_of(dx[first:last], dlogits, self.weight)
             if self.needs[1]:
-                dweight = self.linear.add_product(dweight, dlogits, x[first:last], dtype)
+                dweight = self.linear.add_product_of(dweight, dlogits, x[first:last], dtype)
             del dlogits
         return dx, dweight
 
@@ -292,38 +295,38 @@ class _Call:
             dlogits = self._dlogits(logits, x.dtype, kept, incoming, 0, first)
             del logits
             if self.needs[0]:
-                dx = self.linear.add_product(dx, dlogits.t(), part, torch.float32)
+                dx = self.linear.add_product_of(dx, dlogits, part, torch.float32, transposed=False)
             if dweight is not None:
-                self.linear.write_product(dweight[first:last], dlogits.t(), x)
+                self.linear.write_product_of(dweight[first:last], dlogits, x, transposed=True)
             del dlogits
         return dx, dweight
 
-    def _of_terms(self, terms: Tensor, beside: Any, factors: Tensor, kept: Tensor, incoming: Incoming) -> Tensor:
+    def _of_terms(self, terms: Tensor, beside: Any, factors: Tensor, kept: Tensor, incoming: Incoming) -> Logits:
         """The gradient of all logits, in place of what `forward` kept."""
         dlse = torch.zeros_like(factors[0]) if incoming.lse is None else incoming.lse
         self.kernels.normalise(terms, beside, self.labels, kept, dlse, 0)
         column, here = self.columns_of()
         column, found = column[:, None], self._of_target(factors, incoming)[:, None].to(terms.dtype)
         terms.scatter_(1, column, torch.where(here[:, None], found, terms.gather(1, column)))
-        return terms[:, : self.weight.shape[0]]
+        return Logits(terms, self.weight.shape[0])
 
-    def _logits_again(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _logits_again(self, x: Tensor, weight: Tensor) -> Logits:
         """float32 x weightᵀ. While Dynamo traces, a plan to keep all logits comes true by a product that forward has as well."""
         return self.linear.logits(x, weight, torch.float32, again=modes.compiling() and not self.plan.whole)
 
     def _dlogits(
-        self, logits: Tensor, dtype: torch.dtype, kept: Tensor, incoming: Incoming, first_row: int, first_column: int
-    ) -> Tensor:
+        self, logits: Logits, dtype: torch.dtype, kept: Tensor, incoming: Incoming, first_row: int, first_column: int
+    ) -> Logits:
         """The gradient of logits, rounded to x's dtype. Before that it is added to the bias's. The logits are overwritten."""
         if self.needs[2] or dtype is torch.float32:
             self.kernels.gradient(logits, None, self.labels, kept, incoming, first_row, first_column)
             if self.needs[2]:
                 if self.dbias is None:
                     size = self.weight.shape[0]
-                    self.dbias = torch.zeros(size, dtype=torch.float32, device=logits.device)
-                self.dbias[first_column : first_column + logits.shape[1]] += logits.sum(0)
-            return logits if dtype is torch.float32 else self.linear.empty_logits_like(logits, dtype).copy_(logits)
-        dlogits = self.linear.empty_logits_like(logits, dtype)
+                    self.dbias = torch.zeros(size, dtype=torch.float32, device=self.weight.device)
+                self.dbias[first_column : first_column + logits.columns] += logits.tensor.sum(0)
+            return logits if dtype is torch.float32 else Logits(logits.memory.to(dtype), logits.columns)
+        dlogits = logits.empty_like(dtype)
         self.kernels.gradient(dlogits, logits, self.labels, kept, incoming, first_row, first_column)
         return dlogits
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from liger_core import modes
 from liger_core.contract import Needs, Once, Saved
+from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_cross_entropy import chunk_columns, chunk_rows, padded_columns, temporary_memory
 
@@ -59,24 +60,6 @@ def is_wide(bias: Tensor | None, x: Tensor) -> bool:
     return bias is not None and bias.dtype is not x.dtype and x.dtype is not torch.float32
 
 
-def _parts(rows: Tensor) -> list[slice]:
-    """Columns of logits, or of their gradient, in parts that products take at full speed: most of them, and then the rest."""
-    columns, even = rows.shape[1], rows.shape[1] // EVEN * EVEN
-    if even == columns or padded_columns(columns) == columns or rows.stride(0) % EVEN:
-        return [slice(0, columns)]
-    return [slice(0, even), slice(even, columns)]
-
-
-def _has_rest(a: Tensor) -> bool:
-    """Whether `a`, the gradient of logits or its transpose, has more than one part."""
-    return len(_parts(a if _sums(a) else a.t())) > 1
-
-
-def _sums(a: Tensor) -> bool:
-    """Whether `a`, in a product a b, is the gradient of logits, and not its transpose."""
-    return a.stride(1) == 1
-
-
 def _factors(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, torch.dtype | None]:
     """The arguments of `_mm` for a b in `dtype`: both factors, and the product's dtype if it differs from theirs."""
     if dtype is not torch.float32 or a.dtype is torch.float32:
@@ -108,35 +91,44 @@ def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(_mm(a, b, dtype))
 
 
-def _write_parts(y: Tensor, a: Tensor, b: Tensor) -> None:
-    """y = a b, in the parts of `a`."""
-    if _sums(a):
-        # The rest first: what is rounded twice is then a sum of few terms.
-        most, rest = _parts(a)
-        _write(y, a[:, rest], b[rest])
-        _add(y, a[:, most], b[most])
-    else:
-        for part in _parts(a.t()):
-            _write(y[part], a[part], b)
+def _parts(columns: int, width: int) -> list[slice]:
+    """Columns of logits, or of their gradient, in parts that products take at full speed: most of them, and then the rest.
+
+    Args:
+        columns: how many there are.
+        width: columns of their memory.
+    """
+    even = columns if columns == width else columns // EVEN * EVEN
+    return [slice(0, columns)] if even in (0, columns) else [slice(0, even), slice(even, columns)]
 
 
 @opaque(writes=("total",))
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in the parts of `a`.
+    """total += a b.
 
     It isn't traced: Inductor would add up the products of all chunks at the end, each in its own memory.
     """
-    if _sums(a):
-        for part in _parts(a):
-            _add(total, a[:, part], b[part])
+    _add(total, a, b)
+
+
+@opaque(writes=("y",))
+def _product_of(y: Tensor, logits: Tensor, columns: int, b: Tensor, transposed: bool, adds: bool) -> None:
+    """y = a b, or y += a b. a is the first columns of `logits`, or their transpose."""
+    parts = _parts(columns, logits.shape[1])
+    if transposed:
+        for part in parts:
+            (_add if adds else _write)(y[part], logits[:, part].t(), b)
     else:
-        for part in _parts(a.t()):
-            _add(total[part], a[part], b)
+        # The rest first: what is rounded twice is then a sum of few terms.
+        for part in reversed(parts):
+            (_add if adds else _write)(y, logits[:, part], b[part])
+            adds = True
 
 
 @opaque(writes=("logits",))
 def _write_logits(logits: Tensor, x: Tensor, weight: Tensor) -> None:
-    for part in _parts(logits):
+    """The first columns of `logits` = x weightᵀ."""
+    for part in _parts(weight.shape[0], logits.shape[1]):
         _write(logits[:, part], x, weight[part].t())
 
 
@@ -151,7 +143,7 @@ class Linear:
     4096 and 128256 columns took an H200 683 ms with columns in chunks of 8551, and 221 in chunks of 8576."""
 
     pads = True
-    """Whether rows of logits are `padded_columns` apart, for products of the columns that EVEN divides and of the rest."""
+    """Whether logits have `padded_columns` in memory, for products of the columns that EVEN divides and of the rest."""
 
     def scale(self, y: Tensor, x: Tensor, dloss: Tensor, divisor: Tensor | None) -> None:
         """Write x · dloss / divisor to `y`, which may be `x`.
@@ -170,45 +162,42 @@ class Linear:
 
     def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         """total + aᵀ b, in `dtype`; written to `total` if there is one."""
-        a = a.t()
-        if total is not None:
-            _add_product(total, a, b)
-        elif _has_rest(a):
-            total = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=b.device)
-            _write_parts(total, a, b)
-        else:
-            total = _mm(*_factors(a, b, dtype)).to(dtype)
+        if total is None:
+            return _mm(*_factors(a.t(), b, dtype)).to(dtype)
+        _add_product(total, a.t(), b)
         return total
 
-    def write_product(self, y: Tensor, a: Tensor, b: Tensor) -> None:
-        """Write a · b to `y`, in their dtype. One factor is the gradient of logits, or its transpose."""
-        if _has_rest(a):
-            _write_parts(y, a, b)
+    def add_product_of(
+        self, total: Tensor | None, logits: Logits, b: Tensor, dtype: torch.dtype, transposed: bool = True
+    ) -> Tensor:
+        """`add_product` of logits or their gradient: total + logitsᵀ b, or total + logits b if not `transposed`."""
+        memory, columns = logits
+        if not logits.padded:
+            return self.add_product(total, memory if transposed else memory.t(), b, dtype)
+        adds = total is not None
+        if total is None:
+            total = torch.empty((columns if transposed else memory.shape[0], b.shape[1]), dtype=dtype, device=b.device)
+        _product_of(total, memory, columns, b, transposed, adds)
+        return total
+
+    def write_product_of(self, y: Tensor, logits: Logits, b: Tensor, transposed: bool = False) -> None:
+        """Write logits b, or logitsᵀ b if `transposed`, to `y`, in their dtype."""
+        memory, columns = logits
+        if logits.padded:
+            _product_of(y, memory, columns, b, transposed, False)
         else:
-            torch.mm(a, b, out=y)
+            torch.mm(memory.t() if transposed else memory, b, out=y)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """a · b in float32, not rounded to their dtype."""
         return _mm(*_factors(a, b, torch.float32))
 
-    def _padded(self, columns: int) -> int:
-        """Columns that a row of logits takes here. A trace has no padding.
+    def empty_logits(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Logits:
+        """Memory for logits or their gradient."""
+        width = padded_columns(columns) if self.pads else columns
+        return Logits(torch.empty((rows, width), dtype=dtype, device=device), columns)
 
-        Logits without their padding are a view. If torch.compile has a kernel write to a view of it, and sizes are dynamic, the
-        kernel gets other rows (torch 2.11); and torch.compile copies views before and after a Triton kernel writes to them.
-        """
-        return padded_columns(columns) if self.pads and not modes.compiling() else columns
-
-    def empty_logits(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for logits or their gradient. Rows may be farther apart than their columns take."""
-        return torch.empty((rows, self._padded(columns)), dtype=dtype, device=device)[:, :columns]
-
-    def empty_logits_like(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory for as many logits, or their gradient, in `dtype`."""
-        rows, columns = logits.shape
-        return self.empty_logits(rows, columns, dtype, logits.device)
-
-    def logits(self, x: Tensor, weight: Tensor, dtype: torch.dtype, again: bool = False) -> Tensor:
+    def logits(self, x: Tensor, weight: Tensor, dtype: torch.dtype, again: bool = False) -> Logits:
         """x · weightᵀ in `dtype`, which is x's or float32.
 
         Args:
@@ -219,10 +208,10 @@ class Linear:
                 for backward, and so in the end all logits.
         """
         columns = weight.shape[0]
-        if not again and self._padded(columns) == columns:
-            return x @ weight.t() if dtype is x.dtype else self.product(x, weight.t())
+        if not again and not (self.pads and padded_columns(columns) != columns):
+            return Logits(x @ weight.t() if dtype is x.dtype else self.product(x, weight.t()), columns)
         logits = self.empty_logits(x.shape[0], columns, dtype, x.device)
-        _write_logits(logits, x, weight)
+        _write_logits(logits.memory, x, weight)
         return logits
 
     def chunks(self, size: int, most: int) -> list[tuple[int, int]]:
@@ -276,26 +265,26 @@ class Gradients:
     def made(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.dx, self.dweight, self.dbias
 
-    def add_rows(self, first: int, last: int, dlogits: Tensor) -> None:
+    def add_rows(self, first: int, last: int, dlogits: Logits) -> None:
         """Add the gradient of some rows of logits, with all columns."""
         if self.dx is not None:
-            self.linear.write_product(self.dx[first:last], dlogits, self.weight)
+            self.linear.write_product_of(self.dx[first:last], dlogits, self.weight)
         if self.needs[1]:
-            self.dweight = self.linear.add_product(self.dweight, dlogits, self.x[first:last], self.dtype)
+            self.dweight = self.linear.add_product_of(self.dweight, dlogits, self.x[first:last], self.dtype)
         if self.needs[2] and not self.wide:
-            dbias = dlogits.sum(0, dtype=torch.float32)
+            dbias = dlogits.tensor.sum(0, dtype=torch.float32)
             self.dbias = dbias if self.dbias is None else self.dbias.add_(dbias)
 
-    def add_columns(self, first: int, last: int, dlogits: Tensor) -> None:
+    def add_columns(self, first: int, last: int, dlogits: Logits) -> None:
         """Take the gradient of some columns of logits, with all rows: that gives these rows of weight's and bias's gradients."""
         if self.needs[1]:
             if self.dweight is None:
                 self.dweight = torch.empty_like(self.weight, memory_format=torch.contiguous_format)
-            self.linear.write_product(self.dweight[first:last], dlogits.t(), self.x)
+            self.linear.write_product_of(self.dweight[first:last], dlogits, self.x, transposed=True)
         if self.needs[2] and self.bias is not None and not self.wide:
             if self.dbias is None:
                 self.dbias = torch.empty_like(self.bias, memory_format=torch.contiguous_format)
-            self.dbias[first:last] = dlogits.sum(0, dtype=torch.float32)
+            self.dbias[first:last] = dlogits.tensor.sum(0, dtype=torch.float32)
 
     def add_wide_bias(self, first: int, last: int, dlogits: Tensor) -> None:
         """Add the float32 gradient of some columns of logits, with any rows, to the gradient of a `wide` bias."""
@@ -395,12 +384,12 @@ class LinearLoss:
         return self.plan.needs[1] and self.linear.takes_memory(self.x, self.accum_dtype)
 
     def visit(
-        self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any
-    ) -> tuple[Tensor, ...]:
+        self, first: int, logits: Logits, results: bool, gradients: Gradients | None, incoming: Any
+    ) -> tuple[Logits, ...]:
         """Write results of the rows from `first` on. With `gradients`, overwrite `logits` with their gradient then.
 
         Returns:
-            The tensors that `gradient` reads: `logits`, and others beside it.
+            What `gradient` reads: `logits`, and others beside it.
         """
         if results:
             self.write(first, logits)
@@ -409,7 +398,7 @@ class LinearLoss:
             self.gradient(logits, (None,), incoming, first)
         return (logits,)
 
-    def write(self, first: int, *logits: Tensor) -> None:
+    def write(self, first: int, *logits: Logits) -> None:
         """Write results of the rows from `first` on, from their logits; in a `TeacherLoss`, from the teacher's as well."""
         raise NotImplementedError
 
@@ -422,12 +411,12 @@ class LinearLoss:
         raise NotImplementedError
 
     def gradient(
-        self, dlogits: Tensor, kept: tuple[Tensor | None, ...], incoming: Any, first: int = 0, first_column: int = 0
+        self, dlogits: Logits, kept: tuple[Logits | None, ...], incoming: Any, first: int = 0, first_column: int = 0
     ) -> None:
         """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
 
         Args:
-            dlogits: of `Linear.empty_logits`, or contiguous.
+            dlogits: to be written; `memory` is contiguous.
             kept: what `visit` returned; None in place of logits that `dlogits` holds.
             incoming: what `incoming` returned.
             first: the first row.
@@ -435,7 +424,7 @@ class LinearLoss:
         """
         raise NotImplementedError
 
-    def run(self, results: bool, gradients: Gradients | None, dloss: Tensor | None) -> tuple[Tensor, ...] | None:
+    def run(self, results: bool, gradients: Gradients | None, dloss: Tensor | None) -> tuple[Logits, ...] | None:
         """Go over all rows, one chunk after another.
 
         Args:
@@ -468,7 +457,7 @@ class LinearLoss:
         kept = self.run(True, gradients, None)
         if gradients is not None:
             return gradients.made if modes.compiling() else (Once(*gradients.made),)
-        return kept if self.plan.whole and kept is not None else ()
+        return tuple(logits.memory for logits in kept) if self.plan.whole and kept is not None else ()
 
     def backward(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of x, weight and bias; `kept` is what `forward` returned."""
@@ -477,7 +466,8 @@ class LinearLoss:
         else:
             gradients = self._gradients(self.weight.dtype if self.plan.whole else self.accum_dtype)
             if self.plan.whole:
-                self._add_whole(gradients, kept, dloss)
+                columns = self.weight.shape[0]
+                self._add_whole(gradients, tuple(Logits(memory, columns) for memory in kept), dloss)
             elif any(gradients.needs):
                 self.run(False, gradients, dloss)
             dx, dweight, dbias = self._rounded(gradients)
@@ -489,7 +479,7 @@ class LinearLoss:
     def add_wide_bias(
         self,
         gradients: Gradients,
-        kept: tuple[Tensor, ...],
+        kept: tuple[Logits, ...],
         incoming: Any,
         first: int = 0,
         first_column: int = 0,
@@ -497,23 +487,23 @@ class LinearLoss:
         """Add a `wide` bias's gradient, from the unrounded gradient of the logits, in half of the logits' memory at a time."""
         if not gradients.wide:
             return
-        rows, columns = kept[0].shape
+        rows, columns = kept[0].memory.shape[0], kept[0].columns
         # Parts begin at multiples of 16 columns: kernels may read up to the next multiple.
         most = max(1, columns // 2)
         for start, end in chunks(columns, most, self.linear.aligned if most >= self.linear.aligned else 16):
             part = torch.empty((rows, end - start), dtype=torch.float32, device=self.x.device)
-            some = tuple(tensor[:, start:end] for tensor in kept)
-            self.gradient(part, some, incoming, first, first_column + start)
+            some = tuple(logits.part(start, end) for logits in kept)
+            self.gradient(Logits.of(part), some, incoming, first, first_column + start)
             gradients.add_wide_bias(first_column + start, first_column + end, part)
             del part
 
     def _gradients(self, dtype: torch.dtype) -> Gradients:
         return Gradients(self.linear, self.plan.needs, self.x, self.weight, self.bias, dtype)
 
-    def _add_whole(self, gradients: Gradients, kept: tuple[Tensor, ...], dloss: Tensor) -> None:
+    def _add_whole(self, gradients: Gradients, kept: tuple[Logits, ...], dloss: Tensor) -> None:
         incoming = self.incoming(dloss)
         self.add_wide_bias(gradients, kept, incoming)
-        dlogits = self.linear.empty_logits_like(kept[0], kept[0].dtype)
+        dlogits = kept[0].empty_like(kept[0].memory.dtype)
         self.gradient(dlogits, kept, incoming)
         gradients.add_rows(0, self.x.shape[0], dlogits)
 
@@ -595,14 +585,14 @@ class TeacherLoss(LinearLoss):
             self.teacher_rows = min(plan.chunk, max(1024, plan.chunk // 4))
 
     def visit(
-        self, first: int, logits: Tensor, results: bool, gradients: Gradients | None, incoming: Any
-    ) -> tuple[Tensor, ...]:
+        self, first: int, logits: Logits, results: bool, gradients: Gradients | None, incoming: Any
+    ) -> tuple[Logits, ...]:
         teacher: Any = None
-        for start, end in self.linear.chunks(logits.shape[0], self.teacher_rows):
+        for start, end in self.linear.chunks(logits.memory.shape[0], self.teacher_rows):
             teacher = None
             x = self.teacher_x[first + start : first + end]
             teacher = self.linear.logits(x, self.teacher_weight, x.dtype, again=not results)
-            student = logits[start:end]
+            student = logits.rows(start, end)
             if results:
                 self.write(first + start, student, teacher)
             if gradients is not None:

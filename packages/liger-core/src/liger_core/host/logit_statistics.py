@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
+from liger_core.host.rows import Logits
 from liger_core.ops.logit_statistics import LogitStatistics
 
 
@@ -84,8 +85,8 @@ def terms_columns(columns: int) -> int:
 class StatisticsKernels:
     """A language's kernels of statistics."""
 
-    def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
-        """Write the results of the rows from `first_row` on, as many as `logits` has."""
+    def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
+        """Write the results of the rows from `first_row` on, as many as `logits` has. They may have any strides."""
         raise NotImplementedError
 
     def rows_of_product(self, x: Tensor, weight: Tensor, labels: Labels, most: int) -> int:
@@ -142,8 +143,8 @@ class StatisticsKernels:
 
     def gradient(
         self,
-        dlogits: Tensor,
-        logits: Tensor | None,
+        dlogits: Logits,
+        logits: Logits | None,
         labels: Labels,
         kept: Tensor,
         incoming: Incoming,
@@ -153,7 +154,7 @@ class StatisticsKernels:
         """Write the gradient of the logits of the rows from `first_row` on, and of the columns from `first_column` on.
 
         Args:
-            dlogits: contiguous; of any dtype no wider than the logits'.
+            dlogits: to be written; `memory` is contiguous, of any dtype no wider than the logits'.
             logits: None if `dlogits` holds them.
             labels: as `rows` got them.
             kept: what `rows` kept.
@@ -255,7 +256,7 @@ class Statistics:
             return_best=return_best,
             differentiable=differentiable,
         )
-        self.kernels.rows(rows, logits, labels, 0)
+        self.kernels.rows(rows, Logits.of(logits), labels, 0)
         saved = (logits, target, labels.weight, rows.kept) if differentiable else ()
         return result_of(rows, target), saved
 
@@ -278,5 +279,6 @@ class Statistics:
         logits, target, weight, kept = saved
         labels = labels_of(target, weight, None, options_of(first, ignore_index, softcap, temperature))
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        self.kernels.gradient(dlogits, logits, labels, kept, incoming_of(dlse, dpicked, dentropy, dtotal), 0, 0)
+        incoming = incoming_of(dlse, dpicked, dentropy, dtotal)
+        self.kernels.gradient(Logits.of(dlogits), Logits.of(logits), labels, kept, incoming, 0, 0)
         return (dlogits,)

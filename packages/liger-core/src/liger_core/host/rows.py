@@ -2,7 +2,54 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
+
+
+class Logits(NamedTuple):
+    """Rows of logits, or of their gradient: the first columns of what lies in memory.
+
+    A kernel may read the columns behind them, and write any values there.
+
+    Attributes:
+        memory: ``[N, V]``, or wider. The elements of a row are adjacent if it is wider.
+        columns: V.
+    """
+
+    # A kernel gets `memory`, and not a view of the columns. If torch.compile has a kernel write to rows of a view, and sizes are
+    # dynamic, the kernel gets other rows (torch 2.11); and torch.compile copies views before and after a Triton kernel writes
+    # to them.
+    memory: Tensor
+    columns: int
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Logits:
+        """Those of a tensor ``[N, V]``, without columns behind them."""
+        return cls(logits, logits.shape[1])
+
+    @property
+    def padded(self) -> bool:
+        """Whether there are columns behind those of the logits."""
+        return self.memory.shape[1] != self.columns
+
+    @property
+    def tensor(self) -> Tensor:
+        """The logits alone, ``[N, V]``, to be read."""
+        return self.memory[:, : self.columns] if self.padded else self.memory
+
+    def empty_like(self, dtype: torch.dtype) -> Logits:
+        """Memory for as many logits, or their gradient, in `dtype`."""
+        return Logits(self.memory.new_empty(self.memory.shape, dtype=dtype), self.columns)
+
+    def rows(self, first: int, last: int) -> Logits:
+        """Some of the rows."""
+        return Logits(self.memory[first:last], self.columns)
+
+    def part(self, first: int, last: int) -> Logits:
+        """Some of the columns, to be read."""
+        return Logits(self.memory[:, first:last], last - first)
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

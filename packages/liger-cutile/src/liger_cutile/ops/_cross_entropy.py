@@ -12,6 +12,7 @@ import cuda.tile as ct
 from torch import Tensor
 
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
+from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._exp import exp_like
@@ -268,6 +269,7 @@ def _launch_rows(
     predicted: Tensor | None,
     statistics: Tensor | None,
     logits: Tensor,
+    columns: int,
     bias: Tensor | None,
     target: Tensor,
     weight: Tensor | None,
@@ -280,9 +282,8 @@ def _launch_rows(
     token_scaling: bool,
     each: bool,
 ) -> None:
-    logits = as_rows(logits)
-    n, columns = logits.shape
-    for begin in range(0, n, MOST_BLOCKS):
+    logits = as_rows(Logits(logits, columns).tensor)
+    for begin in range(0, logits.shape[0], MOST_BLOCKS):
         some = logits[begin : begin + MOST_BLOCKS]
         launch(
             _rows, (some.shape[0],), losses, z_losses, hits, predicted, statistics, some, bias, target, weight,
@@ -296,6 +297,7 @@ def _launch_rows(
 def _launch_gradient(
     dlogits: Tensor,
     logits: Tensor | None,
+    columns: int,
     bias: Tensor | None,
     target: Tensor,
     weight: Tensor | None,
@@ -312,7 +314,7 @@ def _launch_gradient(
     softcap: float | None,
     token_scaling: bool,
 ) -> None:
-    n, columns = dlogits.shape
+    n, dlogits = dlogits.shape[0], Logits(dlogits, columns).tensor
     block = min(power_of_2(columns), GRADIENT_BYTES // dlogits.element_size())
     # If rows are few, one block per row would be too few blocks.
     wanted = 2 * OCCUPANCY * sm_count(dlogits.device)
@@ -320,7 +322,7 @@ def _launch_gradient(
     of_columns = slice(first_column, first_column + columns)
     bias, column_weight = (None if x is None else x[of_columns] for x in (bias, weight))
     dloss = None if dloss is None else dloss.expand_as(target)
-    logits = None if logits is None else as_rows(logits)
+    logits = None if logits is None else as_rows(Logits(logits, columns).tensor)
     most = MOST_BLOCKS // parts
     for begin in range(0, n, most):
         some = slice(begin, min(begin + most, n))
@@ -353,15 +355,15 @@ def _launch_reduce(
 
 
 class _Kernels(CrossEntropyKernels):
-    def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
+    def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
         target, weight, weight_sum, bias, _, options = labels
         *chosen, reduction = options
-        _launch_rows(*results, logits, bias, target, weight, weight_sum, first, *chosen, reduction == "none")
+        _launch_rows(*results, *logits, bias, target, weight, weight_sum, first, *chosen, reduction == "none")
 
     def gradient(
         self,
-        dlogits: Tensor,
-        logits: Tensor | None,
+        dlogits: Logits,
+        logits: Logits | None,
         labels: Labels,
         statistics: Tensor,
         incoming: Any,
@@ -371,8 +373,8 @@ class _Kernels(CrossEntropyKernels):
         target, weight, weight_sum, bias, vocabulary, options = labels
         *chosen, _ = options
         _launch_gradient(
-            dlogits, logits, bias, target, weight, weight_sum, statistics, *incoming, vocabulary, first, first_column,
-            *chosen,
+            dlogits.memory, None if logits is None else logits.memory, dlogits.columns, bias, target, weight,
+            weight_sum, statistics, *incoming, vocabulary, first, first_column, *chosen,
         )  # fmt: skip
 
     def sums(

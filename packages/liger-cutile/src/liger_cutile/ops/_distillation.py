@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows, step_of
+from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
 from liger_cutile.ops._cross_entropy import _cap
 from liger_cutile.ops._divergences import above_mixture, exp, expm1_near, finite, launch_count, launch_total
@@ -354,6 +355,7 @@ def _launch_rows(
     statistics: Tensor,
     student: Tensor,
     teacher: Tensor,
+    columns: int,
     labels: Tensor | None,
     student_bias: Tensor | None,
     teacher_bias: Tensor | None,
@@ -365,7 +367,7 @@ def _launch_rows(
     teacher_softcap: float | None,
     ignore_index: int,
 ) -> None:
-    student, teacher = as_rows(student), as_rows(teacher)
+    student, teacher = as_rows(Logits(student, columns).tensor), as_rows(Logits(teacher, columns).tensor)
     rows, size = student.shape[0], max(student.element_size(), teacher.element_size())
     tempered = temperature != 1.0
     added = [x for x in (student_bias, teacher_bias, student_softcap, teacher_softcap) if x is not None]
@@ -383,6 +385,7 @@ def _launch_gradient(
     dstudent: Tensor,
     student: Tensor | None,
     teacher: Tensor,
+    columns: int,
     statistics: Tensor,
     labels: Tensor | None,
     student_bias: Tensor | None,
@@ -398,8 +401,9 @@ def _launch_gradient(
     teacher_softcap: float | None,
     ignore_index: int,
 ) -> None:
-    student, teacher = None if student is None else as_rows(student), as_rows(teacher)
-    rows, columns = dstudent.shape
+    dstudent = Logits(dstudent, columns).tensor
+    student = None if student is None else as_rows(Logits(student, columns).tensor)
+    teacher = as_rows(Logits(teacher, columns).tensor)
     of_columns = slice(first_column, first_column + columns)
     student_bias, teacher_bias = (None if bias is None else bias[of_columns] for bias in (student_bias, teacher_bias))
     block = min(power_of_2(columns), GRADIENT_BYTES // max(dstudent.element_size(), teacher.element_size()))
@@ -409,8 +413,8 @@ def _launch_gradient(
     roomy = divergence in ("given", "log") and (student_bias is not None or student_softcap is not None)
     kernel = _gradient_with_room() if roomy else _gradient
     launch(
-        kernel, (min(rows * blocks(columns, block), MOST_BLOCKS),), dstudent, student, teacher, student_bias, teacher_bias,
-        statistics, labels, by_soft, by_hard, first, first_column, ignore_index, LOG2_E / temperature,
+        kernel, (min(dstudent.shape[0] * blocks(columns, block), MOST_BLOCKS),), dstudent, student, teacher,
+        student_bias, teacher_bias, statistics, labels, by_soft, by_hard, first, first_column, ignore_index, LOG2_E / temperature,
         1.0 if divergence == "cosine" else share, beta, 1.0 - beta, student_softcap, teacher_softcap,
         *_kind(divergence), beta == 0.5, step_of(by_soft), step_of(by_hard), block,
     )  # fmt: skip
@@ -427,15 +431,15 @@ def _launch_total(total: Tensor, losses: Tensor, divisor: Tensor | None) -> None
 
 
 class _Kernels(DistillationKernels):
-    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
+    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
         *tensors, options = given
-        _launch_rows(*results, student, teacher, *tensors, first, *options[:-1])
+        _launch_rows(*results, student.memory, teacher.memory, student.columns, *tensors, first, *options[:-1])
 
     def gradient(
         self,
-        dstudent: Tensor,
-        student: Tensor | None,
-        teacher: Tensor,
+        dstudent: Logits,
+        student: Logits | None,
+        teacher: Logits,
         given: Given,
         statistics: Tensor,
         incoming: Incoming,
@@ -444,8 +448,9 @@ class _Kernels(DistillationKernels):
     ) -> None:
         *tensors, options = given
         _launch_gradient(
-            dstudent, student, teacher, statistics, *tensors, *incoming, first, first_column, *options[:-1]
-        )
+            dstudent.memory, None if student is None else student.memory, teacher.memory, dstudent.columns, statistics,
+            *tensors, *incoming, first, first_column, *options[:-1],
+        )  # fmt: skip
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         if labels is None:

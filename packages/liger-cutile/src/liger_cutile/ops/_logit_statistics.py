@@ -11,6 +11,7 @@ import cuda.tile as ct
 from torch import Tensor
 
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
+from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
 from liger_cutile.ops._cross_entropy import LEAST, OCCUPANCY, _cap
 from liger_cutile.ops._device import sm_count
@@ -205,6 +206,7 @@ def _launch_rows(
     best_index: Tensor | None,
     kept: Tensor | None,
     logits: Tensor,
+    columns: int,
     bias: Tensor | None,
     target: Tensor,
     weight: Tensor | None,
@@ -215,9 +217,8 @@ def _launch_rows(
     temperature: float | None,
     inverse: float | None,
 ) -> None:
-    logits, target = as_rows(logits), as_rows(target)
-    n, columns = logits.shape
-    for begin in range(0, n, MOST_BLOCKS):
+    logits, target = as_rows(Logits(logits, columns).tensor), as_rows(target)
+    for begin in range(0, logits.shape[0], MOST_BLOCKS):
         some = logits[begin : begin + MOST_BLOCKS]
         launch(
             _rows, (some.shape[0],), lse, picked, entropy, total, log_sum_squares, best, best_index, kept, some, bias,
@@ -231,6 +232,7 @@ def _launch_rows(
 def _launch_gradient(
     dlogits: Tensor,
     logits: Tensor | None,
+    columns: int,
     bias: Tensor | None,
     target: Tensor,
     weight: Tensor | None,
@@ -246,13 +248,14 @@ def _launch_gradient(
     softcap: float | None,
     inverse: float | None,
 ) -> None:
-    n, columns = dlogits.shape
+    n, dlogits = dlogits.shape[0], Logits(dlogits, columns).tensor
     block = min(power_of_2(columns), GRADIENT_BLOCK)
     # If rows are few, one block per row would be too few blocks.
     wanted = 2 * GRADIENT_OCCUPANCY * sm_count(dlogits.device)
     parts = min(blocks(columns, block), blocks(wanted, n))
     of_columns = slice(first_column, first_column + columns)
     bias, weight = (None if x is None else x[of_columns] for x in (bias, weight))
+    logits = None if logits is None else Logits(logits, columns).tensor
     logits, target, dpicked = (None if x is None else as_rows(x) for x in (logits, target, dpicked))
     assert target is not None
     most = MOST_BLOCKS // parts
@@ -266,14 +269,14 @@ def _launch_gradient(
 
 
 class _Kernels(StatisticsKernels):
-    def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
+    def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
         target, weight, bias, options = labels
-        _launch_rows(*results, logits, bias, target, weight, first_row, *options)
+        _launch_rows(*results, *logits, bias, target, weight, first_row, *options)
 
     def gradient(
         self,
-        dlogits: Tensor,
-        logits: Tensor | None,
+        dlogits: Logits,
+        logits: Logits | None,
         labels: Labels,
         kept: Tensor,
         incoming: Incoming,
@@ -282,8 +285,8 @@ class _Kernels(StatisticsKernels):
     ) -> None:
         target, weight, bias, (first_id, ignore_index, softcap, _, inverse) = labels
         _launch_gradient(
-            dlogits, logits, bias, target, weight, kept, *incoming, first_row, first_column, first_id, ignore_index,
-            softcap, inverse,
+            dlogits.memory, None if logits is None else logits.memory, dlogits.columns, bias, target, weight, kept,
+            *incoming, first_row, first_column, first_id, ignore_index, softcap, inverse,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from liger_core import fused_linear_jsd
 from liger_core.contract import implements
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
+from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
@@ -152,12 +153,14 @@ def _launch_rows(
     statistics: Tensor | None,
     student: Tensor,
     teacher: Tensor,
+    columns: int,
     labels: Tensor | None,
     first: int,
     ignore_index: int,
     temperature: float,
     beta: float,
 ) -> None:
+    student, teacher = Logits(student, columns).tensor, Logits(teacher, columns).tensor
     rows, size = student.shape[0], max(student.element_size(), teacher.element_size())
     launch(
         _rows, (min(rows, MOST_BLOCKS),), losses, statistics, student, teacher, labels, first, ignore_index,
@@ -170,6 +173,7 @@ def _launch_gradient(
     dstudent: Tensor,
     student: Tensor | None,
     teacher: Tensor,
+    columns: int,
     statistics: Tensor,
     labels: Tensor | None,
     dloss: Tensor | None,
@@ -179,12 +183,13 @@ def _launch_gradient(
     temperature: float,
     beta: float,
 ) -> None:
-    rows, columns = dstudent.shape
+    dstudent, teacher = Logits(dstudent, columns).tensor, Logits(teacher, columns).tensor
+    student = None if student is None else Logits(student, columns).tensor
     block = min(power_of_2(columns), GRADIENT_BYTES // max(dstudent.element_size(), teacher.element_size()))
     factor = {0: 1.0, 1: LN_2}.get(beta, (1.0 - beta) * LN_2) / temperature
     launch(
-        _gradient, (min(rows * blocks(columns, block), MOST_BLOCKS),), dstudent, student, teacher, statistics, labels,
-        None if dloss is None else dloss.view(1), count, first, ignore_index,
+        _gradient, (min(dstudent.shape[0] * blocks(columns, block), MOST_BLOCKS),), dstudent, student, teacher, statistics,
+        labels, None if dloss is None else dloss.view(1), count, first, ignore_index,
         LOG2_E / temperature, factor, float(beta), 1.0 - beta, *_kind(beta), block,
     )  # fmt: skip
 
@@ -205,21 +210,26 @@ def _kind(beta: float) -> tuple[bool, bool, bool]:
 
 class _Kernels(DivergenceKernels):
     def rows(
-        self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, given: Given, first: int
+        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
     ) -> None:
-        _launch_rows(losses, statistics, student, teacher, given.labels, first, *given[1:])
+        _launch_rows(
+            losses, statistics, student.memory, teacher.memory, student.columns, given.labels, first, *given[1:]
+        )
 
     def gradient(
         self,
-        dstudent: Tensor,
-        student: Tensor | None,
-        teacher: Tensor,
+        dstudent: Logits,
+        student: Logits | None,
+        teacher: Logits,
         given: Given,
         statistics: Tensor,
         incoming: Any,
         first: int,
     ) -> None:
-        _launch_gradient(dstudent, student, teacher, statistics, given.labels, *incoming, first, *given[1:])
+        _launch_gradient(
+            dstudent.memory, None if student is None else student.memory, teacher.memory, dstudent.columns, statistics,
+            given.labels, *incoming, first, *given[1:],
+        )  # fmt: skip
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         if labels is None:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Options, Rows
+from liger_core.host.rows import Logits
 from liger_triton_ascend.ops._exponentials import LANES, add_exponentials, no_exponentials
 from liger_triton_ascend.ops._long_rows import long_row_blocks
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
@@ -345,21 +346,21 @@ class _Kernels(CrossEntropyKernels):
         """As in other languages, plus the label's class weight in between."""
         return 4
 
-    def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
-        logits, row_stride = as_rows(logits)
-        count, columns = logits.shape
+    def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
+        memory, row_stride = as_rows(logits.memory)
+        count, columns = memory.shape
         options = labels.options
         arguments = (
-            logits, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, first,
+            memory, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, first,
             count, labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
             options.softcap,
         )  # fmt: skip
         flags = {"ADD_Z_LOSS": options.adds_z_loss(), "TOKEN_SCALING": options.token_scaling}
         capped, smoothed = options.softcap is not None, options.label_smoothing is not None
-        programs, tile_rows, block = row_tiles(logits, count, columns, FORWARD_TILES + FORWARD_SOFTCAP * capped)
+        programs, tile_rows, block = row_tiles(memory, count, columns, FORWARD_TILES + FORWARD_SOFTCAP * capped)
         if block < columns:
             tiles = FORWARD_LONG_TILES + FORWARD_LONG_SOFTCAP * capped + FORWARD_LONG_SMOOTHING * smoothed
-            programs, block = long_row_blocks(logits, count, columns, tiles)
+            programs, block = long_row_blocks(memory, count, columns, tiles)
             _rows_long[(programs,)](*arguments, **flags, BLOCK=block, LANES=min(block, LANES))
         else:
             _rows[(programs,)](*arguments, **flags, ROWS=tile_rows, BLOCK=block)
@@ -374,27 +375,27 @@ class _Kernels(CrossEntropyKernels):
 
     def gradient(
         self,
-        dlogits: Tensor,
-        logits: Tensor | None,
+        dlogits: Logits,
+        logits: Logits | None,
         labels: Labels,
         statistics: Tensor,
         incoming: Any,
         first: int,
         first_column: int,
     ) -> None:
-        logits, row_stride = as_rows(dlogits if logits is None else logits)
-        count, columns = logits.shape
+        memory, row_stride = as_rows((logits or dlogits).memory)
+        count, columns = memory.shape
         options = labels.options
         arguments = (
-            dlogits, logits, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, incoming,
+            dlogits.memory, memory, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, incoming,
             row_stride, columns, labels.vocabulary, first, first_column, count, labels.target.shape[0],
         )  # fmt: skip
         chosen = options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap
         flags = {"TOKEN_SCALING": options.token_scaling, "PER_ROW": options.reduction == "none"}
         tiles = BACKWARD_TILES + BACKWARD_SOFTCAP * (options.softcap is not None)
-        programs, tile_rows, block = row_tiles(logits, count, columns, tiles)
+        programs, tile_rows, block = row_tiles(memory, count, columns, tiles)
         if block < columns:
-            cores = get_npu_core_count(logits.device)
+            cores = get_npu_core_count(memory.device)
             blocks = (columns + block - 1) // block
             sharers = min(blocks, max(1, cores // count))  # programs per row, if there are fewer rows than cores
             span = (blocks + sharers - 1) // sharers * block

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
+from liger_core.host.rows import Logits
 from liger_triton_ascend.ops._cross_entropy import _cap
 from liger_triton_ascend.ops._divergences import above_mixture, count_of, expm1_near, finite
 from liger_triton_ascend.ops._exponentials import LANES, add_exponentials, no_exponentials
@@ -275,37 +276,37 @@ def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]
 
 
 class _Kernels(DistillationKernels):
-    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
-        student, student_stride = as_rows(student)
-        teacher, teacher_stride = as_rows(teacher)
-        count, columns = student.shape
-        _, sum_block = long_row_blocks(student, count, columns, SUM_TILES)
-        programs, block = long_row_blocks(student, count, columns, FORWARD_TILES)
+    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+        students, student_stride = as_rows(student.memory)
+        teachers, teacher_stride = as_rows(teacher.memory)
+        count, columns = students.shape
+        _, sum_block = long_row_blocks(students, count, columns, SUM_TILES)
+        programs, block = long_row_blocks(students, count, columns, FORWARD_TILES)
         options, kind = _options(given.options)
         _rows[(programs,)](
-            *results, student, teacher, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
+            *results, students, teachers, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
             columns, first, count, results.soft.shape[0], *options, **kind, HARD=given.options.hard,
             TEMPERED=given.options.temperature != 1.0, SUM_BLOCK=sum_block, LANES=min(sum_block, LANES), BLOCK=block,
         )  # fmt: skip
 
     def gradient(
         self,
-        dstudent: Tensor,
-        student: Tensor | None,
-        teacher: Tensor,
+        dstudent: Logits,
+        student: Logits | None,
+        teacher: Logits,
         given: Given,
         statistics: Tensor,
         incoming: Incoming,
         first: int,
         first_column: int,
     ) -> None:
-        student, student_stride = as_rows(dstudent if student is None else student)
-        teacher, teacher_stride = as_rows(teacher)
-        count, columns = dstudent.shape
-        programs, block = long_row_blocks(dstudent, count, columns, BACKWARD_TILES)
+        students, student_stride = as_rows((student or dstudent).memory)
+        teachers, teacher_stride = as_rows(teacher.memory)
+        count, columns = students.shape
+        programs, block = long_row_blocks(dstudent.memory, count, columns, BACKWARD_TILES)
         options, kind = _options(given.options)
         _gradient[(programs,)](
-            dstudent, statistics, student, teacher, given.student_bias, given.teacher_bias, given.labels, *incoming,
+            dstudent.memory, statistics, students, teachers, given.student_bias, given.teacher_bias, given.labels, *incoming,
             student_stride, teacher_stride, columns, first, first_column, count, statistics.shape[1], *options, **kind,
             SOFT_STEP=step_of(incoming.soft), HARD_STEP=step_of(incoming.hard), BLOCK=block,
         )  # fmt: skip

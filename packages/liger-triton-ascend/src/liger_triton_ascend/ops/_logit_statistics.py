@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
+from liger_core.host.rows import Logits
 from liger_triton_ascend.ops._cross_entropy import _cap
 from liger_triton_ascend.ops._exponentials import LANES, no_exponentials, tempered
 from liger_triton_ascend.ops._long_rows import long_row_blocks
@@ -191,40 +192,40 @@ def _gradient(
 
 
 class _Kernels(StatisticsKernels):
-    def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
-        logits, row_stride = as_rows(logits)
-        count, columns = logits.shape
+    def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
+        memory, row_stride = as_rows(logits.memory)
+        count, columns = memory.shape
         options, target = labels.options, labels.target
         tiles = FORWARD_TILES + FORWARD_SOFTCAP * (options.softcap is not None)
-        programs, block = long_row_blocks(logits, count, columns, tiles + FORWARD_TOTAL * (results.total is not None))
+        programs, block = long_row_blocks(memory, count, columns, tiles + FORWARD_TOTAL * (results.total is not None))
         _rows[(programs,)](
-            logits, labels.bias, target, labels.weight, *results, row_stride, target.stride(0), target.stride(1),
+            memory, labels.bias, target, labels.weight, *results, row_stride, target.stride(0), target.stride(1),
             columns, target.shape[1], first_row, count, target.shape[0], options.first, options.ignore_index,
             options.softcap, options.temperature, options.inverse, BLOCK=block, LANES=min(block, LANES),
         )  # fmt: skip
 
     def gradient(
         self,
-        dlogits: Tensor,
-        logits: Tensor | None,
+        dlogits: Logits,
+        logits: Logits | None,
         labels: Labels,
         kept: Tensor,
         incoming: Incoming,
         first_row: int,
         first_column: int,
     ) -> None:
-        logits, row_stride = as_rows(dlogits if logits is None else logits)
-        count, columns = logits.shape
+        memory, row_stride = as_rows((logits or dlogits).memory)
+        count, columns = memory.shape
         options, target = labels.options, labels.target
         dlse, dpicked, dentropy, dtotal = incoming
         tiles = BACKWARD_TILES + BACKWARD_SOFTCAP * (options.softcap is not None)
-        _, block = long_row_blocks(logits, count, columns, tiles)
-        cores = get_npu_core_count(logits.device)
+        _, block = long_row_blocks(memory, count, columns, tiles)
+        cores = get_npu_core_count(memory.device)
         blocks = (columns + block - 1) // block
         sharers = min(blocks, max(1, cores // count))  # programs per row, if there are fewer rows than cores
         span = (blocks + sharers - 1) // sharers * block
         _gradient[(min(count * sharers, cores),)](
-            dlogits, logits, labels.bias, target, labels.weight, kept, dlse, dpicked, dentropy, dtotal, row_stride,
+            dlogits.memory, memory, labels.bias, target, labels.weight, kept, dlse, dpicked, dentropy, dtotal, row_stride,
             target.stride(0), target.stride(1), columns, target.shape[1], first_row, first_column, count,
             target.shape[0], span, options.first, options.ignore_index, options.softcap, options.inverse, BLOCK=block,
         )  # fmt: skip

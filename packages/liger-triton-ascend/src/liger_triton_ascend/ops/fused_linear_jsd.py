@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_core.contract import implements
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
+from liger_core.host.rows import Logits
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_triton_ascend.ops._divergences import above_mixture, count_of, finite
 from liger_triton_ascend.ops._exponentials import LANES, top_and_sum
@@ -134,32 +135,32 @@ def _options(given: Given) -> tuple[tuple[int, float, float, float], dict[str, b
 
 class _Kernels(DivergenceKernels):
     def rows(
-        self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, given: Given, first: int
+        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
     ) -> None:
-        count, columns = student.shape
-        _, sum_block = long_row_blocks(student, count, columns, SUM_TILES)
-        programs, block = long_row_blocks(student, count, columns, FORWARD_TILES)
+        count, columns = student.memory.shape
+        _, sum_block = long_row_blocks(student.memory, count, columns, SUM_TILES)
+        programs, block = long_row_blocks(student.memory, count, columns, FORWARD_TILES)
         options, kind = _options(given)
         _rows[(programs,)](
-            losses, statistics, student, teacher, given.labels, columns, first, count, losses.shape[0], *options,
+            losses, statistics, student.memory, teacher.memory, given.labels, columns, first, count, losses.shape[0], *options,
             **kind, SUM_BLOCK=sum_block, LANES=min(sum_block, LANES), BLOCK=block,
         )  # fmt: skip
 
     def gradient(
         self,
-        dstudent: Tensor,
-        student: Tensor | None,
-        teacher: Tensor,
+        dstudent: Logits,
+        student: Logits | None,
+        teacher: Logits,
         given: Given,
         statistics: Tensor,
         incoming: Any,
         first: int,
     ) -> None:
-        count, columns = dstudent.shape
-        programs, block = long_row_blocks(dstudent, count, columns, BACKWARD_TILES)
+        count, columns = dstudent.memory.shape
+        programs, block = long_row_blocks(dstudent.memory, count, columns, BACKWARD_TILES)
         options, kind = _options(given)
         _gradient[(programs,)](
-            dstudent, statistics, dstudent if student is None else student, teacher, given.labels, incoming, columns,
+            dstudent.memory, statistics, (student or dstudent).memory, teacher.memory, given.labels, incoming, columns,
             first, count, statistics.shape[1], *options, **kind, BLOCK=block,
         )  # fmt: skip
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
+from liger_core.host.rows import Logits
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import add_up, as_rows, in_vectors, with_padding
+from liger_triton.ops._rows import add_up, as_rows, in_vectors
 
 
 @triton.jit
@@ -293,24 +294,14 @@ def _block(columns: int, most: int) -> int:
 
 
 class _Kernels(CrossEntropyKernels):
-    """The kernels, for logits that are given or for those of a linear layer.
-
-    Args:
-        padded: whether rows of logits may be those of `Linear.empty_logits`, whose padding may be read and written.
-    """
-
-    def __init__(self, padded: bool) -> None:
-        self.padded = padded
-
-    def rows(self, results: Rows, logits: Tensor, labels: Labels, first: int) -> None:
-        logits, row_stride = as_rows(logits)
-        n, columns = logits.shape
-        width, (logits,) = with_padding(self.padded, logits)
-        size, options = logits.element_size(), labels.options
+    def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
+        (memory, row_stride), columns = as_rows(logits.memory), logits.columns
+        n, width = memory.shape
+        size, options = memory.element_size(), labels.options
         block = _block(columns, 16384 // size)
         group = 16 // size  # what a thread loads at once
         _rows[(n,)](
-            logits, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, width,
+            memory, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, width,
             first, labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
             options.softcap, ADD_Z_LOSS=options.adds_z_loss(), TOKEN_SCALING=options.token_scaling,
             PADDED=width != columns, ALIGNED=in_vectors(row_stride, width), GROUPS=block // group, GROUP=group, STAGES=3,
@@ -319,8 +310,8 @@ class _Kernels(CrossEntropyKernels):
 
     def gradient(
         self,
-        dlogits: Tensor,
-        logits: Tensor | None,
+        dlogits: Logits,
+        logits: Logits | None,
         labels: Labels,
         statistics: Tensor,
         incoming: Any,
@@ -328,15 +319,14 @@ class _Kernels(CrossEntropyKernels):
         first_column: int,
     ) -> None:
         dloss, totals = incoming
-        logits, row_stride = as_rows(dlogits if logits is None else logits)
-        n, columns = logits.shape
-        width, (dlogits, logits) = with_padding(self.padded, dlogits, logits)
+        memory, row_stride = as_rows((logits or dlogits).memory)
+        (n, width), columns = memory.shape, dlogits.columns
         options = labels.options
         block = _block(columns, 4096)
         blocks = (columns + block - 1) // block
         _gradient[(n * blocks,)](
-            dlogits, logits, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, dloss, totals,
-            dlogits.stride(0), row_stride, dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns,
+            dlogits.memory, memory, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, dloss, totals,
+            dlogits.memory.stride(0), row_stride, dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns,
             width, labels.vocabulary, first, first_column, labels.target.shape[0], options.ignore_index,
             options.label_smoothing, options.lse_square_scale, options.softcap,
             TOKEN_SCALING=options.token_scaling, BLOCK=block, num_warps=max(block // 512, 1),
@@ -360,4 +350,4 @@ class _Kernels(CrossEntropyKernels):
         )  # fmt: skip
 
 
-KERNELS, LINEAR_KERNELS = _Kernels(padded=False), _Kernels(padded=True)
+KERNELS = _Kernels()

@@ -15,10 +15,11 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
+from liger_core.host.rows import Logits
 from liger_triton.ops._cross_entropy import _biased, _cap
 from liger_triton.ops._divergences import above_mixture, count_of, exp, expm1_near, finite, total
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows, in_vectors, with_padding
+from liger_triton.ops._rows import as_rows, in_vectors
 
 # Bytes of each tensor's block in `_rows`, of which a thread has 64: with 32, jsd of 8192 x 128256 in bf16 takes a quarter longer.
 BLOCK_BYTES = 16384
@@ -345,35 +346,18 @@ def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]
 
 
 class _Kernels(DistillationKernels):
-    """The kernels, for logits that are given or for those of a linear layer.
-
-    Args:
-        padded: whether rows of logits may be those of `Linear.empty_logits`, whose padding may be read and written.
-    """
-
-    def __init__(self, padded: bool) -> None:
-        self.padded = padded
-
-    def _with_padding(self, given: Given, teacher: Tensor, *students: Tensor) -> tuple[int, tuple[Tensor, ...]]:
-        """What `with_padding` makes of the rows of logits. A given target has none in place of the teacher's."""
-        if given.options.divergence in ("given", "log"):
-            width, students = with_padding(self.padded, *students)
-            return width, (teacher, *students)
-        return with_padding(self.padded, teacher, *students)
-
-    def rows(self, results: Rows, student: Tensor, teacher: Tensor, given: Given, first: int) -> None:
-        student, student_stride = as_rows(student)
-        teacher, teacher_stride = as_rows(teacher)
-        n, columns = student.shape
-        width, (teacher, student) = self._with_padding(given, teacher, student)
-        size = max(student.element_size(), teacher.element_size())
+    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+        students, student_stride = as_rows(student.memory)
+        teachers, teacher_stride = as_rows(teacher.memory)
+        (n, width), columns = students.shape, student.columns
+        size = max(students.element_size(), teachers.element_size())
         group = 16 // size  # what a thread loads at once
         block = group
         while 2 * block < columns and block < BLOCK_BYTES // size:  # at least two blocks, one of them on its way
             block *= 2
         options, kind = _options(given.options)
         _rows[(n,)](
-            *results, student, teacher, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
+            *results, students, teachers, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
             columns, width, first, results.soft.shape[0], *options, **kind, HARD=given.options.hard,
             PADDED=width != columns, ALIGNED=in_vectors(width, student_stride, teacher_stride),
             GROUPS=block // group, GROUP=group, STAGES=STAGES, num_warps=max(block * size // 2048, 1),
@@ -381,26 +365,25 @@ class _Kernels(DistillationKernels):
 
     def gradient(
         self,
-        dstudent: Tensor,
-        student: Tensor | None,
-        teacher: Tensor,
+        dstudent: Logits,
+        student: Logits | None,
+        teacher: Logits,
         given: Given,
         statistics: Tensor,
         incoming: Incoming,
         first: int,
         first_column: int,
     ) -> None:
-        student, student_stride = as_rows(dstudent if student is None else student)
-        teacher, teacher_stride = as_rows(teacher)
-        n, columns = dstudent.shape
-        width, (teacher, dstudent, student) = self._with_padding(given, teacher, dstudent, student)
+        students, student_stride = as_rows((student or dstudent).memory)
+        teachers, teacher_stride = as_rows(teacher.memory)
+        (n, width), columns = students.shape, dstudent.columns
         block = 16
         while block < columns and block < 2048:
             block *= 2
         options, kind = _options(given.options)
         _gradient[(n * ((columns + block - 1) // block),)](
-            dstudent, statistics, student, teacher, given.student_bias, given.teacher_bias, given.labels, *incoming,
-            dstudent.stride(0), student_stride, teacher_stride, columns, width, first, first_column,
+            dstudent.memory, statistics, students, teachers, given.student_bias, given.teacher_bias, given.labels, *incoming,
+            dstudent.memory.stride(0), student_stride, teacher_stride, columns, width, first, first_column,
             statistics.shape[1], *options, **kind, SOFT_STEP=step_of(incoming.soft), HARD_STEP=step_of(incoming.hard),
             BLOCK=block, num_warps=max(block // 512, 1),
         )  # fmt: skip
@@ -412,4 +395,4 @@ class _Kernels(DistillationKernels):
         return total(losses, divisor, 1)
 
 
-KERNELS, LINEAR_KERNELS = _Kernels(padded=False), _Kernels(padded=True)
+KERNELS = _Kernels()

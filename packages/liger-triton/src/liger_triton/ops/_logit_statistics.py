@@ -18,12 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_core import modes
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels, terms_columns
+from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
 from liger_triton.ops._cross_entropy import _biased, _block, _cap, _exp, _exp_like
 from liger_triton.ops._device import is_hopper, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._linear import TILES_IN_TURN, tile_in_turn
-from liger_triton.ops._rows import as_rows, in_vectors, power_of_2, with_padding
+from liger_triton.ops._rows import as_rows, in_vectors, power_of_2
 
 MOST_TARGETS = 128
 """Targets of a row that are looked up at once."""
@@ -547,15 +548,6 @@ def _launch_normalise(
 
 
 class _Kernels(StatisticsKernels):
-    """The kernels, for logits that are given or for those of a linear layer.
-
-    Args:
-        padded: whether rows of logits may be those of `Linear.empty_logits`, whose padding may be read and written.
-    """
-
-    def __init__(self, padded: bool) -> None:
-        self.padded = padded
-
     def rows_of_product(self, x: Tensor, weight: Tensor, labels: Labels, most: int) -> int:
         if x.dtype is torch.float32 or not is_hopper(x.device):
             return 0
@@ -617,15 +609,14 @@ class _Kernels(StatisticsKernels):
     ) -> None:
         _launch_normalise(terms, beside, None, None, labels, kept, dlse, first_row)
 
-    def rows(self, results: Rows, logits: Tensor, labels: Labels, first_row: int) -> None:
-        logits, row_stride = as_rows(logits)
-        n, columns = logits.shape
-        width, (logits,) = with_padding(self.padded, logits)
-        size, options, target = logits.element_size(), labels.options, labels.target
+    def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
+        (memory, row_stride), columns = as_rows(logits.memory), logits.columns
+        n, width = memory.shape
+        size, options, target = memory.element_size(), labels.options, labels.target
         block = _block(columns, 16384 // size)
         group = 16 // size  # what a thread loads at once
         _rows[(n,)](
-            logits, labels.bias, target, labels.weight, *results, row_stride, target.stride(0), target.stride(1),
+            memory, labels.bias, target, labels.weight, *results, row_stride, target.stride(0), target.stride(1),
             columns, width, target.shape[1], first_row, target.shape[0], options.first, options.ignore_index,
             options.softcap, options.temperature, options.inverse,
             PADDED=width != columns, ALIGNED=in_vectors(row_stride, width), GROUPS=block // group, GROUP=group, STAGES=3,
@@ -634,28 +625,27 @@ class _Kernels(StatisticsKernels):
 
     def gradient(
         self,
-        dlogits: Tensor,
-        logits: Tensor | None,
+        dlogits: Logits,
+        logits: Logits | None,
         labels: Labels,
         kept: Tensor,
         incoming: Incoming,
         first_row: int,
         first_column: int,
     ) -> None:
-        logits, row_stride = as_rows(dlogits if logits is None else logits)
-        n, columns = logits.shape
-        width, (dlogits, logits) = with_padding(self.padded, dlogits, logits)
+        memory, row_stride = as_rows((logits or dlogits).memory)
+        (n, width), columns = memory.shape, dlogits.columns
         options, target = labels.options, labels.target
         dlse, dpicked, dentropy, dtotal = incoming
         block = _block(columns, 4096)
         blocks = (columns + block - 1) // block
         _gradient[(n * blocks,)](
-            dlogits, logits, labels.bias, target, labels.weight, kept, dlse, dpicked, dentropy, dtotal,
-            dlogits.stride(0), row_stride, target.stride(0), target.stride(1), columns,
+            dlogits.memory, memory, labels.bias, target, labels.weight, kept, dlse, dpicked, dentropy, dtotal,
+            dlogits.memory.stride(0), row_stride, target.stride(0), target.stride(1), columns,
             width, target.shape[1], first_row, first_column, target.shape[0], options.first,
             options.ignore_index, options.softcap, options.inverse,
             SEVERAL=target.shape[1] > 1, BLOCK=block, num_warps=max(block // 512, 1),
         )  # fmt: skip
 
 
-KERNELS, LINEAR_KERNELS = _Kernels(padded=False), _Kernels(padded=True)
+KERNELS = _Kernels()

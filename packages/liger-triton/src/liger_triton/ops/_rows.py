@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core import modes
 from liger_core.host.rows import as_rows as as_rows
 
 
@@ -87,24 +86,6 @@ def in_vectors(*lengths: int) -> bool:
     If not, threads load one element after another, and each load has its own address and mask in registers.
     """
     return not any(length % 16 for length in lengths)
-
-
-def with_padding(padded: bool, *rows: Tensor) -> tuple[int, tuple[Tensor, ...]]:
-    """How many columns of logits a kernel reads and writes: up to the next multiple of 16, if threads can then load 16 bytes.
-
-    Args:
-        padded: whether all rows are those of `Linear.empty_logits`, which have memory for that.
-        rows: of one size, with the elements of a row adjacent.
-
-    Returns:
-        The columns, and the rows with so many.
-    """
-    count, columns = rows[0].shape
-    # While torch.compile traces, a launch may not write to what `as_strided` returns.
-    if not padded or columns % 16 == 0 or modes.compiling() or not in_vectors(*(x.stride(0) for x in rows)):
-        return columns, rows
-    columns = (columns + 15) // 16 * 16
-    return columns, tuple(x.as_strided((count, columns), x.stride()) for x in rows)
 
 
 def power_of_2(size: int, least: int = 16) -> int:

@@ -10,11 +10,12 @@ from triton.language.extra import libdevice
 
 from liger_core.contract import implements
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
+from liger_core.host.rows import Logits
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_triton.ops._divergences import above_mixture, count_of, finite, total
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._linear import LINEAR
-from liger_triton.ops._rows import in_vectors, with_padding
+from liger_triton.ops._rows import in_vectors
 
 # Bytes of each tensor's block in `_rows`. A block takes 16 warps, and two programs fit a multiprocessor.
 BLOCK_BYTES = 16384
@@ -178,42 +179,42 @@ def _options(given: Given) -> tuple[tuple[int, float, float, float], dict[str, b
 
 class _Kernels(DivergenceKernels):
     def rows(
-        self, losses: Tensor, statistics: Tensor | None, student: Tensor, teacher: Tensor, given: Given, first: int
+        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
     ) -> None:
-        n, columns = student.shape
-        strides = student.stride(0), teacher.stride(0)
-        width, (student, teacher) = with_padding(True, student, teacher)
-        size = max(student.element_size(), teacher.element_size())
+        students, teachers, columns = student.memory, teacher.memory, student.columns
+        n, width = students.shape
+        strides = students.stride(0), teachers.stride(0)
+        size = max(students.element_size(), teachers.element_size())
         group = 16 // size  # what a thread loads at once
         block = group
         while block < columns and block < BLOCK_BYTES // size:
             block *= 2
         options, kind = _options(given)
         _rows[(n,)](
-            losses, statistics, student, teacher, given.labels, *strides, columns, width, first, losses.shape[0], *options,
+            losses, statistics, students, teachers, given.labels, *strides, columns, width, first, losses.shape[0], *options,
             **kind, PADDED=width != columns, ALIGNED=in_vectors(width, *strides), GROUPS=block // group, GROUP=group,
             STAGES=STAGES, num_warps=max(block * size // 1024, 1),
         )  # fmt: skip
 
     def gradient(
         self,
-        dstudent: Tensor,
-        student: Tensor | None,
-        teacher: Tensor,
+        dstudent: Logits,
+        student: Logits | None,
+        teacher: Logits,
         given: Given,
         statistics: Tensor,
         incoming: Any,
         first: int,
     ) -> None:
-        student = dstudent if student is None else student
-        strides = dstudent.stride(0), student.stride(0), teacher.stride(0)
-        width, (dstudent, student, teacher) = with_padding(True, dstudent, student, teacher)
+        memory, students, teachers = dstudent.memory, (student or dstudent).memory, teacher.memory
+        n, width = memory.shape
+        strides = memory.stride(0), students.stride(0), teachers.stride(0)
         block = 16
         while block < width and block < 2048:
             block *= 2
         options, kind = _options(given)
-        _gradient[(dstudent.shape[0] * ((width + block - 1) // block),)](
-            dstudent, statistics, student, teacher, given.labels, *incoming, *strides, width, first, statistics.shape[1],
+        _gradient[(n * ((width + block - 1) // block),)](
+            memory, statistics, students, teachers, given.labels, *incoming, *strides, width, first, statistics.shape[1],
             *options, **kind, BLOCK=block, num_warps=max(block // 512, 1),
         )  # fmt: skip
 

@@ -10,6 +10,8 @@ are.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -35,6 +37,9 @@ _COMPARISONS = {
 
 # They lead elsewhere, or name a place where threads come from elsewhere.
 _LEAD = ("BRA", "BRX", "BSSY", "CALL", "EXIT", "RET", "WARPSYNC")
+
+# What they write follows from addresses. All else that is written is aligned.
+_COMPUTE = ("S2R", "S2UR", "MOV", "R2UR", "SEL", "IADD3", "IADD", "VIADD", "IMAD", "LOP3", "LEA", "SHF")
 
 # They write a register after a predicate. Others that begin with one write no register.
 _AFTER_A_PREDICATE = ("SHFL", "LOP3", "ULOP3", "ATOM", "ATOMG", "ATOMS", "VOTE", "VOTEU", "ELECT", "MATCH", "R2UR")
@@ -69,6 +74,12 @@ class _Instruction(NamedTuple):
     name: str
     kinds: tuple[str, ...]
     operands: tuple[str, ...]
+    predicates: tuple[str, ...]
+    """Those that it writes, or may write."""
+    registers: tuple[str, ...]
+    """Those that it writes."""
+    sources: tuple[str, ...]
+    """What the registers follow from; none if they are `_ALIGNED` whatever it is."""
 
 
 def unaligned(sass: str) -> tuple[str, ...]:
@@ -109,24 +120,38 @@ def misread(sass: str) -> tuple[str, ...]:
         if takes and operands[1].removesuffix(".reuse") in halves:
             found.append(instruction.text)
         halves |= {f"R{int(first) + 1}" for first in re.findall(r"\]\[R(\d+)\.64", instruction.text)}
-        halves.difference_update(_written(instruction))
+        halves.difference_update(instruction.registers)
         if instruction.name in _LEAD:
             halves.clear()
     return tuple(found)
 
 
 def _parsed(sass: str) -> list[_Instruction]:
-    return [
-        _Instruction(
-            int(address, 16),
-            " ".join((condition + name + kinds + rest).split()),
-            condition.strip().removeprefix("@"),
-            name,
-            tuple(kinds.split(".")[1:]),
-            tuple(part.strip() for part in rest.split(",")),
-        )
-        for address, condition, name, kinds, rest in _INSTRUCTION.findall(sass)
-    ]
+    return [_instruction(*parts) for parts in _INSTRUCTION.findall(sass)]
+
+
+def _instruction(address: str, condition: str, name: str, kinds: str, rest: str) -> _Instruction:
+    each, operands = tuple(kinds.split(".")[1:]), tuple(part.strip() for part in rest.split(","))
+    # R2P writes those that bits of a number say.
+    predicates = [f"P{number}" for number in range(7)] if name == "R2P" else operands[:3]
+    after = operands[2 if _PREDICATE.match(operands[0]) else 1 :]
+    return _Instruction(
+        int(address, 16),
+        " ".join((condition + name + kinds + rest).split()),
+        condition.strip().removeprefix("@"),
+        name,
+        each,
+        operands,
+        tuple(filter(_PREDICATE.match, predicates)),
+        _written(name, each, operands),
+        tuple(part for part in after if not _PREDICATE.match(part)) if _computes(name, each) else (),
+    )
+
+
+def _computes(name: str, kinds: tuple[str, ...]) -> bool:
+    """Whether what an instruction writes follows from addresses."""
+    upper = "X" in kinds or (name.endswith("IMAD") and "HI" in kinds)  # of two words
+    return name.removeprefix("U") in _COMPUTE and not upper
 
 
 def _size(instruction: _Instruction) -> int:
@@ -150,9 +175,9 @@ def _reached(program: list[_Instruction]) -> Iterator[tuple[_Instruction, _State
         if following != (place + 1,):
             starts |= {*following, place + 1}
     entered: dict[int, _State] = {0: {}}
-    waiting = [0]
+    waiting = [0]  # a heap: what leads to a place has mostly been looked at before it
     while waiting:
-        place = waiting.pop()
+        place = heapq.heappop(waiting)
         state = dict(entered[place])
         _run(program[place], state)
         while place + 1 not in starts:
@@ -162,9 +187,9 @@ def _reached(program: list[_Instruction]) -> Iterator[tuple[_Instruction, _State
             there = {**state, f"@{condition}": _ALIGNED} if condition else dict(state)
             if following not in entered:
                 entered[following] = there
-                waiting.append(following)
-            elif _widen(entered[following], there):
-                waiting.append(following)
+                heapq.heappush(waiting, following)
+            elif _widen(entered[following], there) and following not in waiting:
+                heapq.heappush(waiting, following)
     for place, state in entered.items():
         yield program[place], state
         _run(program[place], state)
@@ -237,9 +262,9 @@ def _joined(held: Bits, other: Bits) -> Bits | None:
 
     A loop would come to that in the end.
     """
-    both = _either(held, other)
-    if not np.any(both.either & ~held.either):
+    if not _any((other.either | (held.known ^ other.known)) & ~held.either):
         return None
+    both = _either(held, other)
     above = -_lowest(both.either) & _WORD
     return Bits(both.known & ~above, above)
 
@@ -247,58 +272,52 @@ def _joined(held: Bits, other: Bits) -> Bits | None:
 def _run(instruction: _Instruction, state: _State) -> None:
     """What registers hold after an instruction."""
     compared = _compared(instruction, state)
-    # R2P writes those that bits of a number say.
-    operands = [f"P{number}" for number in range(7)] if instruction.name == "R2P" else instruction.operands[:3]
-    for predicate in filter(_PREDICATE.match, operands):
+    for predicate in instruction.predicates:
         state.pop(predicate, None)
         state.pop(f"@{predicate}", None)
         state.pop(f"@!{predicate}", None)
         for register, bits in state.items():
-            if bits.unless.removeprefix("!") == predicate:
+            if bits.unless and bits.unless.removeprefix("!") == predicate:
                 state[register] = Bits(bits.known, bits.either)
     if compared and instruction.operands[0] != "PT":
         state[instruction.operands[0]] = compared
-    written = _written(instruction)
-    if not written:
+    if not instruction.registers:
         return
-    after = instruction.operands[2 if _PREDICATE.match(instruction.operands[0]) else 1 :]
-    result = _result(instruction, [part for part in after if not _PREDICATE.match(part)], state)
+    first, *others = instruction.registers
+    result = _result(instruction, state) if instruction.sources else _ALIGNED
     # Also under a condition: what uses it has the same, or a copy, or comes after a branch that has it.
     if instruction.condition:
-        before = _held(written[0], state)
+        before = _held(first, state)
         result = Bits(result.known, result.either, _opposite(instruction.condition), Bits(before.known, before.either))
-    state[written[0]] = result
-    for register in written[1:]:
+    state[first] = result
+    for register in others:
         state[register] = _ALIGNED
 
 
-def _written(instruction: _Instruction) -> list[str]:
+def _written(name: str, kinds: tuple[str, ...], operands: tuple[str, ...]) -> tuple[str, ...]:
     """The registers that an instruction writes."""
-    operands = instruction.operands
     if _PREDICATE.match(operands[0]):
-        if instruction.name not in _AFTER_A_PREDICATE:
-            return []
+        if name not in _AFTER_A_PREDICATE:
+            return ()
         operands = operands[1:]
     if not operands or not (target := _REGISTER.match(operands[0])) or target[2].endswith("Z"):
-        return []
+        return ()
     bank, first = target[2].rstrip("0123456789"), int(target[2].lstrip("UR"))
-    return [f"{bank}{number}" for number in range(first, first + _words(instruction))]
+    return tuple(f"{bank}{number}" for number in range(first, first + _words(name, kinds)))
 
 
-def _words(instruction: _Instruction) -> int:
+def _words(name: str, kinds: tuple[str, ...]) -> int:
     """How many registers an instruction writes."""
-    if instruction.name == "CS2R":
-        return 1 if "32" in instruction.kinds else 2
-    return max([1, 2 * ("WIDE" in instruction.kinds), *(_BYTES.get(kind, 0) // 4 for kind in instruction.kinds)])
+    if name == "CS2R":
+        return 1 if "32" in kinds else 2
+    return max([1, 2 * ("WIDE" in kinds), *(_BYTES.get(kind, 0) // 4 for kind in kinds)])
 
 
-def _result(instruction: _Instruction, operands: list[str], state: _State) -> Bits:
+def _result(instruction: _Instruction, state: _State) -> Bits:
     """The word that an instruction writes, or the lower of two."""
-    name, kinds = instruction.name, instruction.kinds
+    name, kinds, operands = instruction.name, instruction.kinds, instruction.sources
     if name in ("S2R", "S2UR"):
         return _THREAD if operands[0] == "SR_TID.X" else _BLOCK if operands[0].startswith("SR_CTAID") else _ALIGNED
-    if "X" in kinds or (name.endswith("IMAD") and "HI" in kinds):  # the upper of two words
-        return _ALIGNED
     values = [_value(operand, state) for operand in operands]
     match name.removeprefix("U"), values:
         case (("MOV" | "R2UR"), [a, *_]):
@@ -331,7 +350,7 @@ def _result(instruction: _Instruction, operands: list[str], state: _State) -> Bi
 def _compared(instruction: _Instruction, state: _State) -> Bits | None:
     """The predicate that an instruction writes first, for each thread, if it follows from the thread's number."""
     operands, kinds = instruction.operands, instruction.kinds
-    if instruction.condition:
+    if instruction.condition or instruction.name not in ("PLOP3", "UPLOP3", "ISETP"):
         return None
     match instruction.name, operands:
         case (("PLOP3" | "UPLOP3"), [_, _, a, b, c, table, *_]):
@@ -340,7 +359,7 @@ def _compared(instruction: _Instruction, state: _State) -> Bits | None:
             number, limit = _value(a, state), _value(b, state)
             compared = _UNKNOWN
             # Another number than a thread's may be any that is loaded, or that a launch brings.
-            if np.ndim(number.known) and not np.any(number.either) and re.match("RZ|0x", b):
+            if np.ndim(number.known) and not _any(number.either) and re.match("RZ|0x", b):
                 compared = Bits(_COMPARISONS[kinds[0]](number.known, limit.known) * 1)
             return _logic(compared, _predicate(c, state), _TRUE, 0xC0 if "AND" in kinds else 0xFC)
         case _:
@@ -364,15 +383,25 @@ def _held(register: str, state: _State) -> Bits:
     return bits.before if bits.before and f"@{bits.unless}" in state else bits
 
 
-def _value(operand: str, state: _State) -> Bits:
-    """What an operand holds."""
-    if re.fullmatch(r"-?0x[0-9a-f]+", operand):
-        return Bits(int(operand, 16) & _WORD)
-    if not (register := _REGISTER.match(operand)):
+@functools.lru_cache(maxsize=1 << 16)
+def _operand(text: str) -> Bits | tuple[str, str, tuple[str, ...]]:
+    """What an operand holds; or, if it is a register, its sign, its name and what else is said of it."""
+    if re.fullmatch(r"-?0x[0-9a-f]+", text):
+        return Bits(int(text, 16) & _WORD)
+    if not (register := _REGISTER.match(text)):
         return _ALIGNED
     sign, name, kinds = register.groups()
+    return sign, name, tuple(kinds.split(".")[1:])
+
+
+def _value(operand: str, state: _State) -> Bits:
+    """What an operand holds."""
+    found = _operand(operand)
+    if isinstance(found, Bits):
+        return found
+    sign, name, kinds = found
     bits = _held(name, state)
-    for kind in kinds.split(".")[1:]:
+    for kind in kinds:
         if kind.startswith("X"):  # of an address: times so many
             bits = _product(bits, Bits(int(kind[1:])))
         elif kind not in ("reuse", "64", "U32"):
@@ -380,6 +409,11 @@ def _value(operand: str, state: _State) -> Bits:
     if sign:
         bits = Bits(~(bits.known | bits.either) & _WORD, bits.either)
     return _add(bits, Bits(1)) if sign == "-" else bits
+
+
+def _any(bits: Any) -> bool:
+    """np.any, which takes long for a number."""
+    return bits != 0 if isinstance(bits, int) else bool(np.any(bits))
 
 
 def _either(a: Bits, b: Bits) -> Bits:
@@ -395,7 +429,7 @@ def _add(a: Bits, b: Bits) -> Bits:
 
 
 def _product(a: Bits, b: Bits) -> Bits:
-    if not np.any(a.either) and not np.any(b.either):
+    if not _any(a.either) and not _any(b.either):
         return Bits(a.known * b.known & _WORD)
     return Bits(0, -(_lowest(a.known | a.either) * _lowest(b.known | b.either)) & _WORD)
 
@@ -406,12 +440,12 @@ def _lowest(word: Any) -> Any:
 
 
 def _left(a: Bits, by: Bits) -> Bits:
-    return _product(a, Bits(0, _WORD) if np.any(by.either) else Bits(1 << _at_most_a_word(by.known)))
+    return _product(a, Bits(0, _WORD) if _any(by.either) else Bits(1 << _at_most_a_word(by.known)))
 
 
 def _right(a: Bits, by: Bits) -> Bits:
-    if np.any(by.either):
-        return Bits(0, _WORD) if np.any(a.known | a.either) else _ALIGNED
+    if _any(by.either):
+        return Bits(0, _WORD) if _any(a.known | a.either) else _ALIGNED
     places = _at_most_a_word(by.known)
     return Bits(a.known >> places, a.either >> places)
 

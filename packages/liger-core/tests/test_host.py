@@ -51,7 +51,7 @@ class TorchKernels(CrossEntropyKernels):
         self.seen: list[tuple[torch.dtype, bool, int]] = []
 
     def _logits(self, logits: Logits, labels: Labels, first: int) -> Tensor:
-        x = logits.tensor.float()
+        x = logits.tensor().float()
         return x if labels.bias is None else x + labels.bias.float()[first : first + logits.columns]
 
     def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
@@ -87,7 +87,7 @@ class TorchKernels(CrossEntropyKernels):
         d = torch.exp(x - top) / exp_sum - (column == target).float()
         dloss = torch.ones(()) if dloss is None else dloss
         d = d * (dloss[rows, None] if dloss.dim() else dloss)
-        dlogits.tensor.copy_(torch.where(target < 0, 0.0, d if totals is None else d / totals[0]))
+        dlogits.tensor().copy_(torch.where(target < 0, 0.0, d if totals is None else d / totals[0]))
         memory[:, dlogits.columns :] = torch.nan
 
     def sums(

@@ -40,10 +40,12 @@ class TorchKernels(DistillationKernels):
     """Of the forward divergence from a teacher's logits or from probabilities, without temperature and softcaps."""
 
     def _both(self, student: Logits, teacher: Logits, given: Given, column: int) -> tuple[Tensor, Tensor]:
-        z = student.tensor.float()
+        z = student.tensor().float()
         if given.student_bias is not None:
             z = z + given.student_bias.float()[column : column + z.shape[1]]
-        return z, teacher.tensor.float() if given.options.divergence == "given" else teacher.tensor.float().softmax(1)
+        return z, teacher.tensor().float() if given.options.divergence == "given" else teacher.tensor().float().softmax(
+            1
+        )
 
     def _counts(self, given: Given, first: int, rows: int) -> Tensor:
         labels = given.labels
@@ -74,7 +76,7 @@ class TorchKernels(DistillationKernels):
         assert incoming.soft is not None
         by = incoming.soft.expand(statistics.shape[1])[some, None]
         dz = by * (torch.exp(z - statistics[0, some, None]) * statistics[4, some, None] - p)
-        dstudent.tensor.copy_(dz.masked_fill(~self._counts(given, first, len(dz))[:, None], 0.0))
+        dstudent.tensor().copy_(dz.masked_fill(~self._counts(given, first, len(dz))[:, None], 0.0))
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         return torch.tensor(float(len(x)) if labels is None else max((labels != ignore_index).sum().item(), 1.0))

@@ -46,7 +46,7 @@ class TorchKernels(StatisticsKernels):
     def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
         self.alone.append(logits.memory.untyped_storage().nbytes())
         some = slice(first_row, first_row + logits.memory.shape[0])
-        z = logits.tensor if labels.bias is None else logits.tensor + labels.bias.float()
+        z = logits.tensor() if labels.bias is None else logits.tensor() + labels.bias.float()
         target = labels.target[some]
         counts = target != labels.options.ignore_index
         results.lse[some] = z.logsumexp(1).masked_fill(~counts.any(1), 0.0)
@@ -72,7 +72,7 @@ class TorchKernels(StatisticsKernels):
         first_column: int,
     ) -> None:
         self.tiles.append(sum(both.memory.untyped_storage().nbytes() for both in (dlogits, logits) if both is not None))
-        z = (logits or dlogits).tensor
+        z = (logits or dlogits).tensor()
         some, columns = slice(first_row, first_row + z.shape[0]), slice(first_column, first_column + z.shape[1])
         z = z if labels.bias is None else z + labels.bias.float()[columns]
         log_p = z - kept[0, some, None] - kept[1, some, None].log()
@@ -85,7 +85,7 @@ class TorchKernels(StatisticsKernels):
             column = torch.arange(columns.start, columns.stop)
             for k in range(labels.target.shape[1]):
                 dz += incoming.picked[some, k, None] * (column == labels.target[some, k, None])
-        dlogits.tensor.copy_(torch.where(kept[1, some, None] == -1.0, 0.0, dz))
+        dlogits.tensor().copy_(torch.where(kept[1, some, None] == -1.0, 0.0, dz))
         dlogits.memory[:, dlogits.columns :] = torch.nan
 
 

@@ -324,7 +324,7 @@ class _Call:
                 if self.dbias is None:
                     size = self.weight.shape[0]
                     self.dbias = torch.zeros(size, dtype=torch.float32, device=self.weight.device)
-                self.dbias[first_column : first_column + logits.columns] += logits.tensor.sum(0)
+                self.dbias[first_column : first_column + logits.columns] += logits.tensor().sum(0)
             return logits if dtype is torch.float32 else Logits(logits.memory.to(dtype), logits.columns)
         dlogits = logits.empty_like(dtype)
         self.kernels.gradient(dlogits, logits, self.labels, kept, incoming, first_row, first_column)

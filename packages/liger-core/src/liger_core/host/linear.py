@@ -172,7 +172,7 @@ class Linear:
     ) -> Tensor:
         """`add_product` of logits or their gradient: total + logitsᵀ b, or total + logits b if not `transposed`."""
         memory, columns = logits
-        if not logits.padded:
+        if not logits.padded():
             return self.add_product(total, memory if transposed else memory.t(), b, dtype)
         adds = total is not None
         if total is None:
@@ -183,7 +183,7 @@ class Linear:
     def write_product_of(self, y: Tensor, logits: Logits, b: Tensor, transposed: bool = False) -> None:
         """Write logits b, or logitsᵀ b if `transposed`, to `y`, in their dtype."""
         memory, columns = logits
-        if logits.padded:
+        if logits.padded():
             _product_of(y, memory, columns, b, transposed, False)
         else:
             torch.mm(memory.t() if transposed else memory, b, out=y)
@@ -272,7 +272,7 @@ class Gradients:
         if self.needs[1]:
             self.dweight = self.linear.add_product_of(self.dweight, dlogits, self.x[first:last], self.dtype)
         if self.needs[2] and not self.wide:
-            dbias = dlogits.tensor.sum(0, dtype=torch.float32)
+            dbias = dlogits.tensor().sum(0, dtype=torch.float32)
             self.dbias = dbias if self.dbias is None else self.dbias.add_(dbias)
 
     def add_columns(self, first: int, last: int, dlogits: Logits) -> None:
@@ -284,7 +284,7 @@ class Gradients:
         if self.needs[2] and self.bias is not None and not self.wide:
             if self.dbias is None:
                 self.dbias = torch.empty_like(self.bias, memory_format=torch.contiguous_format)
-            self.dbias[first:last] = dlogits.tensor.sum(0, dtype=torch.float32)
+            self.dbias[first:last] = dlogits.tensor().sum(0, dtype=torch.float32)
 
     def add_wide_bias(self, first: int, last: int, dlogits: Tensor) -> None:
         """Add the float32 gradient of some columns of logits, with any rows, to the gradient of a `wide` bias."""

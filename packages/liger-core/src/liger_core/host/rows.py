@@ -29,15 +29,14 @@ class Logits(NamedTuple):
         """Those of a tensor ``[N, V]``, without columns behind them."""
         return cls(logits, logits.shape[1])
 
-    @property
+    # These two are no properties: Dynamo of torch 2.9 doesn't trace those of a NamedTuple.
     def padded(self) -> bool:
         """Whether there are columns behind those of the logits."""
         return self.memory.shape[1] != self.columns
 
-    @property
     def tensor(self) -> Tensor:
         """The logits alone, ``[N, V]``, to be read."""
-        return self.memory[:, : self.columns] if self.padded else self.memory
+        return self.memory[:, : self.columns] if self.padded() else self.memory
 
     def empty_like(self, dtype: torch.dtype) -> Logits:
         """Memory for as many logits, or their gradient, in `dtype`."""

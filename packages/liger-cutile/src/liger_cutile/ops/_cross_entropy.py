@@ -282,7 +282,7 @@ def _launch_rows(
     token_scaling: bool,
     each: bool,
 ) -> None:
-    logits = as_rows(Logits(logits, columns).tensor)
+    logits = as_rows(Logits(logits, columns).tensor())
     for begin in range(0, logits.shape[0], MOST_BLOCKS):
         some = logits[begin : begin + MOST_BLOCKS]
         launch(
@@ -314,7 +314,7 @@ def _launch_gradient(
     softcap: float | None,
     token_scaling: bool,
 ) -> None:
-    n, dlogits = dlogits.shape[0], Logits(dlogits, columns).tensor
+    n, dlogits = dlogits.shape[0], Logits(dlogits, columns).tensor()
     block = min(power_of_2(columns), GRADIENT_BYTES // dlogits.element_size())
     # If rows are few, one block per row would be too few blocks.
     wanted = 2 * OCCUPANCY * sm_count(dlogits.device)
@@ -322,7 +322,7 @@ def _launch_gradient(
     of_columns = slice(first_column, first_column + columns)
     bias, column_weight = (None if x is None else x[of_columns] for x in (bias, weight))
     dloss = None if dloss is None else dloss.expand_as(target)
-    logits = None if logits is None else as_rows(Logits(logits, columns).tensor)
+    logits = None if logits is None else as_rows(Logits(logits, columns).tensor())
     most = MOST_BLOCKS // parts
     for begin in range(0, n, most):
         some = slice(begin, min(begin + most, n))

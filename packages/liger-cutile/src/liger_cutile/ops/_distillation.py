@@ -367,7 +367,7 @@ def _launch_rows(
     teacher_softcap: float | None,
     ignore_index: int,
 ) -> None:
-    student, teacher = as_rows(Logits(student, columns).tensor), as_rows(Logits(teacher, columns).tensor)
+    student, teacher = as_rows(Logits(student, columns).tensor()), as_rows(Logits(teacher, columns).tensor())
     rows, size = student.shape[0], max(student.element_size(), teacher.element_size())
     tempered = temperature != 1.0
     added = [x for x in (student_bias, teacher_bias, student_softcap, teacher_softcap) if x is not None]
@@ -401,9 +401,9 @@ def _launch_gradient(
     teacher_softcap: float | None,
     ignore_index: int,
 ) -> None:
-    dstudent = Logits(dstudent, columns).tensor
-    student = None if student is None else as_rows(Logits(student, columns).tensor)
-    teacher = as_rows(Logits(teacher, columns).tensor)
+    dstudent = Logits(dstudent, columns).tensor()
+    student = None if student is None else as_rows(Logits(student, columns).tensor())
+    teacher = as_rows(Logits(teacher, columns).tensor())
     of_columns = slice(first_column, first_column + columns)
     student_bias, teacher_bias = (None if bias is None else bias[of_columns] for bias in (student_bias, teacher_bias))
     block = min(power_of_2(columns), GRADIENT_BYTES // max(dstudent.element_size(), teacher.element_size()))

@@ -217,7 +217,7 @@ def _launch_rows(
     temperature: float | None,
     inverse: float | None,
 ) -> None:
-    logits, target = as_rows(Logits(logits, columns).tensor), as_rows(target)
+    logits, target = as_rows(Logits(logits, columns).tensor()), as_rows(target)
     for begin in range(0, logits.shape[0], MOST_BLOCKS):
         some = logits[begin : begin + MOST_BLOCKS]
         launch(
@@ -248,14 +248,14 @@ def _launch_gradient(
     softcap: float | None,
     inverse: float | None,
 ) -> None:
-    n, dlogits = dlogits.shape[0], Logits(dlogits, columns).tensor
+    n, dlogits = dlogits.shape[0], Logits(dlogits, columns).tensor()
     block = min(power_of_2(columns), GRADIENT_BLOCK)
     # If rows are few, one block per row would be too few blocks.
     wanted = 2 * GRADIENT_OCCUPANCY * sm_count(dlogits.device)
     parts = min(blocks(columns, block), blocks(wanted, n))
     of_columns = slice(first_column, first_column + columns)
     bias, weight = (None if x is None else x[of_columns] for x in (bias, weight))
-    logits = None if logits is None else Logits(logits, columns).tensor
+    logits = None if logits is None else Logits(logits, columns).tensor()
     logits, target, dpicked = (None if x is None else as_rows(x) for x in (logits, target, dpicked))
     assert target is not None
     most = MOST_BLOCKS // parts

@@ -160,7 +160,7 @@ def _launch_rows(
     temperature: float,
     beta: float,
 ) -> None:
-    student, teacher = Logits(student, columns).tensor, Logits(teacher, columns).tensor
+    student, teacher = Logits(student, columns).tensor(), Logits(teacher, columns).tensor()
     rows, size = student.shape[0], max(student.element_size(), teacher.element_size())
     launch(
         _rows, (min(rows, MOST_BLOCKS),), losses, statistics, student, teacher, labels, first, ignore_index,
@@ -183,8 +183,8 @@ def _launch_gradient(
     temperature: float,
     beta: float,
 ) -> None:
-    dstudent, teacher = Logits(dstudent, columns).tensor, Logits(teacher, columns).tensor
-    student = None if student is None else Logits(student, columns).tensor
+    dstudent, teacher = Logits(dstudent, columns).tensor(), Logits(teacher, columns).tensor()
+    student = None if student is None else Logits(student, columns).tensor()
     block = min(power_of_2(columns), GRADIENT_BYTES // max(dstudent.element_size(), teacher.element_size()))
     factor = {0: 1.0, 1: LN_2}.get(beta, (1.0 - beta) * LN_2) / temperature
     launch(

@@ -350,7 +350,7 @@ def _result(instruction: _Instruction, state: _State) -> Bits:
 def _compared(instruction: _Instruction, state: _State) -> Bits | None:
     """The predicate that an instruction writes first, for each thread, if it follows from the thread's number."""
     operands, kinds = instruction.operands, instruction.kinds
-    if instruction.condition or instruction.name not in ("PLOP3", "UPLOP3", "ISETP"):
+    if instruction.condition:
         return None
     match instruction.name, operands:
         case (("PLOP3" | "UPLOP3"), [_, _, a, b, c, table, *_]):

@@ -227,7 +227,7 @@ class _Call:
                 incoming = Incoming(one, less, None, None)
                 others = self._dlogits(logits, x.dtype, results.kept, incoming, first, 0)
             assert others is not None
-            self.linear.write_product_of(m[some], others, self.weight)
+            self.linear.write_product_of(m[some], others, self.weight, transposed=False)
         return m, factors
 
     def columns_of(self) -> tuple[Tensor, Tensor]:
@@ -280,9 +280,9 @@ class _Call:
                 dlogits = self._dlogits(logits, x.dtype, kept, incoming, first, 0)
                 del logits  # freed before the products
             if dx is not None:
-                self.linear.write_product_of(dx[first:last], dlogits, self.weight)
+                self.linear.write_product_of(dx[first:last], dlogits, self.weight, transposed=False)
             if self.needs[1]:
-                dweight = self.linear.add_product_of(dweight, dlogits, x[first:last], dtype)
+                dweight = self.linear.add_product_of(dweight, dlogits, x[first:last], dtype, transposed=True)
             del dlogits
         return dx, dweight
 

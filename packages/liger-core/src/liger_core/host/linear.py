@@ -168,7 +168,7 @@ class Linear:
         return total
 
     def add_product_of(
-        self, total: Tensor | None, logits: Logits, b: Tensor, dtype: torch.dtype, transposed: bool = True
+        self, total: Tensor | None, logits: Logits, b: Tensor, dtype: torch.dtype, *, transposed: bool
     ) -> Tensor:
         """`add_product` of logits or their gradient: total + logitsᵀ b, or total + logits b if not `transposed`."""
         memory, columns = logits
@@ -180,7 +180,7 @@ class Linear:
         _product_of(total, memory, columns, b, transposed, adds)
         return total
 
-    def write_product_of(self, y: Tensor, logits: Logits, b: Tensor, transposed: bool = False) -> None:
+    def write_product_of(self, y: Tensor, logits: Logits, b: Tensor, *, transposed: bool) -> None:
         """Write logits b, or logitsᵀ b if `transposed`, to `y`, in their dtype."""
         memory, columns = logits
         if logits.padded():
@@ -191,11 +191,6 @@ class Linear:
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """a · b in float32, not rounded to their dtype."""
         return _mm(*_factors(a, b, torch.float32))
-
-    def empty_logits(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Logits:
-        """Memory for logits or their gradient."""
-        width = padded_columns(columns) if self.pads else columns
-        return Logits(torch.empty((rows, width), dtype=dtype, device=device), columns)
 
     def logits(self, x: Tensor, weight: Tensor, dtype: torch.dtype, again: bool = False) -> Logits:
         """x · weightᵀ in `dtype`, which is x's or float32.
@@ -208,11 +203,12 @@ class Linear:
                 for backward, and so in the end all logits.
         """
         columns = weight.shape[0]
-        if not again and not (self.pads and padded_columns(columns) != columns):
+        width = padded_columns(columns) if self.pads else columns
+        if width == columns and not again:
             return Logits(x @ weight.t() if dtype is x.dtype else self.product(x, weight.t()), columns)
-        logits = self.empty_logits(x.shape[0], columns, dtype, x.device)
-        _write_logits(logits.memory, x, weight)
-        return logits
+        memory = torch.empty((x.shape[0], width), dtype=dtype, device=x.device)
+        _write_logits(memory, x, weight)
+        return Logits(memory, columns)
 
     def chunks(self, size: int, most: int) -> list[tuple[int, int]]:
         """`chunks` that suit the device's matrix products."""
@@ -268,9 +264,10 @@ class Gradients:
     def add_rows(self, first: int, last: int, dlogits: Logits) -> None:
         """Add the gradient of some rows of logits, with all columns."""
         if self.dx is not None:
-            self.linear.write_product_of(self.dx[first:last], dlogits, self.weight)
+            self.linear.write_product_of(self.dx[first:last], dlogits, self.weight, transposed=False)
         if self.needs[1]:
-            self.dweight = self.linear.add_product_of(self.dweight, dlogits, self.x[first:last], self.dtype)
+            x = self.x[first:last]
+            self.dweight = self.linear.add_product_of(self.dweight, dlogits, x, self.dtype, transposed=True)
         if self.needs[2] and not self.wide:
             dbias = dlogits.tensor().sum(0, dtype=torch.float32)
             self.dbias = dbias if self.dbias is None else self.dbias.add_(dbias)

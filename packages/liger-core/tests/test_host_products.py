@@ -1,7 +1,11 @@
-"""Matrix products of linear losses, counted: how many a step takes, and what torch.compile keeps of them."""
+"""Matrix products of linear losses, counted: how many a step takes, and what torch.compile keeps of them in which memory."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +18,7 @@ from functorch.compile import (  # pyright: ignore[reportMissingModuleSource]
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import Node
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_core.autograd import differentiable
@@ -85,7 +90,8 @@ class NoKernels(DistillationKernels):
 class NoStatistics(StatisticsKernels):
     def rows(self, results: Any, logits: Logits, labels: Any, first_row: int) -> None:
         for result in (results.lse, results.picked, results.entropy, results.kept):
-            _touch(result, logits.memory, logits.memory)
+            if result is not None:
+                _touch(result, logits.memory, logits.memory)
 
     def gradient(
         self,
@@ -323,6 +329,51 @@ def test_compiled_statistics_keep_no_logits(needs: Needs, dtype: torch.dtype, cl
     }
     host = FusedLinearStatistics(NoStatistics(), NoLinear())
     assert compiled(fused_linear_logit_statistics, host, needs, given, classes) == (2 + sum(needs), False)
+
+
+def most_memory(step: Callable[[], Any], trace: Path) -> int:
+    """The most bytes at a time that a step allocates on the CPU."""
+    with profile(profile_memory=True) as profiled:
+        step()
+    profiled.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    events.sort(key=lambda event: event["ts"])
+    return max(accumulate(event["args"]["Bytes"] for event in events))
+
+
+@pytest.mark.parametrize("name", ["kl_div", "statistics", "frozen-statistics"])
+def test_a_compiled_loss_takes_the_memory_of_an_eager_one(name: str, tmp_path: Path) -> None:
+    """Where a product with a chunk's gradient is traced, Inductor makes it at the end, and so the gradients of all chunks live."""
+    rows, classes, hidden = 1024, 512, 16
+    given: dict[str, Any] = {
+        "x": torch.randn(rows, hidden, requires_grad=True),
+        "linear_weight": torch.randn(classes, hidden, requires_grad=name != "frozen-statistics"),
+        "memory_budget": 200_000,
+    }
+    if name == "kl_div":
+        op, host = fused_linear_kl_div, FusedLinearKLDiv(NoKernels(), NoLinear())
+        given |= {"target": torch.rand(rows, classes), "reduction": "none"}
+    else:
+        op, host = fused_linear_logit_statistics, FusedLinearStatistics(NoStatistics(), NoLinear())
+        given |= {"target": torch.zeros(rows, dtype=torch.int64)}
+    kernel: Any = SimpleNamespace(forward=host.forward, backward=host.backward)
+    run = differentiable(op, kernel, "toy")
+    wanted = [tensor for tensor in given.values() if isinstance(tensor, Tensor) and tensor.requires_grad]
+    needs = (True, len(wanted) == 2, False)
+
+    def loss() -> Tensor:
+        arguments = op.bind((), given)
+        result: Any = run(arguments, needs, {name: arguments[name] for name in op.options})
+        return (result if isinstance(result, Tensor) else result[0]).sum()
+
+    torch.compiler.reset()
+    taken: list[int] = []
+    for call in (loss, torch.compile(loss, fullgraph=True)):
+        torch.autograd.grad(call(), wanted)
+        taken.append(most_memory(lambda call=call: torch.autograd.grad(call(), wanted), tmp_path / "trace.json"))
+    eager, traced = taken
+    assert eager < 4 * rows * classes / 4  # a quarter of all logits
+    assert traced < 1.25 * eager
 
 
 class Aligned(TorchDispatchMode):

@@ -149,7 +149,7 @@ class _Call:
             if keeps and taken >= size:
                 terms = torch.empty((size, terms_columns(self.weight.shape[0])), dtype=x.dtype, device=x.device)
                 beside = self.kernels.product(results, x, self.weight, self.labels, 0, terms)
-                return terms, beside, self._factors(results, slice(0, size))
+                return terms, beside, self._factors(results)
             for first, last in self.linear.chunks(size, taken):
                 self.kernels.product(results, x[first:last], self.weight, self.labels, first)
             return ()
@@ -171,18 +171,18 @@ class _Call:
             return 0
         return self.kernels.rows_of_product(x, self.weight, self.labels, self.plan.alone)
 
-    def _factors(self, results: Rows, some: slice) -> Tensor:
+    def _factors(self, results: Rows) -> Tensor:
         """Of each row's only target: by what the gradients of lse and of picked become that of its logit, ``[2, rows]``."""
-        z, options = results.picked[some, 0], self.labels.options
+        z, options = results.picked[:, 0], self.labels.options
         slope = torch.ones_like(z)
         if options.softcap is not None:
             tanh = z * ((options.temperature or 1.0) / options.softcap)
             slope = 1.0 - tanh * tanh
         if options.inverse is not None:
             slope = slope * options.inverse
-        absent = ~self.columns_of()[1][some]
+        absent = ~self.columns_of()[1]
         slope = slope.masked_fill(absent, 0.0)
-        p = torch.exp(z - results.lse[some]).masked_fill(absent, 0.0)
+        p = torch.exp(z - results.lse).masked_fill(absent, 0.0)
         return torch.stack((p * slope, slope))
 
     def _of_target(self, factors: Tensor, incoming: Incoming) -> Tensor:
@@ -220,7 +220,6 @@ class _Call:
             else:
                 logits = self.linear.logits(x[some], self.weight, torch.float32)
                 self.kernels.rows(results, logits, self.labels, first)
-            factors[:2, some] = self._factors(results, some)
             if logits is not None:
                 # The target's own term is apart.
                 less[some, 0] = -torch.exp(results.picked[some, 0] - results.lse[some])
@@ -228,6 +227,7 @@ class _Call:
                 others = self._dlogits(logits, x.dtype, results.kept, incoming, first, 0)
             assert others is not None
             self.linear.write_product_of(m[some], others, self.weight, transposed=False)
+        factors[:2] = self._factors(results)
         return m, factors
 
     def columns_of(self) -> tuple[Tensor, Tensor]:

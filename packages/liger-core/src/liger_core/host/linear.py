@@ -102,18 +102,12 @@ def _parts(columns: int, width: int) -> list[slice]:
     return [slice(0, columns)] if even in (0, columns) else [slice(0, even), slice(even, columns)]
 
 
-@opaque(writes=("total",))
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b.
-
-    It isn't traced: Inductor would add up the products of all chunks at the end, each in its own memory.
-    """
-    _add(total, a, b)
-
-
 @opaque(writes=("y",))
 def _product_of(y: Tensor, logits: Tensor, columns: int, b: Tensor, transposed: bool, adds: bool) -> None:
-    """y = a b, or y += a b. a is the first columns of `logits`, or their transpose."""
+    """y = a b, or y += a b. a is the first columns of `logits`, or their transpose.
+
+    It isn't traced: Inductor would make the products of all chunks at the end, each of a gradient of logits in its own memory.
+    """
     parts = _parts(columns, logits.shape[1])
     if transposed:
         for part in parts:
@@ -162,9 +156,10 @@ class Linear:
 
     def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         """total + aᵀ b, in `dtype`; written to `total` if there is one."""
+        adds = total is not None
         if total is None:
-            return _mm(*_factors(a.t(), b, dtype)).to(dtype)
-        _add_product(total, a.t(), b)
+            total = torch.empty((a.shape[1], b.shape[1]), dtype=dtype, device=a.device)
+        _product_of(total, a, a.shape[1], b, True, adds)
         return total
 
     def add_product_of(
@@ -182,11 +177,7 @@ class Linear:
 
     def write_product_of(self, y: Tensor, logits: Logits, b: Tensor, *, transposed: bool) -> None:
         """Write logits b, or logitsᵀ b if `transposed`, to `y`, in their dtype."""
-        memory, columns = logits
-        if logits.padded():
-            _product_of(y, memory, columns, b, transposed, False)
-        else:
-            torch.mm(memory.t() if transposed else memory, b, out=y)
+        _product_of(y, logits.memory, logits.columns, b, transposed, False)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """a · b in float32, not rounded to their dtype."""

@@ -343,7 +343,7 @@ def most_memory(step: Callable[[], Any], trace: Path) -> int:
 
 @pytest.mark.parametrize("name", ["kl_div", "statistics", "frozen-statistics"])
 def test_a_compiled_loss_takes_the_memory_of_an_eager_one(name: str, tmp_path: Path) -> None:
-    """Where a product with a chunk's gradient is traced, Inductor makes it at the end, and so the gradients of all chunks live."""
+    """Inductor makes a product that it traced at the end, and then the gradients of all chunks live at once."""
     rows, classes, hidden = 1024, 512, 16
     given: dict[str, Any] = {
         "x": torch.randn(rows, hidden, requires_grad=True),

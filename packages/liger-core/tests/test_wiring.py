@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import liger_core
 from liger_core import BackendInfo, Unsupported, checks, contract
 from liger_core.contract import Needs, Saved, op
+from liger_core.opaque import opaque
 
 
 class FitOutput(NamedTuple):
@@ -276,6 +277,25 @@ def test_eager_opaque_launch_skips_torch_library(toys: None, monkeypatch: pytest
         liger_core.rms_norm(x, None).sum().backward()
     assert "aten" in seen
     assert "liger" not in seen
+
+
+def test_a_compiled_launch_runs_no_python_but_its_own() -> None:
+    """torch.library.custom_op runs Python for gradients and versions around each call, for ten times as long as this takes."""
+
+    def fill(y: Tensor, value: float) -> None:
+        y.fill_(value)
+
+    fill.__module__, fill.__qualname__ = "toy", "fill"
+    opaque(writes=("y",))(fill)
+    launch, y, called = torch.ops.liger.toy_fill.default, torch.zeros(2), list[str]()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        launch(y, 3.0)
+    finally:
+        sys.setprofile(before)
+    assert y.tolist() == [3.0, 3.0]
+    assert called == ["__call__", "fill"]  # OpOverload's, and ours
 
 
 def test_checkpoint_recomputes_in_the_same_language(toys: None) -> None:

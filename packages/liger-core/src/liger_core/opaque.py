@@ -12,6 +12,9 @@ from liger_core import modes
 
 P = ParamSpec("P")
 
+# What torch.library.custom_op makes takes ten times as long to call, for gradients and versions that a launch in a compiled
+# graph has no use for.
+_library = torch.library.Library("liger", "FRAGMENT")
 _taken: set[str] = set()
 
 
@@ -33,12 +36,16 @@ def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable
     """
 
     def decorate(launch: Callable[P, None]) -> Callable[P, None]:
-        name = f"liger::{launch.__module__}.{launch.__qualname__}".replace(".", "_").replace("<locals>", "")
+        name = f"{launch.__module__}.{launch.__qualname__}".replace(".", "_").replace("<locals>", "")
         while name in _taken:  # by "a.b" for "a_b", or by another function that the same code made
             name += "_"
         _taken.add(name)
-        custom = torch.library.custom_op(name, launch, mutates_args=writes)
-        custom.register_fake(_writes_nothing)  # pyright: ignore[reportUnknownMemberType]
+        schema = torch.library.infer_schema(launch, mutates_args=writes)  # pyright: ignore[reportUnknownMemberType]
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # pyright: ignore[reportUnknownMemberType]
+        _library.impl(name, launch, "CompositeExplicitAutograd")  # pyright: ignore[reportUnknownMemberType]
+        fake = f"liger::{name}", _writes_nothing
+        torch.library.register_fake(*fake, lib=_library)  # pyright: ignore[reportUnknownMemberType]
+        custom = getattr(torch.ops.liger, name).default
 
         @functools.wraps(launch)
         def call(*args: P.args, **kwargs: P.kwargs) -> None:

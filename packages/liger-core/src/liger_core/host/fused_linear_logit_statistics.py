@@ -239,17 +239,13 @@ class _Call:
 
     def of_frozen(self, m: Tensor, factors: Tensor, incoming: Incoming) -> Tensor:
         """The gradient of x, from the results of `forward`."""
-        size, hidden = m.shape
+        hidden = m.shape[1]
         dx = torch.empty_like(m)
         column, _ = self.columns_of()
-        factor = self._of_target(factors, incoming)
+        by_m = None if incoming.lse is None else incoming.lse * factors[2]
         # Per column of x, a row takes as much memory here as two columns of the tile.
-        for first, last in self.linear.chunks(size, max(1, self.plan.rows * self.weight.shape[0] // (2 * hidden))):
-            some = slice(first, last)
-            part = self.weight.index_select(0, column[some]) * factor[some, None]
-            if incoming.lse is not None:
-                part.addcmul_(m[some], (incoming.lse[some] * factors[2, some])[:, None])
-            dx[some] = part
+        most = max(1, self.plan.rows * self.weight.shape[0] // (2 * hidden))
+        self.kernels.frozen(dx, m, by_m, self.weight, column, self._of_target(factors, incoming), most)
         return dx
 
     def backward(

@@ -164,6 +164,27 @@ class StatisticsKernels:
         """
         raise NotImplementedError
 
+    def frozen(
+        self, dx: Tensor, m: Tensor, by_m: Tensor | None, weight: Tensor, column: Tensor, by_weight: Tensor, most: int
+    ) -> None:
+        """Write m · by_m + weight[column] · by_weight, of each row, in float32 and rounded once.
+
+        Args:
+            dx: ``[N, H]``, contiguous, to be written.
+            m: ``[N, H]``, contiguous.
+            by_m: float32 ``[N]``, or None for 0.
+            weight: ``[V, H]``, with any strides.
+            column: int64 ``[N]``, rows of the weight.
+            by_weight: float32 ``[N]``.
+            most: how many rows there is room for in float32. A kernel needs none.
+        """
+        for first in range(0, dx.shape[0], most):
+            some = slice(first, first + most)
+            part = weight.index_select(0, column[some]) * by_weight[some, None]
+            if by_m is not None:
+                part.addcmul_(m[some], by_m[some, None])
+            dx[some] = part
+
 
 def options_of(first: int, ignore_index: int, softcap: float | None, temperature: float) -> Options:
     """The options, normalised."""

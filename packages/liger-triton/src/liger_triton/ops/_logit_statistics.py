@@ -209,8 +209,8 @@ def _rows(
 
 @triton.jit
 def _tell_part(
-    x, first, part, bias, target, terms, bases, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
-    best_columns, row, here, target_stride, columns, terms_columns, parts, ignore_index, inverse,
+    x, first_row, first, part, bias, target, terms, bases, maxima, exp_sums, product_sums, square_sums, weighted_sums,
+    bests, best_columns, row, here, target_stride, columns, parts, ignore_index, inverse,
     PART: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Write the maxima and sums of some columns of a tile of logits.
@@ -251,8 +251,8 @@ def _tell_part(
             # This takes no second exponential per element, and the sums have the same bits without bases.
             rise = _tempered(top - tl.load(bases + row, here, other=0.0), inverse)
             based *= tl.where(rise <= RISE, _exp(rise), 1.0)[:, None]
-        exists = here[:, None] & (column < terms_columns)[None, :]
-        tl.store((terms + row[:, None] * terms_columns) + column[None, :], based, exists)
+        # By TMA: this costs half of what threads' own stores cost, of which each has four bytes.
+        terms.store([first_row, first], based.to(terms.dtype))
     if product_sums is not None:
         tl.store(product_sums + at, tl.sum(tl.where(term == 0.0, 0.0, term * depth), axis=1), here)
     if square_sums is not None:
@@ -262,7 +262,7 @@ def _tell_part(
 @kernel(do_not_specialize=["rows", "target_stride"])
 def _tiles(
     x, weight, bias, target, terms, bases, maxima, exp_sums, product_sums, square_sums, weighted_sums, bests,
-    best_columns, target_stride, rows, columns, terms_columns, depth, parts, ignore_index, inverse,
+    best_columns, target_stride, rows, columns, depth, parts, ignore_index, inverse,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, DEPTH: tl.constexpr, TURN: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -281,14 +281,14 @@ def _tiles(
         part = first_column // PART
         left, right = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, PART)), (0, 2, 1)))
         _tell_part(
-            left, first_column, part, bias, target, terms, bases, maxima, exp_sums, product_sums, square_sums,
-            weighted_sums, bests, best_columns, row, here, target_stride, columns, terms_columns, parts, ignore_index,
-            inverse, PART, WHOLE,
+            left, first_row, first_column, part, bias, target, terms, bases, maxima, exp_sums, product_sums, square_sums,
+            weighted_sums, bests, best_columns, row, here, target_stride, columns, parts, ignore_index, inverse, PART,
+            WHOLE,
         )  # fmt: skip
         _tell_part(
-            right, first_column + PART, part + 1, bias, target, terms, bases, maxima, exp_sums, product_sums,
-            square_sums, weighted_sums, bests, best_columns, row, here, target_stride, columns, terms_columns, parts,
-            ignore_index, inverse, PART, WHOLE,
+            right, first_row, first_column + PART, part + 1, bias, target, terms, bases, maxima, exp_sums, product_sums,
+            square_sums, weighted_sums, bests, best_columns, row, here, target_stride, columns, parts, ignore_index,
+            inverse, PART, WHOLE,
         )  # fmt: skip
 
 
@@ -450,9 +450,26 @@ def _gradient(
     tl.store(dlogits + column, _tempered(dz * derivative, inverse), column < width)
 
 
-def _descriptor(rows: Tensor, block: int) -> TensorDescriptor:
-    """How TMA loads blocks of rows."""
-    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [block, TILE_DEPTH])
+@kernel
+def _frozen(
+    dx, m, by_m, weight, column, by_weight, weight_row, weight_column, hidden, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Add up a row of m and one of the weight, each multiplied by its factor."""
+    blocks = tl.cdiv(hidden, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = i < hidden
+    at = row * hidden + i
+    place = tl.load(column + row) * weight_row + i.to(tl.int64) * weight_column
+    sums = tl.load(by_weight + row) * tl.load(weight + place, inside, other=0.0).to(tl.float32)
+    if by_m is not None:
+        sums += tl.load(by_m + row) * tl.load(m + at, inside, other=0.0).to(tl.float32)
+    tl.store(dx + at, sums, inside)
+
+
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """How TMA loads or stores blocks of a matrix."""
+    return TensorDescriptor(matrix, [*matrix.shape], [*matrix.stride()], [rows, columns])
 
 
 def _loads(rows: Tensor) -> bool:
@@ -498,10 +515,11 @@ def _launch_tiles(
     (n, depth), columns, parts = x.shape, weight.shape[0], maxima.shape[1]
     tiles = (n + TILE_ROWS - 1) // TILE_ROWS * ((columns + TILE_COLUMNS - 1) // TILE_COLUMNS)
     _tiles[(min(tiles, sm_count(x.device)),)](
-        _descriptor(x, TILE_ROWS), _descriptor(weight, TILE_COLUMNS), bias, target, terms, bases, maxima, exp_sums,
-        product_sums, square_sums, weighted_sums, bests, best_columns, target.stride(0), n, columns, _columns_of(terms),
-        depth, parts, ignore_index, inverse, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, PART=PART, DEPTH=TILE_DEPTH,
-        TURN=TILES_IN_TURN, WHOLE=columns % PART == 0, num_warps=8, num_stages=4,
+        _descriptor(x, TILE_ROWS, TILE_DEPTH), _descriptor(weight, TILE_COLUMNS, TILE_DEPTH), bias, target,
+        None if terms is None else _descriptor(terms, TILE_ROWS, PART), bases, maxima, exp_sums, product_sums,
+        square_sums, weighted_sums, bests, best_columns, target.stride(0), n, columns, depth, parts, ignore_index,
+        inverse, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, PART=PART, DEPTH=TILE_DEPTH, TURN=TILES_IN_TURN,
+        WHOLE=columns % PART == 0, num_warps=8, num_stages=4,
     )  # fmt: skip
 
 
@@ -645,6 +663,15 @@ class _Kernels(StatisticsKernels):
             width, target.shape[1], first_row, first_column, target.shape[0], options.first,
             options.ignore_index, options.softcap, options.inverse,
             SEVERAL=target.shape[1] > 1, BLOCK=block, num_warps=max(block // 512, 1),
+        )  # fmt: skip
+
+    def frozen(
+        self, dx: Tensor, m: Tensor, by_m: Tensor | None, weight: Tensor, column: Tensor, by_weight: Tensor, most: int
+    ) -> None:
+        (n, hidden), block = dx.shape, min(power_of_2(dx.shape[1], 16), 2048)
+        _frozen[(n * ((hidden + block - 1) // block),)](
+            dx, m, by_m, weight, column, by_weight, weight.stride(0), weight.stride(1), hidden, BLOCK=block,
+            num_warps=max(block // 512, 1),
         )  # fmt: skip
 
 

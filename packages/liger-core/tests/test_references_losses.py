@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import liger_core.ops.grpo_loss as grpo
+from liger_core.host import fused_linear_logit_statistics as statistics
+from liger_core.host import linear
 from liger_core.ops.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_core.ops.fused_linear_cross_entropy import chunk_rows, fused_linear_cross_entropy, least_memory
+from liger_core.ops.fused_linear_cross_entropy import MOST_CHUNKS, chunk_rows, fused_linear_cross_entropy, least_memory
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_core.ops.fused_linear_kl_div import fused_linear_kl_div
+from liger_core.ops.fused_linear_logit_statistics import least_statistics_memory
 from liger_core.ops.grpo_loss import GRPOOutput, grpo_loss
 from liger_core.ops.jsd import jsd
 from liger_core.ops.kl_div import kl_div
@@ -697,6 +700,29 @@ def test_memory_budget(dtype: torch.dtype, teacher: bool) -> None:
     with torch.no_grad():
         assert least_memory(x, weight, **{**sizes, "weight_grad": False}) <= least
         call(least_memory(x, weight, **{**sizes, "weight_grad": False}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("teacher", [False, True])
+def test_the_least_budget_makes_no_long_sums(dtype: torch.dtype, teacher: bool) -> None:
+    """A float32 sum over very many chunks would be off by more than its terms are."""
+    x, weight = (torch.empty(size, 4, device="meta", dtype=dtype) for size in (100_000, 200_000))
+    sizes: dict[str, Any] = {"accum_dtype": torch.float32, "weight_grad": True}
+    sizes |= {"teacher_x": x if teacher else None}
+    given: Any = {"accum_dtype": torch.float32, "memory_budget": least_memory(x, weight, **sizes)}
+    plan = linear.plan_of((True, True, True), x, weight, teacher_x=sizes["teacher_x"], **given)
+    assert plan.columns is not None or 100_000 / plan.chunk <= MOST_CHUNKS  # with columns, no sum is over chunks
+    assert not teacher or plan.columns is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(100_000, 200_000), (100_000, 50), (50, 200_000)])
+def test_the_least_budget_of_statistics_makes_no_long_sums(dtype: torch.dtype, rows: int, vocabulary: int) -> None:
+    x, weight = (torch.empty(size, 4, device="meta", dtype=dtype) for size in (rows, vocabulary))
+    least = least_statistics_memory(x, weight, accum_dtype=torch.float32, weight_grad=True)
+    given: Any = {"accum_dtype": torch.float32, "memory_budget": least, "picked_alone": False}
+    plan = statistics.plan_of((True, True, True), x, weight, **given)
+    assert (vocabulary / plan.columns if plan.by_columns else rows / plan.rows) <= MOST_CHUNKS
 
 
 def test_default_chunk_is_bounded() -> None:

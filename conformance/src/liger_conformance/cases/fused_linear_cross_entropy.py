@@ -8,7 +8,7 @@ from liger_conformance.case import Bad, Case, Make
 from liger_conformance.cases.cross_entropy import ALL, bad_options
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.cross_entropy import REDUCTIONS
-from liger_core.ops.fused_linear_cross_entropy import padded_columns
+from liger_core.ops.fused_linear_cross_entropy import least_chunk, padded_columns
 
 
 def build(
@@ -50,14 +50,14 @@ def build(
 
 
 def budgets(rows: int, hidden: int, vocabulary: int) -> tuple[int | None, ...]:
-    """Room for all rows, and, beside an accumulator in float32, for half of them, for three and for one."""
-    one = 8 * padded_columns(vocabulary)
+    """Room for all rows, and, beside an accumulator in float32, for half of them, and for the least and three times as many."""
+    one, least = 8 * padded_columns(vocabulary), least_chunk(rows)
     rest = 4 * vocabulary + 32 * rows
     return (
         None,
         rows * one + rest,
-        *(4 * vocabulary * hidden + n * one + rest for n in (rows // 2 + 1, 3, 1)),
-        one + rest,
+        *(4 * vocabulary * hidden + n * one + rest for n in (rows // 2 + 1, 3 * least, least)),
+        least * one + rest,
     )
 
 

@@ -8,7 +8,7 @@ from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.cases.fused_linear_cross_entropy import answers, few_chunks
 from liger_conformance.cases.logit_statistics import ALL, bad_options, bad_targets, targets
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
-from liger_core.ops.fused_linear_cross_entropy import padded_columns
+from liger_core.ops.fused_linear_cross_entropy import least_chunk, padded_columns
 
 
 def build(
@@ -66,11 +66,15 @@ def build(
 
 
 def budgets(rows: int, hidden: int, vocabulary: int) -> tuple[int | None, ...]:
-    """Room for all logits, for all rows beside one column and beside a third, and for one row and three."""
+    """Room for all logits, for all rows beside the least columns and a third, and for the least rows and three times as many."""
     always = 4 * vocabulary + 32 * rows
-    columns = [rows * 8 * n + 4 * rows * hidden for n in (1, vocabulary // 3 + 1)]
+    columns = [rows * 8 * n + 4 * rows * hidden for n in (least_chunk(vocabulary), vocabulary // 3 + 1)]
     row = 8 * padded_columns(vocabulary)
-    tiles = [rows * row, *columns, *(n * row + 4 * vocabulary * hidden for n in (1, 3))]
+    tiles = [
+        rows * row,
+        *columns,
+        *(n * row + 4 * vocabulary * hidden for n in (least_chunk(rows), 3 * least_chunk(rows))),
+    ]
     return None, *(always + tile for tile in tiles)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from liger_conformance.case import Bad, Case, Make
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+from liger_core.ops.fused_linear_cross_entropy import least_chunk
 from liger_core.ops.fused_moe import ACTIVATIONS
 
 
@@ -80,7 +81,8 @@ def budgets(tokens: int, per_token: int, experts: int, hidden: int, intermediate
         row = 5 * columns * itemsize + intermediate // 4 + 4 + (4 + itemsize) * hidden + 64
         return tokens * per_token * row + 64 * (experts + 1)
 
-    few = [room(columns, size) for columns in (1, 3, intermediate // 2 + 1) for size in (2, 4)]
+    least = least_chunk(intermediate)
+    few = [room(columns, size) for columns in (least, 3 * least, intermediate // 2 + 1) for size in (2, 4)]
     return (None, None, *few, room(intermediate, 4))
 
 

@@ -6,6 +6,7 @@ import torch
 
 from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.vary import ROWS, Size, Vary
+from liger_core.ops.fused_linear_cross_entropy import least_chunk
 from liger_core.ops.gated_mlp import ACTIVATIONS
 
 
@@ -35,7 +36,7 @@ def build(
 
 def budgets(rows: int | tuple[int, ...], hidden: int, inner: int) -> tuple[int | None, ...]:
     count = torch.Size(rows if isinstance(rows, tuple) else (rows,)).numel()
-    enough = max(12 * inner, 20 * count + 4 * count * hidden)
+    enough = max(12 * inner, 20 * count * least_chunk(inner) + 4 * count * hidden)
     return None, enough, enough + 40 * count
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from liger_core.contract import Early, Needs, Saved, compiling
 from liger_core.host.linear import Linear
+from liger_core.ops.fused_linear_cross_entropy import MOST_CHUNKS
 from liger_core.ops.gated_mlp import accumulator_memory, whole_memory
 
 
@@ -137,7 +138,8 @@ def _way(linear: Linear, needs: Needs, rows: Any, weights: Sequence[Tensor], mem
         return False, most
     # A chunk of columns has two products, each of which reads x's sum and writes it.
     moved = -(-inner // most) * (8 * count * hidden if needs[0] else 0)
-    by_rows = -(-count // most_rows) * sums < moved
+    chunks = -(-count // most_rows)
+    by_rows = chunks * sums < moved and chunks <= MOST_CHUNKS
     return by_rows, most_rows if by_rows else most
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.contract import op, upcast
-from liger_core.ops.fused_linear_cross_entropy import check_accum_dtype, padded_columns
+from liger_core.ops.fused_linear_cross_entropy import check_accum_dtype, least_chunk, padded_columns
 from liger_core.ops.logit_statistics import (
     DIFFERENTIABLE,
     LogitStatistics,
@@ -103,19 +103,20 @@ def _with_gradient_in(logits: Tensor, dtype: torch.dtype) -> Tensor:
 def least_statistics_memory(x: Tensor, linear_weight: Tensor, *, accum_dtype: torch.dtype, weight_grad: bool) -> int:
     """Bytes below which a `memory_budget` is refused.
 
-    That is the memory of a tile of all rows and one column, or of one row and all columns, whichever is less. The latter has
-    `padded_columns`. Each logit of the tile takes 4 bytes and its gradient in x's dtype, each class 4 for bias's gradient, and
-    each row 32. All rows take a float32 sum of x's gradient as well. One row takes an accumulator of linear_weight's gradient
-    in `accum_dtype` as well, unless that is the gradient's dtype.
+    That is the memory of a tile of all rows and `least_chunk` columns, or of `least_chunk` rows and all columns, whichever is
+    less. The latter has `padded_columns`. Each logit of the tile takes 4 bytes and its gradient in x's dtype, each class 4 for
+    bias's gradient, and each row 32. All rows take a float32 sum of x's gradient as well. Some rows take an accumulator of
+    linear_weight's gradient in `accum_dtype` as well, unless that is the gradient's dtype.
     """
     rows, hidden = x.shape
     vocabulary = linear_weight.shape[0]
     element = 4 + x.dtype.itemsize
     always = 4 * vocabulary + 32 * rows
-    column, row = rows * element + 4 * rows * hidden, padded_columns(vocabulary) * element
+    by_columns = least_chunk(vocabulary) * rows * element + 4 * rows * hidden
+    by_rows = least_chunk(rows) * padded_columns(vocabulary) * element
     if weight_grad and rows > 1 and accum_dtype != linear_weight.dtype:
-        row += vocabulary * hidden * accum_dtype.itemsize
-    return always + min(column, row)
+        by_rows += vocabulary * hidden * accum_dtype.itemsize
+    return always + min(by_columns, by_rows)
 
 
 def most_statistics_memory(rows: int, vocabulary: int) -> int:

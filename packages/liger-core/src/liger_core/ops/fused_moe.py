@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from liger_core import checks
 from liger_core.contract import op, upcast
+from liger_core.ops.fused_linear_cross_entropy import least_chunk
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -110,11 +111,13 @@ def temporary_memory(
 def least_memory(
     x: Tensor, gate_up_weight: Tensor, expert_indices: Tensor, *, differentiable: bool, x_grad: bool
 ) -> int:
-    """Bytes below which a `memory_budget` is refused: one token forward, and one column of all tokens backward."""
-    forward = temporary_memory(1, gate_up_weight.shape[1] // 2, x, gate_up_weight, expert_indices, x_grad=True)
+    """Bytes below which a `memory_budget` is refused: one token forward, and `least_chunk` columns of all tokens backward."""
+    columns = gate_up_weight.shape[1] // 2
+    forward = temporary_memory(1, columns, x, gate_up_weight, expert_indices, x_grad=True)
     if not differentiable:
         return forward
-    return max(forward, temporary_memory(x.shape[0], 1, x, gate_up_weight, expert_indices, x_grad=x_grad))
+    least = least_chunk(columns)
+    return max(forward, temporary_memory(x.shape[0], least, x, gate_up_weight, expert_indices, x_grad=x_grad))
 
 
 @fused_moe.checks

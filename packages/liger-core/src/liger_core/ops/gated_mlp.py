@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from liger_core import checks
 from liger_core.contract import op
+from liger_core.ops.fused_linear_cross_entropy import least_chunk
 from liger_core.ops.geglu import geglu
 from liger_core.ops.swiglu import swiglu
 
@@ -94,8 +95,8 @@ def whole_memory(x: Tensor, gate_weight: Tensor, grad: bool) -> int:
 def least_memory(x: Tensor, gate_weight: Tensor, *, x_grad: bool, grad: bool) -> int:
     """Bytes below which a `memory_budget` is refused.
 
-    That is one row in forward, and in backward one column beside the accumulator of x's gradient; or everything at once, if
-    that is less.
+    That is one row in forward, and in backward `least_chunk` columns beside the accumulator of x's gradient; or everything at
+    once, if that is less.
 
     Args:
         x: the op's.
@@ -106,7 +107,7 @@ def least_memory(x: Tensor, gate_weight: Tensor, *, x_grad: bool, grad: bool) ->
     rows, inner = x.numel() // max(1, x.shape[-1]), gate_weight.shape[0]
     least = 3 * inner * x.dtype.itemsize
     if grad:
-        least = max(least, accumulator_memory(x, x_grad) + 5 * rows * x.dtype.itemsize)
+        least = max(least, accumulator_memory(x, x_grad) + 5 * rows * least_chunk(inner) * x.dtype.itemsize)
     return max(1, min(least, whole_memory(x, gate_weight, grad)))
 
 

@@ -1,8 +1,10 @@
 """What is launched compiles, and fits, for chips that this machine doesn't have: under ``--compile``, and nothing else."""
 
 import dataclasses
+import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,22 +30,53 @@ def compile_launches(target: Target, case: Case, dtype: torch.dtype) -> list[Com
     return list({str(kernel): kernel for kernel in compiled}.values())
 
 
+class Seen:
+    """Which kernels spilled, or lost fast instructions, in a run so far: its processes tell each other by a file.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, target: Target, case: Case, kernels: list[Compiled]) -> None:
+        """Add what one case launches."""
+        found = [(str(kernel), None) for kernel in kernels if kernel.spills]
+        if case.group in ("medium", "large"):
+            found += [(str(kernel), what) for kernel in kernels for what in kernel.lost]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{json.dumps([str(target), *line])}\n" for line in found))
+
+    def of(self, target: Target) -> Iterator[tuple[str, str | None]]:
+        """The kernels of a target, with None for one that spilled, or what it lost."""
+        lines = self.path.read_text("utf-8").split("\n")[:-1] if self.path.exists() else []
+        return ((kernel, what) for name, kernel, what in map(json.loads, lines) if name == str(target))
+
+
+@pytest.fixture(scope="session")
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.getbasetemp()
+    # A process of pytest-xdist has a folder of its own within the run's.
+    return Seen((folder.parent if hasattr(request.config, "workerinput") else folder) / "spills.jsonl")
+
+
 @pytest.mark.cases(compiled=True)
 def test_compiled(
     target: Target,
     case: Case,
     dtype: torch.dtype,
     known_spills: KnownSpills,
+    seen: Seen,
     record_property: Callable[[str, Any], None],
 ) -> None:
     """Each launch compiles, takes no more than the chip has, and keeps every register out of memory."""
-    check_launches(
-        target,
-        case,
-        dtype,
-        known_spills,
-        lambda kernels: record_property("liger kernels", [dataclasses.asdict(kernel) for kernel in kernels]),
-    )
+
+    def record(kernels: list[Compiled]) -> None:
+        record_property("liger kernels", [dataclasses.asdict(kernel) for kernel in kernels])
+        seen.add(target, case, kernels)
+
+    check_launches(target, case, dtype, known_spills, record)
 
 
 def check_launches(
@@ -83,28 +116,27 @@ def check_launches(
 
 
 @pytest.mark.cases(compiled=True, spills=True)
-def test_known_spills(target: Target, known_spills: KnownSpills) -> None:
-    """What is declared to spill, or to lose the fast instructions, does."""
-    spilling, losing = set[str](), set[tuple[str, str]]()
+def test_known_spills(target: Target, known_spills: KnownSpills, seen: Seen) -> None:
+    """What is declared to spill, or to lose the fast instructions, does: in what the run has compiled, or else in all cases."""
 
     def stale() -> list[str]:
-        spills = [p for p, _ in known_spills.of(str(target)) if not any(matches(p, kernel) for kernel in spilling)]
+        found = [*seen.of(target)]
+        spills = [
+            p for p, _ in known_spills.of(str(target)) if not any(matches(p, k) for k, what in found if what is None)
+        ]
         return spills + [
-            f"{pattern}: {what}"
-            for pattern, what in known_spills.losses_of(str(target))
-            if not any(matches(pattern, kernel) and matches(what, loss) for kernel, loss in losing)
+            f"{pattern}: {loss}"
+            for pattern, loss in known_spills.losses_of(str(target))
+            if not any(matches(pattern, kernel) and matches(loss, what) for kernel, what in found if what is not None)
         ]
 
     for case, dtype in reversed(compiled_cases(target)):  # the large ones, of which most declarations are, come last
         if not stale():
             return
         try:
-            kernels = compile_launches(target, case, dtype)
+            seen.add(target, case, compile_launches(target, case, dtype))
         except Unsupported:
             continue
-        spilling |= {str(kernel) for kernel in kernels if kernel.spills}
-        if case.group in ("medium", "large"):
-            losing |= {(str(kernel), what) for kernel in kernels for what in kernel.lost}
     if left := stale():
         advice = "none of these is so any more; take it out of known_spills.py:"
         pytest.fail("\n".join([f"on {target.device} {advice}", *left]), pytrace=False)

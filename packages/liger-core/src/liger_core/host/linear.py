@@ -31,8 +31,7 @@ _FLOAT32_ADDMM = torch.__version__ >= "2.10"
 EVEN = 8
 """What the columns of logits, and the distance of their rows, have to be multiples of for tensor cores: 16 bytes of bfloat16.
 
-Otherwise cuBLAS takes five to eight times as long. On an H100, x of 8192 x 1024 and a vocabulary of 50257 in bfloat16: logits 8.7
-ms instead of 1.2, x's gradient 6.2 instead of 1.1, the weight's 5.7 instead of 1.1.
+Otherwise cuBLAS takes several times as long: benchmarks/records has a compare of odd vocabularies.
 """
 
 

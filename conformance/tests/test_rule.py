@@ -250,6 +250,31 @@ def test_tensor_cores_add_up_products_as_they_do(sizes: dict[str, Any]) -> None:
     assert over, "one baseline is enough here: the test shows nothing"
 
 
+def test_a_log_sum_exp_may_be_rounded() -> None:
+    """All terms of a row then err alike. Where their sum nearly cancels, the baseline at inputs nearby has the same luck."""
+    name, over = "fused_linear_kl_div", 0
+    for draw in range(9, 13):
+        case = Case("near", "edge", rows=3, hidden=1, vocabulary=1596, scale=0.01, absent=0.652)
+        arguments = complete(ops[name], cases_of(name).build(case, torch.float32, "cpu", draw))
+        baseline, truth = (outcome.results["result"] for outcome in baseline_and_truth(ops[name], arguments))
+        nearby = errors_nearby(ops[name], arguments)["result"]
+
+        def loss(units: int, arguments: dict[str, Any] = arguments) -> torch.Tensor:
+            """With log-sum-exps that are rounded to float32, and then off by some units."""
+            y, z = arguments["target"].double(), arguments["x"].double() @ arguments["linear_weight"].double().T
+            lse = z.logsumexp(1, keepdim=True).float().double() + units * 2.0**-21
+            return (y * (y.clamp(min=1e-10).log() - z + lse)).sum().float() / y.shape[0]
+
+        compare("result", loss(0), baseline, truth, lambda nearby=nearby: nearby)
+        with pytest.raises(Mismatch):
+            compare("result", loss(8), baseline, truth, lambda nearby=nearby: nearby)
+        try:
+            compare("result", loss(0), baseline, truth)
+        except Mismatch:
+            over += 1
+    assert over, "one baseline is enough here: the test shows nothing"
+
+
 def test_a_sum_may_have_any_order() -> None:
     """Of terms whose signs differ, added up one by one, as over the rows of a program or over chunks of them."""
     op, over = ops["layer_norm"], 0

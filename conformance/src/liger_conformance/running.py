@@ -469,7 +469,8 @@ class Decided(Deciding):
         decisions: of a run of the same operations.
         seed: of the roundings, which move the result of each operation in float64 by up to half a unit of rounding in
             float32; None for no rounding. Those of a sum and of a matrix product move each term so, all terms of an element
-            alike: in which order terms are added, and so how large the sums between are, is nobody's to say.
+            alike: in which order terms are added, and so how large the sums between are, is nobody's to say. A row of a
+            log-softmax is moved as a whole besides: its log-sum-exp is rounded.
         halves: operands have half precision, whose products tensor cores add up, `AT_ONCE` at a time, to a sum that they cut
             off: always towards zero.
     """
@@ -493,6 +494,10 @@ class Decided(Deciding):
         moved = by * terms - cut * lost
         if walk is not None:
             moved += torch.randn(value.shape, generator=generator, device=value.device, dtype=torch.float64) * walk
+        if function._schema.name == "aten::_log_softmax":
+            log_sums = _log_sums(args[0], value, args[1])
+            by = torch.rand(log_sums.shape, generator=generator, device=value.device, dtype=torch.float64) - 0.5
+            moved += by * log_sums
         # Infinite terms leave no error to speak of, and infinity times 0 is NaN.
         return value + torch.finfo(torch.float32).eps * moved.where(moved.isfinite(), 0.0)
 
@@ -565,6 +570,12 @@ def _rounded_to(value: Tensor, kind: torch.finfo) -> Tensor:
 
 def _magnitude(value: Tensor) -> Tensor:
     return value.abs() if _is_inexact(value) else value
+
+
+def _log_sums(x: Tensor, log_softmax: Tensor, dim: int) -> Tensor:
+    """What is rounded of each row: its log-sum-exp, or the logarithm that is added to its maximum, whichever is larger."""
+    whole = (x - log_softmax).nan_to_num(0.0, 0.0, 0.0)
+    return torch.maximum(whole.abs(), (whole - x.amax(dim, keepdim=True)).abs()).amax(dim, keepdim=True)
 
 
 AT_ONCE = 16

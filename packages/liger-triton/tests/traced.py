@@ -1,11 +1,12 @@
 """Trace the host code of ops as torch.compile does, with sizes that vary, and print what can't be traced.
 
-    python traced.py rms_norm rope fused_linear_logit_statistics@hopper fused_linear_logit_statistics@frozen@hopper
+    python traced.py rms_norm fused_linear_jsd@chunks fused_linear_logit_statistics@frozen@hopper
 
 There is no GPU, and nothing is launched: Dynamo takes launches into its graph, and a backend in place of Inductor returns
 tensors of the graph's shapes.
 """
 
+import operator
 import sys
 from collections.abc import Callable
 from itertools import compress
@@ -45,12 +46,18 @@ def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., tuple[
 def check_writes(
     kernel_idx: int, constant_args_idx: int, tma_descriptor_metadata: Any, kwargs: dict[str, Any], **others: Any
 ) -> None:
-    """A launch writes to no input, for all torch.compile sees: it copies what it believes to be written."""
+    """A launch writes to no input, for all torch.compile sees: it copies what it believes to be written.
+
+    Nor to rows of a tensor: torch.compile copies them, and reads behind them where they aren't the first (torch 2.11).
+    """
     values = {name: node.meta["example_value"] for name, node in kwargs.items()}
     for name in get_mutated_tensors(kernel_idx, constant_args_idx, values, tma_descriptor_metadata):
         if kwargs[name].op == "placeholder":
             kernel = kernel_side_table.get_kernel(kernel_idx)
             raise RuntimeError(f"{kernel.fn.__name__} writes to {name}, as torch.compile reads it, which is an input")
+        if kwargs[name].target is operator.getitem and isinstance(kwargs[name].args[1], (slice, tuple)):
+            kernel = kernel_side_table.get_kernel(kernel_idx)
+            raise RuntimeError(f"{kernel.fn.__name__} writes to {name}, which is a part of a tensor")
 
 
 def empty(example: Any) -> Any:
@@ -66,6 +73,8 @@ def empty(example: Any) -> Any:
 
 HOPPER = "@hopper"
 """Behind an op: a half-precision case in less memory than its logits take, and what that runs on Hopper."""
+CHUNKS = "@chunks"
+"""Behind an op: a case of padded chunks, for a teacher parts of them."""
 FROZEN = "@frozen"
 """Behind an op: x alone wants a gradient."""
 
@@ -74,10 +83,11 @@ def trace(name: str) -> None:
     """Forward of the first case, for every gradient, then its backward."""
     hopper = name.endswith(HOPPER)
     name = name.removesuffix(HOPPER)
-    frozen = name.endswith(FROZEN)
-    name = name.removesuffix(FROZEN)
+    frozen, chunks = name.endswith(FROZEN), name.endswith(CHUNKS)
+    name = name.removesuffix(FROZEN).removesuffix(CHUNKS)
     op, kernel, found = ops[name], liger_triton.backend.kernel(name), cases_of(name)
-    case = next(case for case in found.cases if not hopper or case.id == "hundreds-of-rows")
+    chosen = "hundreds-of-rows" if hopper else "padded-chunks" if chunks else found.cases[0].id
+    case = next(case for case in found.cases if case.id == chosen)
     arguments = complete(op, found.build(case, torch.bfloat16 if hopper else torch.float32, "cpu"))
     there = present(op, arguments)
     needs = tuple(tensor in there and (tensor == "x" or not frozen) for tensor in op.differentiable)

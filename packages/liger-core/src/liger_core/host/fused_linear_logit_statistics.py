@@ -202,8 +202,7 @@ class _Call:
         assert results.kept is not None
         size = x.shape[0]
         m = torch.empty_like(x, memory_format=torch.contiguous_format)
-        factors = torch.ones((3, size), dtype=torch.float32, device=x.device)
-        one = torch.ones(size, dtype=torch.float32, device=x.device)
+        one, scales = (torch.ones(size, dtype=torch.float32, device=x.device) for _ in range(2))
         less = torch.empty_like(results.picked)
         taken = self._taken(x, results)
         # The plan has room for logits beside their gradient. Without logits, twice as many rows take less.
@@ -214,21 +213,18 @@ class _Call:
             others = logits = None  # freed before the next ones are allocated
             if taken:
                 terms = torch.empty((last - first, columns), dtype=x.dtype, device=x.device)
-                self.kernels.product(results, x[some], self.weight, self.labels, first, terms, factors[2, some])
+                self.kernels.product(results, x[some], self.weight, self.labels, first, terms, scales)
                 others = Logits(terms, self.weight.shape[0])
                 del terms
             else:
                 logits = self.linear.logits(x[some], self.weight, torch.float32)
                 self.kernels.rows(results, logits, self.labels, first)
-            if logits is not None:
                 # The target's own term is apart.
                 less[some, 0] = -torch.exp(results.picked[some, 0] - results.lse[some])
                 incoming = Incoming(one, less, None, None)
                 others = self._dlogits(logits, x.dtype, results.kept, incoming, first, 0)
-            assert others is not None
             self.linear.write_product_of(m[some], others, self.weight, transposed=False)
-        factors[:2] = self._factors(results)
-        return m, factors
+        return m, torch.cat((self._factors(results), scales[None]))
 
     def columns_of(self) -> tuple[Tensor, Tensor]:
         """The column of each row's only target, or 0; and whether the target is a column that counts."""

@@ -118,7 +118,7 @@ class StatisticsKernels:
             first_row: the first row.
             terms: in x's dtype and contiguous, one row for each of x, which then has one target. It gets what `normalise`
                 takes. It has as many columns as `terms_columns` says. Or None.
-            scales: float32 and contiguous, a number for each row of x; or None. It gets what `terms` need to be multiplied
+            scales: float32 and contiguous, a number for each of all rows; or None. It gets what `terms` need to be multiplied
                 by, instead of `normalise`: then they are the gradient of lse with respect to the logits, except for 0 at the
                 target. In ignored rows both are 0.
 

@@ -16,6 +16,7 @@ from triton.language.extra import libdevice
 
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
 from liger_core.host.rows import Logits
+from liger_core.opaque import opaque
 from liger_triton.ops._cross_entropy import _biased, _cap
 from liger_triton.ops._divergences import above_mixture, count_of, exp, expm1_near, finite, total
 from liger_triton.ops._launch import kernel
@@ -345,6 +346,49 @@ def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]
     return values, kind
 
 
+@opaque(writes=("dstudent",))
+def _launch_gradient(
+    dstudent: Tensor,
+    student: Tensor | None,
+    teacher: Tensor,
+    columns: int,
+    statistics: Tensor,
+    labels: Tensor | None,
+    student_bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    by_soft: Tensor | None,
+    by_hard: Tensor | None,
+    first: int,
+    first_column: int,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    student_softcap: float | None,
+    teacher_softcap: float | None,
+    ignore_index: int,
+) -> None:
+    """The launch of `_gradient`. It isn't traced: `dstudent` may be some rows of a chunk.
+
+    Inductor copies rows that a traced launch writes to, and where they aren't the first ones it reads behind them (torch 2.11).
+    """
+    students, student_stride = as_rows(dstudent if student is None else student)
+    teachers, teacher_stride = as_rows(teacher)
+    n, width = students.shape
+    block = 16
+    while block < columns and block < 2048:
+        block *= 2
+    hard = by_hard is not None
+    options, kind = _options(
+        Options(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard)
+    )
+    _gradient[(n * ((columns + block - 1) // block),)](
+        dstudent, statistics, students, teachers, student_bias, teacher_bias, labels, by_soft, by_hard,
+        dstudent.stride(0), student_stride, teacher_stride, columns, width, first, first_column,
+        statistics.shape[1], *options, **kind, SOFT_STEP=step_of(by_soft), HARD_STEP=step_of(by_hard),
+        BLOCK=block, num_warps=max(block // 512, 1),
+    )  # fmt: skip
+
+
 class _Kernels(DistillationKernels):
     def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
         students, student_stride = as_rows(student.memory)
@@ -374,18 +418,10 @@ class _Kernels(DistillationKernels):
         first: int,
         first_column: int,
     ) -> None:
-        students, student_stride = as_rows((student or dstudent).memory)
-        teachers, teacher_stride = as_rows(teacher.memory)
-        (n, width), columns = students.shape, dstudent.columns
-        block = 16
-        while block < columns and block < 2048:
-            block *= 2
-        options, kind = _options(given.options)
-        _gradient[(n * ((columns + block - 1) // block),)](
-            dstudent.memory, statistics, students, teachers, given.student_bias, given.teacher_bias, given.labels, *incoming,
-            dstudent.memory.stride(0), student_stride, teacher_stride, columns, width, first, first_column,
-            statistics.shape[1], *options, **kind, SOFT_STEP=step_of(incoming.soft), HARD_STEP=step_of(incoming.hard),
-            BLOCK=block, num_warps=max(block // 512, 1),
+        *tensors, options = given
+        _launch_gradient(
+            dstudent.memory, None if student is None else student.memory, teacher.memory, dstudent.columns, statistics,
+            *tensors, *incoming, first, first_column, *options[:-1],
         )  # fmt: skip
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:

@@ -389,7 +389,7 @@ def _normalise(
         fall = _tempered(base - row_top, inverse)
         near = (exp_sum == -1.0) | (fall >= -RISE)
         scale = tl.where(near, _tempered(_exp_like(fall, maxima) / exp_sum, inverse), 1.0)
-        tl.store(scales + local, tl.where(exp_sum == -1.0, 0.0, scale))
+        tl.store(scales + first_row + local, tl.where(exp_sum == -1.0, 0.0, scale))
         parts = tl.where(near, 0, parts)
     for start in range(tl.program_id(0) % programs * PARTS, parts, programs * PARTS):
         part = start + tl.arange(0, PARTS)

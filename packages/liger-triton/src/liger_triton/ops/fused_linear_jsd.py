@@ -11,6 +11,7 @@ from triton.language.extra import libdevice
 from liger_core.contract import implements
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
 from liger_core.host.rows import Logits
+from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_triton.ops._divergences import above_mixture, count_of, finite, total
 from liger_triton.ops._launch import kernel
@@ -177,6 +178,36 @@ def _options(given: Given) -> tuple[tuple[int, float, float, float], dict[str, b
     return (given.ignore_index, given.temperature, beta, 1.0 - beta), kind
 
 
+@opaque(writes=("dstudent",))
+def _launch_gradient(
+    dstudent: Tensor,
+    student: Tensor | None,
+    teacher: Tensor,
+    statistics: Tensor,
+    labels: Tensor | None,
+    dloss: Tensor | None,
+    count: Tensor,
+    first: int,
+    ignore_index: int,
+    temperature: float,
+    beta: float,
+) -> None:
+    """The launch of `_gradient`. It isn't traced: `dstudent` may be some rows of a chunk.
+
+    Inductor copies rows that a traced launch writes to, and where they aren't the first ones it reads behind them (torch 2.11).
+    """
+    (n, width), student = dstudent.shape, dstudent if student is None else student
+    strides = dstudent.stride(0), student.stride(0), teacher.stride(0)
+    block = 16
+    while block < width and block < 2048:
+        block *= 2
+    options, kind = _options(Given(labels, ignore_index, temperature, beta))
+    _gradient[(n * ((width + block - 1) // block),)](
+        dstudent, statistics, student, teacher, labels, dloss, count, *strides, width, first, statistics.shape[1],
+        *options, **kind, BLOCK=block, num_warps=max(block // 512, 1),
+    )  # fmt: skip
+
+
 class _Kernels(DivergenceKernels):
     def rows(
         self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
@@ -206,16 +237,9 @@ class _Kernels(DivergenceKernels):
         incoming: Any,
         first: int,
     ) -> None:
-        memory, students, teachers = dstudent.memory, (student or dstudent).memory, teacher.memory
-        n, width = memory.shape
-        strides = memory.stride(0), students.stride(0), teachers.stride(0)
-        block = 16
-        while block < width and block < 2048:
-            block *= 2
-        options, kind = _options(given)
-        _gradient[(n * ((width + block - 1) // block),)](
-            memory, statistics, students, teachers, given.labels, *incoming, *strides, width, first, statistics.shape[1],
-            *options, **kind, BLOCK=block, num_warps=max(block // 512, 1),
+        _launch_gradient(
+            dstudent.memory, None if student is None else student.memory, teacher.memory, statistics, given.labels, *incoming,
+            first, *given[1:],
         )  # fmt: skip
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from liger_core import fused_moe
 from liger_core.contract import implements
 from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing, route
+from liger_core.opaque import opaque
 from liger_triton.ops._device import is_hopper, shared_memory
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._linear import TILES_IN_TURN, tile_in_turn
@@ -387,6 +388,52 @@ def _sum_slots(
     tl.store(result + token[:, None] * columns + column, sums, inside)
 
 
+# These two aren't traced. With a memory budget they write to rows or columns of a tensor: Inductor copies what a traced launch
+# writes to, and may read behind it (torch 2.11).
+@opaque(writes=("result",))
+def _launch_weight_gradient(
+    result: Tensor,
+    left: Tensor,
+    right: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    by_size: Tensor,
+    per_token: int,
+    gathers_left: bool,
+) -> None:
+    experts, rows, columns = result.shape
+    high = min(power_of_2(rows, 16), 64 if left.element_size() == 4 else 128)
+    width, deep, named = _tile(left, high, columns, 64, "weight_gradient")
+    programs = ((rows + high - 1) // high) * ((columns + width - 1) // width)
+    _weight_gradient[(programs * experts,)](
+        result, left, right, order, starts, by_size, per_token, rows, columns,
+        *result.stride(), *left.stride(), *right.stride(), LEFT=gathers_left, WHOLE=not (rows % high or columns % width),
+        ROWS=high, COLUMNS=width, DEPTH=deep, SPAN=SUMMED if left.element_size() == 4 else None, TURN=TILES_IN_TURN,
+        **named,
+    )  # fmt: skip
+
+
+@opaque(writes=("result",))
+def _launch_sum_slots(
+    result: Tensor,
+    slots: Tensor,
+    scale: Tensor | None,
+    keys: Tensor,
+    places: Tensor,
+    experts: int,
+    per_token: int,
+    marks: bool,
+) -> None:
+    tokens, columns = result.shape
+    block = min(power_of_2(columns, 16), 1024)
+    rows = 1024 // block
+    programs = (tokens + rows - 1) // rows * ((columns + block - 1) // block)
+    _sum_slots[(programs,)](
+        result, slots, scale, keys, places, experts, tokens, per_token, columns,
+        MARKS=marks, ROWS=rows, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
 class Kernels(MoEKernels):
     """Launches Triton's kernels."""
 
@@ -510,27 +557,14 @@ class Kernels(MoEKernels):
                 _clear[(experts * CLEARERS,)](result, routing.starts, rows * columns, CLEARERS, BLOCK=4096, num_warps=4)
                 return result
             result = left.new_empty(experts, rows, columns)
-        high = min(power_of_2(rows, 16), 64 if left.element_size() == 4 else 128)
-        width, deep, named = _tile(left, high, columns, 64, "weight_gradient")
-        programs = ((rows + high - 1) // high) * ((columns + width - 1) // width)
-        _weight_gradient[(programs * experts,)](
-            result, left, right, routing.order, routing.starts, routing.by_size, routing.per_token(), rows, columns,
-            *result.stride(), *left.stride(), *right.stride(), LEFT=gathers == "left",
-            WHOLE=not (rows % high or columns % width),
-            ROWS=high, COLUMNS=width, DEPTH=deep, SPAN=SUMMED if left.element_size() == 4 else None, TURN=TILES_IN_TURN,
-            **named,
-        )  # fmt: skip
+        _launch_weight_gradient(
+            result, left, right, routing.order, routing.starts, routing.by_size, routing.per_token(), gathers == "left"
+        )
         return result
 
     def sum_slots(self, result: Tensor, slots: Tensor, scale: Tensor | None, routing: Routing, marks: bool) -> None:
-        tokens, columns = result.shape
-        block = min(power_of_2(columns, 16), 1024)
-        rows = 1024 // block
-        programs = (tokens + rows - 1) // rows * ((columns + block - 1) // block)
-        _sum_slots[(programs,)](
-            result, slots, scale, routing.keys, routing.places, routing.by_size.shape[0], tokens, routing.per_token(), columns,
-            MARKS=marks, ROWS=rows, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+        experts = routing.by_size.shape[0]
+        _launch_sum_slots(result, slots, scale, routing.keys, routing.places, experts, routing.per_token(), marks)
 
 
 def _grouped(columns: int, *operands: Tensor) -> bool:

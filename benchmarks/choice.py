@@ -126,7 +126,7 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, str]]:
         rows += rows_of(one)
         print("\n".join(",".join(row.values()) for row in rows_of(one)), flush=True)
     missing = sorted(set(cells) - {one.cell for one in found})
-    print(f"# no time was left for {len(missing)}: {missing}", file=sys.stderr)
+    print(f"# not measured, {len(missing)}: {missing}", file=sys.stderr)
     defaults = [b.language for b in dispatch.default_backends(options.device) if b.language in languages]
     body = page(found, languages, defaults)
     records.write("choice", head, rows, COLUMNS, TITLE, body, options.out)

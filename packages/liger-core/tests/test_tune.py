@@ -144,6 +144,14 @@ def test_what_there_is_no_time_for_is_left_out() -> None:
     assert [*tune.tune([SMALL], "cpu", ["torch"], 0.0, 1, lambda *words: None)] == []
 
 
+def test_a_process_that_dies_is_told() -> None:
+    """As one does whose kernel accesses memory that isn't its own. The other processes measure."""
+    gone = Cell("no_such_op", "small", compiled=False)
+    with pytest.warns(UserWarning, match="1 of 2 processes died, with exit code 1: their ops are not measured"):
+        (found,) = tune.tune([SMALL, gone], "cpu", ["torch"], 300.0, 2, lambda *words: None)
+    assert found.cell == SMALL
+
+
 def test_the_command_writes_the_choice(
     toys: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

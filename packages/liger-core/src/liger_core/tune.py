@@ -20,6 +20,7 @@ import queue
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -271,6 +272,8 @@ def tune(
 ) -> Iterator[Found]:
     """Measure cells, in at most so many seconds. What there is no time for is left out.
 
+    So are, with a warning, the ops of a process that dies.
+
     `progress` is told what was done last, and how many steps of two per cell are.
     """
     context = multiprocessing.get_context("spawn")
@@ -305,6 +308,12 @@ def tune(
         dead = sum(process.exitcode not in (None, 0) for process in started)
         if compiling <= dead or time.time() > until[0] + 0.1 * seconds:
             go.set()
+    died = [process.exitcode for process in started if process.exitcode not in (None, 0)]
+    if died:
+        warnings.warn(
+            f"{len(died)} of {len(started)} processes died, with exit code {died[0]}: their ops are not measured",
+            stacklevel=2,
+        )
     for process in started:
         process.join(1.0)
         if process.is_alive():

@@ -396,7 +396,7 @@ def test_terms_of_a_frozen_head_do_not_depend_on_the_sample(
     check(ops["fused_linear_logit_statistics"], arguments, ("x",))
     own = far | (dtype is torch.float16) | forbidden
     assert len(scales) > 1
-    scale = torch.cat(scales)
+    scale = scales[-1]  # each call writes its rows of one tensor
     assert torch.equal(scale == 0.0, ignored)
     assert torch.equal((scale == 1.0)[~ignored], own[~ignored])
 

@@ -280,7 +280,7 @@ def test_eager_opaque_launch_skips_torch_library(toys: None, monkeypatch: pytest
 
 
 def test_a_compiled_launch_runs_no_python_but_its_own() -> None:
-    """torch.library.custom_op runs Python for gradients and versions around each call, for ten times as long as this takes."""
+    """torch.library.custom_op runs Python for gradients and versions around each call."""
 
     def fill(y: Tensor, value: float) -> None:
         y.fill_(value)

@@ -51,13 +51,12 @@ def check_writes(
     Nor to rows of a tensor: torch.compile copies them, and reads behind them where they aren't the first (torch 2.11).
     """
     values = {name: node.meta["example_value"] for name, node in kwargs.items()}
+    says = f"{kernel_side_table.get_kernel(kernel_idx).fn.__name__} writes to"
     for name in get_mutated_tensors(kernel_idx, constant_args_idx, values, tma_descriptor_metadata):
         if kwargs[name].op == "placeholder":
-            kernel = kernel_side_table.get_kernel(kernel_idx)
-            raise RuntimeError(f"{kernel.fn.__name__} writes to {name}, as torch.compile reads it, which is an input")
+            raise RuntimeError(f"{says} {name}, as torch.compile reads it, which is an input")
         if kwargs[name].target is operator.getitem and isinstance(kwargs[name].args[1], (slice, tuple)):
-            kernel = kernel_side_table.get_kernel(kernel_idx)
-            raise RuntimeError(f"{kernel.fn.__name__} writes to {name}, which is a part of a tensor")
+            raise RuntimeError(f"{says} {name}, which is a part of a tensor")
 
 
 def empty(example: Any) -> Any:

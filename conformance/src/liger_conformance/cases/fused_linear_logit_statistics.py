@@ -69,12 +69,8 @@ def budgets(rows: int, hidden: int, vocabulary: int) -> tuple[int | None, ...]:
     """Room for all logits, for all rows beside the least columns and a third, and for the least rows and three times as many."""
     always = 4 * vocabulary + 32 * rows
     columns = [rows * 8 * n + 4 * rows * hidden for n in (least_chunk(vocabulary), vocabulary // 3 + 1)]
-    row = 8 * padded_columns(vocabulary)
-    tiles = [
-        rows * row,
-        *columns,
-        *(n * row + 4 * vocabulary * hidden for n in (least_chunk(rows), 3 * least_chunk(rows))),
-    ]
+    row, least = 8 * padded_columns(vocabulary), least_chunk(rows)
+    tiles = [rows * row, *columns, *(n * row + 4 * vocabulary * hidden for n in (least, 3 * least))]
     return None, *(always + tile for tile in tiles)
 
 

@@ -12,8 +12,8 @@ from liger_core import modes
 
 P = ParamSpec("P")
 
-# What torch.library.custom_op makes takes ten times as long to call, for gradients and versions that a launch in a compiled
-# graph has no use for.
+# What torch.library.custom_op makes runs Python around each call, for gradients and versions that a launch in a compiled graph
+# has no use for.
 _library = torch.library.Library("liger", "FRAGMENT")
 _taken: set[str] = set()
 
@@ -27,6 +27,9 @@ def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable
         @opaque(writes=("y", "inverse_rms"))
         def _launch_forward(y: Tensor, inverse_rms: Tensor, x: Tensor, eps: float) -> None:
             ct.launch(stream(), (x.shape[0],), _forward, (y, inverse_rms, x, eps))
+
+    It is also for a launch that writes to some rows or columns of a tensor. Of a traced launch, Inductor copies those, and
+    where they aren't the first ones it may read behind them (torch 2.11).
 
     The function takes and annotates tensors, ints, floats, bools, strings, and sequences and None of those; it returns
     nothing.

@@ -118,6 +118,16 @@ def _product_of(y: Tensor, logits: Tensor, columns: int, b: Tensor, transposed: 
             adds = True
 
 
+def _sum_of(total: Tensor | None, logits: Logits, b: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
+    """total + logitsᵀ b, or total + logits b if not `transposed`; written to `total`, or to a new one in `dtype`."""
+    memory, columns = logits
+    adds = total is not None
+    if total is None:
+        total = torch.empty((columns if transposed else memory.shape[0], b.shape[1]), dtype=dtype, device=b.device)
+    _product_of(total, memory, columns, b, transposed, adds)
+    return total
+
+
 @opaque(writes=("logits",))
 def _write_logits(logits: Tensor, x: Tensor, weight: Tensor) -> None:
     """The first columns of `logits` = x weightᵀ."""
@@ -155,24 +165,15 @@ class Linear:
 
     def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         """total + aᵀ b, in `dtype`; written to `total` if there is one."""
-        adds = total is not None
-        if total is None:
-            total = torch.empty((a.shape[1], b.shape[1]), dtype=dtype, device=a.device)
-        _product_of(total, a, a.shape[1], b, True, adds)
-        return total
+        return _sum_of(total, Logits.of(a), b, dtype, transposed=True)
 
     def add_product_of(
         self, total: Tensor | None, logits: Logits, b: Tensor, dtype: torch.dtype, *, transposed: bool
     ) -> Tensor:
         """`add_product` of logits or their gradient: total + logitsᵀ b, or total + logits b if not `transposed`."""
-        memory, columns = logits
-        if not logits.padded():
-            return self.add_product(total, memory if transposed else memory.t(), b, dtype)
-        adds = total is not None
-        if total is None:
-            total = torch.empty((columns if transposed else memory.shape[0], b.shape[1]), dtype=dtype, device=b.device)
-        _product_of(total, memory, columns, b, transposed, adds)
-        return total
+        if logits.padded():
+            return _sum_of(total, logits, b, dtype, transposed=transposed)
+        return self.add_product(total, logits.memory if transposed else logits.memory.t(), b, dtype)
 
     def write_product_of(self, y: Tensor, logits: Logits, b: Tensor, *, transposed: bool) -> None:
         """Write logits b, or logitsᵀ b if `transposed`, to `y`, in their dtype."""

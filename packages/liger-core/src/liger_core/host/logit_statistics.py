@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
+from liger_core.host.linear import chunks
 from liger_core.host.rows import Logits
 from liger_core.ops.logit_statistics import LogitStatistics
 
@@ -178,8 +179,8 @@ class StatisticsKernels:
             by_weight: float32 ``[N]``.
             most: how many rows there is room for in float32. A kernel needs none.
         """
-        for first in range(0, dx.shape[0], most):
-            some = slice(first, first + most)
+        for first, last in chunks(dx.shape[0], most, 1):
+            some = slice(first, last)
             part = weight.index_select(0, column[some]) * by_weight[some, None]
             if by_m is not None:
                 part.addcmul_(m[some], by_m[some, None])

@@ -367,10 +367,7 @@ def _launch_gradient(
     teacher_softcap: float | None,
     ignore_index: int,
 ) -> None:
-    """The launch of `_gradient`. It isn't traced: `dstudent` may be some rows of a chunk.
-
-    Inductor copies rows that a traced launch writes to, and where they aren't the first ones it reads behind them (torch 2.11).
-    """
+    """The launch of `_gradient`. It isn't traced: `dstudent` may be some rows of a chunk."""
     students, student_stride = as_rows(dstudent if student is None else student)
     teachers, teacher_stride = as_rows(teacher)
     n, width = students.shape

@@ -251,7 +251,7 @@ def _tell_part(
             # This takes no second exponential per element, and the sums have the same bits without bases.
             rise = _tempered(top - tl.load(bases + row, here, other=0.0), inverse)
             based *= tl.where(rise <= RISE, _exp(rise), 1.0)[:, None]
-        # By TMA: this costs half of what threads' own stores cost, of which each has four bytes.
+        # By TMA: threads' own stores, of four bytes each, take longer.
         terms.store([first_row, first], based.to(terms.dtype))
     if product_sums is not None:
         tl.store(product_sums + at, tl.sum(tl.where(term == 0.0, 0.0, term * depth), axis=1), here)

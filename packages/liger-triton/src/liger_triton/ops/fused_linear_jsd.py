@@ -192,10 +192,7 @@ def _launch_gradient(
     temperature: float,
     beta: float,
 ) -> None:
-    """The launch of `_gradient`. It isn't traced: `dstudent` may be some rows of a chunk.
-
-    Inductor copies rows that a traced launch writes to, and where they aren't the first ones it reads behind them (torch 2.11).
-    """
+    """The launch of `_gradient`. It isn't traced: `dstudent` may be some rows of a chunk."""
     (n, width), student = dstudent.shape, dstudent if student is None else student
     strides = dstudent.stride(0), student.stride(0), teacher.stride(0)
     block = 16

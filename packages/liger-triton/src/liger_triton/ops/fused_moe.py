@@ -388,8 +388,7 @@ def _sum_slots(
     tl.store(result + token[:, None] * columns + column, sums, inside)
 
 
-# These two aren't traced. With a memory budget they write to rows or columns of a tensor: Inductor copies what a traced launch
-# writes to, and may read behind it (torch 2.11).
+# These two aren't traced: with a memory budget they write to rows or columns of a tensor.
 @opaque(writes=("result",))
 def _launch_weight_gradient(
     result: Tensor,

@@ -167,6 +167,37 @@ def test_a_result_that_is_absent_has_no_gradient(
         del contract.ops["both"]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_tensor_as_two_arguments(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """Its gradient is the sum of both. A traced Function that gets one tensor twice is wrong or refused, by torch's version."""
+
+    @op(differentiable=("x", "y"))
+    def ratio(x: Tensor, y: Tensor, z: Tensor) -> Any:
+        return x.square() / y * z.detach()
+
+    def forward(needs: Needs, x: Tensor, y: Tensor, z: Tensor) -> tuple[Any, Saved]:
+        return x.square() / y * z, (x, y, z)
+
+    def backward(needs: Needs, saved: Saved, dratio: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, z = saved
+        gradients = 2 * x / y * z * dratio, -x.square() / y.square() * z * dratio
+        return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, needs, strict=True))
+
+    serve("ratio", install, monkeypatch, forward, backward)
+    try:
+        torch.compiler.reset()
+        call = torch.compile(ratio, fullgraph=True, backend="aot_eager") if compiled else ratio
+        x, y = torch.tensor([3.0], requires_grad=True), torch.tensor([5.0])
+        for arguments, expected in (((x, x, x), 3.0), ((x, y, x), 3.6), ((x, y, y), 6.0), ((y, x, x), -25 / 3)):
+            with liger_core.use("toy"):
+                (found,) = torch.autograd.grad(call(*arguments).sum(), x)
+            torch.testing.assert_close(found, torch.tensor([expected]))
+    finally:
+        del contract.ops["ratio"]
+
+
 def test_named_result_and_what_has_a_gradient(fit: contract.Op[..., Any]) -> None:
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4)
     with liger_core.use("toy"):

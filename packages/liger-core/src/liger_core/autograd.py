@@ -250,9 +250,10 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             if parts is not None:
                 result = parts.whole(result)
         elif parts is not None:
-            result = apply((needs, arguments, options, parts), *parts.given)
+            given = _each_once(parts.given) if modes.compiling() else parts.given
+            result = apply((needs, arguments, options, parts), *given)
         elif modes.compiling():
-            given = [arguments[name] for name in tensors]
+            given = _each_once([arguments[name] for name in tensors])
             call = needs, None, tuple(options.values()), None
             if op.remade is not None and remade.state.lean:
                 from torch.utils.checkpoint import checkpoint
@@ -292,6 +293,17 @@ def without_second_derivatives(
     """
     sources = [t for t in used if t is not None and t.requires_grad] or [torch.empty(0, requires_grad=True)]
     return tuple(g if g is None else _NoSecondDerivative.apply(message, g, *sources) for g in found)
+
+
+# A traced Function that gets one tensor twice has wrong gradients in torch 2.11, and is refused by 2.13.
+def _each_once(given: Sequence[Tensor | None]) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for tensor in given:
+        if tensor is None or all(tensor is not other for other in found):
+            found.append(tensor)
+        else:
+            found.append(tensor.view_as(tensor))
+    return found
 
 
 def _strides(saved: Sequence[Tensor | None]) -> list[tuple[int, ...]]:

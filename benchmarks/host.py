@@ -82,7 +82,7 @@ def kernel_times(kernel: ModuleType, op: Op[..., Any], arguments: Arguments, dev
     with torch.no_grad():
         result, saved = kernel.forward(wanted, **arguments)
         results = result if isinstance(result, tuple) else (result,)
-        kept = op.keeps_gradient or (True,) * len(results)
+        kept = op.keeps_gradient(arguments) or (True,) * len(results)
         flowing = [id(result) for result in tensors_of(trained(result))]
         incoming = [
             gradient_into(result, DTYPE) if id(result) in flowing else None

@@ -244,9 +244,16 @@ def name_results(op: Op[..., Any], returned: Any) -> dict[str, Tensor | None]:
     return dict(zip(names, returned, strict=True))
 
 
-def differentiable_results(op: Op[..., Any], results: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """The results that have a gradient, by the contract."""
-    kept = op.keeps_gradient if op.keeps_gradient and len(results) > 1 else (True,) * len(results)
+def kept_gradients(op: Op[..., Any], arguments: Arguments, results: int) -> tuple[bool, ...]:
+    """For each of so many results of a call, whether it has a gradient, by the contract."""
+    return (op.keeps_gradient(arguments) if results > 1 else None) or (True,) * results
+
+
+def differentiable_results(
+    op: Op[..., Any], arguments: Arguments, results: Mapping[str, Tensor | None]
+) -> dict[str, Tensor]:
+    """The results of a call that have a gradient."""
+    kept = kept_gradients(op, arguments, len(results))
     return {name: r for (name, r), keeps in zip(results.items(), kept, strict=True) if keeps and r is not None}
 
 
@@ -255,10 +262,10 @@ def present(op: Op[..., Any], arguments: Arguments) -> tuple[str, ...]:
     return tuple(name for name in op.differentiable if arguments[name] is not None)
 
 
-def incoming_for(op: Op[..., Any], results: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def incoming_for(op: Op[..., Any], arguments: Arguments, results: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """An incoming gradient for each differentiable result, the same at each call: not one, and not uniform."""
     incoming: dict[str, Tensor] = {}
-    for name, result in differentiable_results(op, results).items():
+    for name, result in differentiable_results(op, arguments, results).items():
         place = result.device if result.numel() > BIG else "cpu"
         generator = torch.Generator(place).manual_seed(zlib.crc32(f"{op.name}/{name}".encode()))
         values = torch.randn(result.shape, generator=generator, device=place) if result.dim() else torch.tensor(-1.5)
@@ -310,8 +317,10 @@ def evaluate(
     wanted = present(op, arguments) if wanted is None else wanted
     arguments = with_leaves(op, arguments, wanted)
     results = name_results(op, call(**arguments))
-    incoming = incoming_for(op, results) if incoming is None else incoming
-    outputs = {n: r for n, r in differentiable_results(op, results).items() if n in incoming and r.requires_grad}
+    incoming = incoming_for(op, arguments, results) if incoming is None else incoming
+    outputs = {
+        n: r for n, r in differentiable_results(op, arguments, results).items() if n in incoming and r.requires_grad
+    }
     gradients: dict[str, Tensor | None] = {}
     if wanted:
         assert outputs, f"no result has a gradient, though {', '.join(wanted)} want one"
@@ -320,7 +329,7 @@ def evaluate(
         )
         gradients = dict(zip(wanted, found, strict=True))
     for name, result in results.items():
-        if name not in differentiable_results(op, results):
+        if name not in differentiable_results(op, arguments, results):
             require(result is None or not result.requires_grad, f"{name} must not have a gradient")
     return Outcome({n: r if r is None else r.detach() for n, r in results.items()}, gradients)
 
@@ -353,8 +362,9 @@ def widen(value: Any) -> Any:
 
 def incoming_of(op: Op[..., Any], arguments: Arguments) -> dict[str, Tensor]:
     """An incoming gradient for each differentiable result of a call."""
+    arguments = complete(op, arguments)
     with torch.no_grad():
-        return incoming_for(op, name_results(op, op.reference(**complete(op, arguments))))
+        return incoming_for(op, arguments, name_results(op, op.reference(**arguments)))
 
 
 def baseline_and_truth(

@@ -84,8 +84,20 @@ def test_fused_is_that_of_the_products(divergence: str) -> None:
     given = x, weight, bias
     got = [torch.autograd.grad(output.loss, given) for output in (found, expected)]
     torch.testing.assert_close(*got)
-    wanted = torch.autograd.grad(found.soft_loss, (teacher_x, teacher_weight, teacher_bias), allow_unused=True)
+    wanted = torch.autograd.grad(found.loss, (teacher_x, teacher_weight, teacher_bias), allow_unused=True)
     assert wanted == (None, None, None)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("hard_weight", [0.0, 0.5])
+def test_what_has_a_gradient(reduction: str, hard_weight: float) -> None:
+    """A loss per row is there to be weighed; of a reduced one the parts are for logs."""
+    found = distillation(
+        randn(4, 5), randn(4, 5), torch.tensor([0, NONE, 4, 2]), reduction=reduction, hard_weight=hard_weight
+    )
+    have = {name for name, field in found._asdict().items() if field is not None and field.requires_grad}
+    parts = {"soft_loss", "hard_loss"} if hard_weight else {"soft_loss"}
+    assert have == ({"loss"} | parts if reduction == "none" else {"loss"})
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 1.0])

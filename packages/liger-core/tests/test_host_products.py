@@ -22,7 +22,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_core.autograd import differentiable
-from liger_core.contract import Needs, Once
+from liger_core.contract import Needs
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
 from liger_core.host.fused_linear_distillation import FusedLinearDistillation
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD
@@ -185,7 +185,7 @@ def flops_of(op: Any, host: Any, flowing: tuple[str, ...], given: dict[str, Any]
     with Products() as products:
         result, saved = host.forward(BOTH, **arguments)
         fields = result._asdict() if hasattr(result, "_asdict") else {"loss": result}
-        keeps = op.keeps_gradient or [True] * len(fields)
+        keeps = op.keeps_gradient(arguments) or [True] * len(fields)
         names = [name for name, kept in zip(fields, keeps, strict=True) if kept]
         incoming = [torch.ones_like(fields[name]) if name in flowing else None for name in names]
         options = {name: arguments[name] for name in op.options}
@@ -203,13 +203,9 @@ GRADIENTS = 2 * STUDENT
         (("loss",), {"hard_weight": 0.5}, ONCE + GRADIENTS),
         (("loss",), {"hard_weight": 0.5, "reduction": "sum"}, ONCE + GRADIENTS),
         (("loss",), {}, ONCE + GRADIENTS),
-        (("soft_loss",), {}, ONCE + GRADIENTS),
-        (("loss", "soft_loss"), {}, ONCE + GRADIENTS),
-        # Forward can't know that the two parts will come with factors of their own.
-        (("loss", "soft_loss", "hard_loss"), {"hard_weight": 0.5}, AGAIN + 2 * GRADIENTS),
         (("loss",), {"hard_weight": 0.5, "reduction": "none"}, AGAIN + GRADIENTS),
+        (("soft_loss", "hard_loss"), {"hard_weight": 0.5, "reduction": "none"}, AGAIN + GRADIENTS),
         (("loss",), {"hard_weight": 0.5, "rows": 2048}, (ONCE + GRADIENTS) // 2),
-        (("loss", "soft_loss", "hard_loss"), {"hard_weight": 0.5, "rows": 2048}, (ONCE + GRADIENTS) // 2),
     ],
     ids=str,
 )
@@ -258,19 +254,6 @@ def test_rows_of_a_teacher_at_a_time(rows: int, budgeted: int | None, each: list
     assert made == each
 
 
-def test_gradients_that_are_of_no_use_make_room() -> None:
-    """A budget has no room for them beside those that backward makes."""
-    host = FusedLinearDistillation(NoKernels(), NoLinear())
-    labels = torch.empty(ROWS, dtype=torch.int64, device="meta")
-    arguments = fused_linear_distillation.bind((), {**layers(), "labels": labels, "hard_weight": 0.5})
-    options = {name: arguments[name] for name in fused_linear_distillation.options}
-    result, saved = host.forward(BOTH, **arguments)
-    once: Any = saved[-1]
-    assert isinstance(once, Once)
-    host.backward(BOTH, saved, None, None, torch.ones_like(result.loss), **options)
-    assert once.take() is None
-
-
 def compiled(op: Any, host: Any, needs: Needs, given: dict[str, Any], classes: int) -> tuple[float, bool]:
     """The products of a compiled step, each of ROWS_TRACED · WIDTH_TRACED · classes, and whether it keeps logits."""
     kernel: Any = SimpleNamespace(forward=host.forward, backward=host.backward)
@@ -298,13 +281,12 @@ def compiled(op: Any, host: Any, needs: Needs, given: dict[str, Any], classes: i
 @pytest.mark.parametrize("classes", CLASSES_TRACED)
 @pytest.mark.parametrize(
     ("options", "products"),
-    [({}, 4), ({"hard_weight": 0.5}, 6), ({"reduction": "none"}, 6)],
+    [({}, 4), ({"hard_weight": 0.5}, 4), ({"reduction": "none"}, 6)],
     ids=str,
 )
 def test_a_compiled_distillation_keeps_no_logits(options: dict[str, Any], products: int, classes: int) -> None:
-    """Backward makes chunks of logits by the products that forward had: torch.compile would see that, and keep them all.
-
-    While Dynamo traces, each result gets a gradient, so that a hard loss costs as much as one per row.
+    """Backward of a loss per row makes chunks of logits by the products that forward had: torch.compile would see that, and keep
+    them all.
     """
     given = {
         "student_x": torch.randn(ROWS_TRACED, WIDTH_TRACED, requires_grad=True),

@@ -346,7 +346,7 @@ def test_strides_beyond_32_bits(name: str, build: Build) -> None:
     arguments = build(Make(torch.bfloat16, DEVICE))
     check(name, build, torch.bfloat16)
     with torch.no_grad():
-        incoming = incoming_for(op, name_results(op, op.reference(**complete(op, arguments))))
+        incoming = incoming_for(op, complete(op, arguments), name_results(op, op.reference(**complete(op, arguments))))
     for what, x in arguments.items():
         for far in each_far(x):
             check(name, lambda make, what=what, far=far: {**arguments, what: far}, torch.bfloat16)

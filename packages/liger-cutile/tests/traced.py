@@ -17,7 +17,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 import liger_cutile
 from liger_conformance.case import cases_of
-from liger_conformance.running import complete, present
+from liger_conformance.running import complete, kept_gradients, present
 from liger_core.contract import ops
 
 
@@ -53,7 +53,7 @@ def trace(name: str, dtype: torch.dtype) -> None:
 
     result, saved = run(lambda arguments: kernel.forward(needs, **arguments), arguments)
     results = result if isinstance(result, tuple) else (result,)
-    kept = op.keeps_gradient or (True,) * len(results)
+    kept = kept_gradients(op, arguments, len(results))
     incoming = [r if r is None else torch.empty_like(r) for r in compress(results, kept)]
     run(lambda saved, incoming: kernel.backward(needs, saved, *incoming, **options), saved, incoming)
 

@@ -25,7 +25,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 import liger_triton
 from liger_conformance.case import cases_of
 from liger_conformance.compilers.triton import TritonCompiler
-from liger_conformance.running import complete, present
+from liger_conformance.running import complete, kept_gradients, present
 from liger_core.contract import ops
 
 TARGETS: list[str] = []
@@ -98,7 +98,7 @@ def trace(name: str) -> None:
 
     result, saved = run(lambda arguments: kernel.forward(needs, **arguments), arguments)
     results = result if isinstance(result, tuple) else (result,)
-    kept = op.keeps_gradient or (True,) * len(results)
+    kept = kept_gradients(op, arguments, len(results))
     incoming = [r if r is None else torch.empty_like(r) for r in compress(results, kept)]
     run(lambda saved, incoming: kernel.backward(needs, saved, *incoming, **options), saved, incoming)
     if hopper and not any("_launch_tiles" in target for target in TARGETS):

@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_conformance.case import TIMED, Blank, Case, cases_of
 from liger_conformance.compilers import Compiler, compiler_of
 from liger_conformance.layouts import LAYOUTS
-from liger_conformance.running import Arguments, Target, WrongRoute, complete, only, present
+from liger_conformance.running import Arguments, Target, WrongRoute, complete, kept_gradients, only, present
 from liger_core import Unsupported
 from liger_core.contract import Needs
 
@@ -78,7 +78,9 @@ def call(target: Target, case: Case, dtype: torch.dtype, device: str) -> None:
             for given, needs in _calls(target, case, dtype, arguments, refuses):
                 result, saved = kernel.forward(needs, **given)
                 if any(needs):
-                    for incoming in _incoming(target, case, dtype, result) * (2 if given is not arguments else 1):
+                    for incoming in _incoming(target, case, dtype, arguments, result) * (
+                        2 if given is not arguments else 1
+                    ):
                         kernel.backward(needs, saved, *incoming, **options)
         except Unsupported as error:
             raise WrongRoute(f"{target} calls another op, which takes no tensors without data") from error
@@ -133,11 +135,11 @@ def _needs(target: Target, case: Case, dtype: torch.dtype, arguments: Arguments)
 
 
 def _incoming(
-    target: Target, case: Case, dtype: torch.dtype, result: Tensor | tuple[Tensor | None, ...]
+    target: Target, case: Case, dtype: torch.dtype, arguments: Arguments, result: Tensor | tuple[Tensor | None, ...]
 ) -> list[list[Tensor | None]]:
     """Gradients of the results: of all, and for the first cases also of each one alone."""
     results = result if isinstance(result, tuple) else (result,)
-    kept = target.op.keeps_gradient or (True,) * len(results)
+    kept = kept_gradients(target.op, arguments, len(results))
     every = [r if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in compress(results, kept)]
     if sum(r is not None for r in every) < 2 or not _takes_subsets(target, case, dtype):
         return [every]

@@ -17,6 +17,7 @@ from liger_conformance.running import (
     complete,
     errors_nearby,
     incoming_for,
+    kept_gradients,
     name_results,
     only,
     present,
@@ -43,8 +44,8 @@ def execute(target: Target, case: Case, dtype: torch.dtype) -> Outcome:
         results = name_results(op, op.result(*returned) if op.result and isinstance(returned, tuple) else returned)
         gradients = ()
         if any(needs):
-            incoming = incoming_for(op, results)
-            kept = op.keeps_gradient if op.keeps_gradient and len(results) > 1 else (True,) * len(results)
+            incoming = incoming_for(op, arguments, results)
+            kept = kept_gradients(op, arguments, len(results))
             given = [incoming.get(name) for name, keeps in zip(results, kept, strict=True) if keeps]
             options = {name: arguments[name] for name in op.options}
             gradients = kernel.backward(needs, saved, *given, **options)

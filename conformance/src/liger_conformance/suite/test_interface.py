@@ -235,7 +235,7 @@ def check_graph_capture(target: Target, case: Case, dtype: torch.dtype) -> None:
 
 def evaluate_incoming(target: Target, arguments: dict[str, Any]) -> dict[str, Tensor]:
     with torch.no_grad():
-        return incoming_for(target.op, name_results(target.op, target.op(**arguments)))
+        return incoming_for(target.op, arguments, name_results(target.op, target.op(**arguments)))
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_huge(target: Target, dtype: torch.dtype) -> None:
     wanted = tuple(name for name in present(op, arguments) if has_rows(arguments[name], rows))
     try:
         with torch.no_grad(), only(target):
-            incoming = incoming_for(op, name_results(op, op(**arguments)))
+            incoming = incoming_for(op, arguments, name_results(op, op(**arguments)))
         few_incoming = of_ends(incoming)
         with only(target):
             actual = evaluate(op, op, arguments, wanted, incoming)

@@ -54,7 +54,7 @@ def test_incoming_gradient_layouts(
     """So do non-contiguous incoming gradients."""
     arguments = complete(target.op, arguments_of(target, case, dtype))
     with torch.no_grad():
-        incoming = incoming_for(target.op, name_results(target.op, target.op.reference(**arguments)))
+        incoming = incoming_for(target.op, arguments, name_results(target.op, target.op.reference(**arguments)))
     check(target, lambda draw: arguments_of(target, case, dtype, draw), None, relaid(incoming, layout))
 
 
@@ -97,7 +97,7 @@ def test_sum_backward(target: Target, case: Case, dtype: torch.dtype) -> None:
     """`result.sum().backward()` sends an incoming gradient of stride 0 in every dimension: the same bits as a full one."""
     arguments = complete(target.op, arguments_of(target, case, dtype))
     with torch.no_grad():
-        incoming = incoming_for(target.op, name_results(target.op, target.op.reference(**arguments)))
+        incoming = incoming_for(target.op, arguments, name_results(target.op, target.op.reference(**arguments)))
     incoming = {name: value.new_full((), 2.0).expand(value.shape) for name, value in incoming.items()}
     with only(target):
         actual = evaluate(target.op, target.op, arguments, None, incoming)

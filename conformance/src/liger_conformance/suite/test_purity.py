@@ -56,8 +56,10 @@ def test_writes_to_nothing_it_is_given(target: Target, case: Case, dtype: torch.
         results = name_results(op, op(**arguments))
         assert_unchanged(inputs, arguments, "forward")
         saved = {f"saved tensor {i}": value for i, value in enumerate(observed.saved[0] if observed.saved else ())}
-        incoming = incoming_for(op, results)
-        outputs = {n: r for n, r in differentiable_results(op, results).items() if n in incoming and r.requires_grad}
+        incoming = incoming_for(op, arguments, results)
+        outputs = {
+            n: r for n, r in differentiable_results(op, arguments, results).items() if n in incoming and r.requires_grad
+        }
         wanted = [arguments[name] for name in names]
         kept, gradients, returned = snapshot(saved), snapshot(incoming), snapshot(outputs)
         torch.autograd.grad(list(outputs.values()), wanted, [incoming[n] for n in outputs], allow_unused=True)
@@ -107,7 +109,7 @@ def test_gradients_are_not_inputs(target: Target, case: Case, dtype: torch.dtype
     arguments = with_leaves(op, arguments, names)
     with only(target) as observed:
         results = name_results(op, op(**arguments))
-        incoming, outputs = incoming_for(op, results), differentiable_results(op, results)
+        incoming, outputs = incoming_for(op, arguments, results), differentiable_results(op, arguments, results)
         saved = [value for value in (observed.saved[0] if observed.saved else ()) if value is not None]
         found = torch.autograd.grad(
             list(outputs.values()), [arguments[n] for n in names], list(incoming.values()), allow_unused=True
@@ -166,7 +168,7 @@ def test_backward_twice(target: Target, case: Case, dtype: torch.dtype) -> None:
     arguments = with_leaves(op, arguments, names)
     with only(target):
         results = name_results(op, op(**arguments))
-        incoming, outputs = incoming_for(op, results), differentiable_results(op, results)
+        incoming, outputs = incoming_for(op, arguments, results), differentiable_results(op, arguments, results)
         first, second = (
             torch.autograd.grad(
                 list(outputs.values()),
@@ -226,10 +228,10 @@ def test_results_made_again(target: Target, case: Case, dtype: torch.dtype) -> N
             for name in lent:
                 given[name] = own[name].clone()
                 keeper.remember(Remade("x"), {"x": own[name]}, {}, given[name], copied)
-        results = differentiable_results(op, name_results(op, op(**given)))
+        results = differentiable_results(op, arguments, name_results(op, op(**given)))
         several = 1 if remade.instead else len(results)
         outputs: list[Tensor] = [User.apply(y, found) if user else y for y in list(results.values())[:several]]
-        return outputs, list(incoming_for(op, results).values())[:several]
+        return outputs, list(incoming_for(op, arguments, results).values())[:several]
 
     def gradients() -> tuple[Tensor | None, ...]:
         outputs, incoming = run(user=True)
@@ -264,7 +266,7 @@ def test_second_derivative(target: Target, case: Case, dtype: torch.dtype) -> No
     names = present(op, arguments)
     arguments = with_leaves(op, arguments, names)
     with only(target):
-        outputs = differentiable_results(op, name_results(op, op(**arguments)))
+        outputs = differentiable_results(op, arguments, name_results(op, op(**arguments)))
         found = torch.autograd.grad(
             [o.float().square().sum() for o in outputs.values()], [arguments[n] for n in names], create_graph=True
         )

@@ -219,6 +219,6 @@ def test_some_results_unused(target: Target, case: Case, dtype: torch.dtype) -> 
     """Each differentiable result may be the only one with an incoming gradient."""
     arguments = complete(target.op, arguments_of(target, case, dtype))
     with torch.no_grad():
-        incoming = incoming_for(target.op, name_results(target.op, target.op.reference(**arguments)))
+        incoming = incoming_for(target.op, arguments, name_results(target.op, target.op.reference(**arguments)))
     for name, gradient in incoming.items():
         check(target, lambda draw: arguments_of(target, case, dtype, draw), None, {name: gradient})

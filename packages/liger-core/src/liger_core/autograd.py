@@ -99,7 +99,7 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
     tensors = op.tensors
     takes_gradient = tuple(name in op.differentiable for name in tensors)
     all_take_gradient = all(takes_gradient)
-    keeps_gradient = op.keeps_gradient
+    keeps_gradient = None if op.result is None else op.keeps_gradient
     nothing = (False,) * len(op.differentiable)
     runs_reference = "liger_core.use('torch') runs the reference, which"
     no_double = f"{op.name} in {language} has no second derivative; {runs_reference} has"
@@ -134,9 +134,10 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             if isinstance(result, tuple):
                 if modes.compiling():
                     return tuple(_absent(given[0]) if r is None else r for r in result)
-                if keeps_gradient is not None:
+                kept = None if keeps_gradient is None else keeps_gradient(options)
+                if kept is not None:
                     ctx.mark_non_differentiable(
-                        *[r for r, keeps in zip(result, keeps_gradient, strict=True) if not keeps and r is not None]
+                        *[r for r, keeps in zip(result, kept, strict=True) if not keeps and r is not None]
                     )
             return result
 
@@ -145,8 +146,9 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             needs, options, once, strides, parts = ctx.call
             if parts is not None:
                 grads = parts.flowing(grads)
-            if keeps_gradient is not None:
-                grads = tuple(g for g, keeps in zip(grads, keeps_gradient) if keeps)  # noqa: B905  a bare tensor is the first result
+            kept = None if keeps_gradient is None else keeps_gradient(options)
+            if kept is not None:
+                grads = tuple(g for g, keeps in zip(grads, kept) if keeps)  # noqa: B905  a bare tensor is the first result
             traced = modes.compiling()
             if traced:  # zeros come for what stands for a result that is None
                 grads = tuple([None if g is None or _is_absent(g) else g for g in grads])
@@ -160,10 +162,10 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
                         grads = tuple([g if g is None else modes.resolved(g) for g in grads])
             if device is None:  # nothing flows into any result
                 return (None,) * (1 + len(tensors))
-            kept = ctx.saved_tensors  # read once: checkpointing gives them no second time
+            own = ctx.saved_tensors  # read once: checkpointing gives them no second time
             if strides is not None:
-                kept = tuple([t if t is None else remade.laid_out(t, s) for t, s in zip(kept, strides, strict=True)])
-            saved = kept if once is None else (*kept, once)
+                own = tuple([t if t is None else remade.laid_out(t, s) for t, s in zip(own, strides, strict=True)])
+            saved = own if once is None else (*own, once)
             if traced:
                 found = kernel.backward(needs, saved, *grads, **options)
             else:
@@ -179,7 +181,7 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
                 else:
                     found = kernel.backward(needs, saved, *grads, **options)
                 if again:
-                    found = without_second_derivatives(no_double, found, (*kept, *grads))
+                    found = without_second_derivatives(no_double, found, (*own, *grads))
             if parts is not None:
                 found = parts.gradients(found)
             if all_take_gradient:
@@ -262,7 +264,7 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             else:
                 result = named.apply(call, *given)
             if isinstance(result, tuple):
-                kept = keeps_gradient or (True,) * len(result)
+                kept = (keeps_gradient and keeps_gradient(options)) or (True,) * len(result)
                 result = tuple(
                     None if _is_absent(r) else r if keeps else r.detach() for r, keeps in zip(result, kept, strict=True)
                 )

@@ -15,6 +15,7 @@ from liger_core.calling import Op as Op
 from liger_core.calling import OverloadedOp as OverloadedOp
 from liger_core.calling import by_name as by_name
 from liger_core.calling import ops as ops
+from liger_core.declaration import GradResults
 from liger_core.declaration import Needs as Needs
 from liger_core.modes import compiling as compiling
 from liger_core.remade import Remade as Remade
@@ -29,7 +30,7 @@ def op(
     *,
     differentiable: tuple[str, ...],
     result: type[tuple[Any, ...]] | None = None,
-    grad_results: tuple[str, ...] | None = None,
+    grad_results: tuple[str, ...] | GradResults | None = None,
     autocast: tuple[str, ...] = (),
     dimensions: str | None = None,
     remade: Remade | None = None,
@@ -39,7 +40,7 @@ def op(
     *,
     differentiable: tuple[str, ...],
     result: type[tuple[Any, ...]] | None = None,
-    grad_results: tuple[str, ...] | None = None,
+    grad_results: tuple[str, ...] | GradResults | None = None,
     autocast: tuple[str, ...] = (),
     dimensions: str | None = None,
     remade: Remade | None = None,
@@ -49,7 +50,7 @@ def op(
     *,
     differentiable: tuple[str, ...],
     result: type[tuple[Any, ...]] | None = None,
-    grad_results: tuple[str, ...] | None = None,
+    grad_results: tuple[str, ...] | GradResults | None = None,
     autocast: tuple[str, ...] = (),
     dimensions: str | None = None,
     remade: Remade | None = None,
@@ -62,7 +63,8 @@ def op(
     Args:
         differentiable: the tensor arguments that can get a gradient.
         result: the NamedTuple that the reference returns, when it returns one.
-        grad_results: the fields of `result` that have a gradient; all, when it is left out.
+        grad_results: the fields of `result` that have a gradient, or a function of the options that says so; all, when it is
+            left out.
         autocast: the tensors that are cast to the autocast dtype in an autocast region. The op then runs with
             autocast off; every other tensor keeps its dtype.
         dimensions: which dimensions are independent, such as ``"x: ... H, weight: H -> ... H"``; `Dimensions` says how

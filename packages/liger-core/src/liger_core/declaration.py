@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 Needs = tuple[bool, ...]
 """Which of an op's differentiable arguments want a gradient, in the order of `Declaration.differentiable`."""
+
+GradResults = Callable[[Mapping[str, Any]], tuple[str, ...]]
+"""Which fields of an op's result have a gradient, from its options."""
 
 Arguments = dict[str, Any]
 """Every argument of a call by name, in the order of the signature."""
@@ -39,7 +42,6 @@ class Declaration(Generic[P, R]):
         reference: the PyTorch function that defines the op. In float64 it is the exact answer.
         differentiable: the arguments that can get a gradient.
         result: the NamedTuple that the op returns when it returns several named values, else None.
-        keeps_gradient: for each field of `result`, whether it has a gradient; None when every returned value has.
         autocast: the tensors that are cast to the autocast dtype in an autocast region.
         dimensions: which dimensions of its tensors are independent, or None where it doesn't say.
         remade: how its results are made again from what backward keeps, or None where that isn't cheap.
@@ -52,7 +54,7 @@ class Declaration(Generic[P, R]):
         reference: Callable[P, R],
         differentiable: tuple[str, ...],
         result: type[tuple[Any, ...]] | None,
-        grad_results: tuple[str, ...] | None,
+        grad_results: tuple[str, ...] | GradResults | None,
         autocast: tuple[str, ...],
         dimensions: str | None = None,
         remade: Remade | None = None,
@@ -61,9 +63,9 @@ class Declaration(Generic[P, R]):
         self.reference: Callable[..., R] = reference
         self.differentiable = differentiable
         self.result: Callable[..., tuple[Any, ...]] | None = result
-        fields: tuple[str, ...] = getattr(result, "_fields", ())
-        # Bools, not positions: torch.compile(dynamic=True) takes ints for symbols.
-        self.keeps_gradient = None if grad_results is None else tuple(name in grad_results for name in fields)
+        self._fields = fields = cast("tuple[str, ...]", getattr(result, "_fields", ()))
+        self._grad_results = grad_results if callable(grad_results) else None
+        self._keeps_gradient = None if grad_results is None or callable(grad_results) else self._kept(grad_results)
         self.autocast = autocast
 
         self.signature = inspect.signature(reference)
@@ -102,6 +104,14 @@ class Declaration(Generic[P, R]):
         nested = any(get_origin(hints[name]) is Sequence for name in self.options)
         self._type_of: Callable[[Any], Any] = _deep_type if nested else type
         declared[self.name] = self
+
+    def keeps_gradient(self, options: Mapping[str, Any]) -> tuple[bool, ...] | None:
+        """For each field of `result`, whether it has a gradient; None when every returned value has. It takes all options."""
+        return self._keeps_gradient if self._grad_results is None else self._kept(self._grad_results(options))
+
+    def _kept(self, names: tuple[str, ...]) -> tuple[bool, ...]:
+        # Bools, not positions: torch.compile(dynamic=True) takes ints for symbols.
+        return tuple([name in names for name in self._fields])
 
     def __repr__(self) -> str:
         return f"<liger op {self.name}{self.signature}>"

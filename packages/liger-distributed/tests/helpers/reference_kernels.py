@@ -43,8 +43,9 @@ def kernel_of(name: str) -> types.ModuleType:
         with torch.enable_grad():
             result = op.reference(**arguments | leaves)
         found = result if isinstance(result, tuple) else (result,)
-        if op.keeps_gradient is not None and isinstance(result, tuple):
-            found = tuple(value for value, keeps in zip(found, op.keeps_gradient, strict=True) if keeps)
+        kept = op.keeps_gradient(options)
+        if kept is not None and isinstance(result, tuple):
+            found = tuple(value for value, keeps in zip(found, kept, strict=True) if keeps)
         flowing = [(value, g) for value, g in zip(found, gradients, strict=True) if value is not None and g is not None]
         made = torch.autograd.grad(
             [v for v, _ in flowing], [*leaves.values()], [g for _, g in flowing], allow_unused=True

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_core import modes
-from liger_core.contract import Needs, Once, Saved
+from liger_core.contract import Needs, Saved
 from liger_core.host.distillation import (
     DistillationKernels,
     Given,
@@ -29,8 +28,7 @@ from liger_core.ops.distillation import DistillationOutput
 class _Loss(TeacherLoss):
     """A call. Only forward writes `results`. `made` has the factors of rows' gradients in backward.
 
-    What forward makes at once is the gradient of `loss`; without a hard loss that of Σ soft losses, because then each result's
-    gradient is a multiple of it. Every `TeacherLoss` takes `layers` and `how`.
+    What forward makes at once is the gradient of `loss`. Every `TeacherLoss` takes `layers` and `how`.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class _Loss(TeacherLoss):
             return self.made
         soft, hard = self.weights
         one = torch.ones(1, dtype=torch.float32, device=self.x.device)
-        return Incoming(one * soft, one * hard) if self.given.options.hard else Incoming(one, None)
+        return Incoming(one * soft, one * hard if self.given.options.hard else None)
 
     def gradient(
         self, dlogits: Logits, kept: tuple[Logits | None, ...], incoming: Any, first: int = 0, first_column: int = 0
@@ -65,14 +63,6 @@ class _Loss(TeacherLoss):
         student, teacher = kept
         assert teacher is not None
         self.kernels.gradient(dlogits, student, teacher, self.given, self.statistics, incoming, first, first_column)
-
-
-def _reduced(reduction: str, hard: bool) -> bool:
-    """Whether the gradient that forward makes at once will do, but for one factor.
-
-    A trace has zeros for gradients of results that get none. So with a hard loss, `loss` alone never has one there.
-    """
-    return reduction != "none" and not (hard and modes.compiling())
 
 
 class FusedLinearDistillation:
@@ -117,7 +107,7 @@ class FusedLinearDistillation:
             *(self.linear, needs, student_x, student_weight, student_bias, teacher_x, teacher_weight),
             accum_dtype=accum_dtype,
             memory_budget=memory_budget,
-            reduced=_reduced(reduction, options.hard),
+            reduced=reduction != "none",
         )
         loss.results = rows
         divisor = divisor_of(self.kernels, student_x, given, reduction, num_items_in_batch)
@@ -133,8 +123,8 @@ class FusedLinearDistillation:
         needs: Needs,
         saved: Saved,
         dloss: Tensor | None,
-        dsoft: Tensor | None,
-        dhard: Tensor | None,
+        dsoft: Tensor | None = None,
+        dhard: Tensor | None = None,
         *,
         divergence: str,
         beta: float,
@@ -161,15 +151,9 @@ class FusedLinearDistillation:
             *(self.linear, needs, x, weight, bias, teacher_x, teacher_weight),
             accum_dtype=accum_dtype,
             memory_budget=memory_budget,
-            reduced=_reduced(reduction, options.hard),
+            reduced=reduction != "none",
         )
         loss.divisor = divisor
-        if loss.plan.at_once and not options.hard:
-            dloss, dsoft = incoming_of(dloss, dsoft, None, None, soft_weight, 0.0).soft, None
-        if loss.plan.at_once and dloss is not None and dsoft is None and dhard is None:
-            return loss.backward(tuple(kept), dloss.view(()))
-        loss.made = incoming_of(dloss, dsoft, dhard, divisor, soft_weight, hard_weight)
-        any_of_them = next(gradient for gradient in (dloss, dsoft, dhard) if gradient is not None)
-        if kept and isinstance(kept[0], Once):
-            kept[0].take()  # what forward made would take memory beside what is made now
-        return loss.backward(tuple(kept) if loss.plan.whole else (), any_of_them)
+        if not loss.plan.at_once:
+            loss.made = incoming_of(dloss, dsoft, dhard, divisor, soft_weight, hard_weight)
+        return loss.backward(tuple(kept), next(gradient for gradient in (dloss, dsoft, dhard) if gradient is not None))

@@ -1,5 +1,6 @@
 """Distillation of a teacher into a student, from the logits of both."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,9 @@ DIVERGENCES = ("jsd", "tvd", "cosine")
 
 
 class DistillationOutput(NamedTuple):
-    """The result of a distillation: float32 scalars, or ``[N]`` if `reduction` is ``"none"``. All have gradients.
+    """The result of a distillation: float32 scalars, or ``[N]`` if `reduction` is ``"none"``. Then all have gradients.
+
+    Otherwise `loss` alone has one. The other two are for logs; `soft_weight` and `hard_weight` weigh them.
 
     Attributes:
         loss: soft_weight · soft_loss + hard_weight · hard_loss.
@@ -27,9 +30,15 @@ class DistillationOutput(NamedTuple):
     hard_loss: Tensor | None
 
 
+def with_gradients(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which fields have one. Of a reduced loss it is made in forward, by two products that are the same for all rows."""
+    return ("loss", "soft_loss", "hard_loss") if options["reduction"] == "none" else ("loss",)
+
+
 @op(
     differentiable=("student_logits",),
     result=DistillationOutput,
+    grad_results=with_gradients,
     dimensions="student_logits: n V, teacher_logits: n V, labels: n -> n, n, n",
 )
 def distillation(
@@ -155,8 +164,10 @@ def distillation_of_logits(
         divisor = items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
         losses = [loss / divisor for loss in losses]
     soft, hard = losses[0], losses[1] if len(losses) > 1 else None
-    loss = soft_weight * soft
-    return DistillationOutput(loss if hard is None else loss + hard_weight * hard, soft, hard)
+    loss = soft_weight * soft if hard is None else soft_weight * soft + hard_weight * hard
+    if reduction != "none":
+        soft, hard = soft.detach(), None if hard is None else hard.detach()
+    return DistillationOutput(loss, soft, hard)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

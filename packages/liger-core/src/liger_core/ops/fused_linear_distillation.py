@@ -8,13 +8,19 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.contract import op
 from liger_core.ops.cross_entropy import check_labels
-from liger_core.ops.distillation import DistillationOutput, check_distillation_options, distillation_of_logits
+from liger_core.ops.distillation import (
+    DistillationOutput,
+    check_distillation_options,
+    distillation_of_logits,
+    with_gradients,
+)
 from liger_core.ops.fused_linear_cross_entropy import check_accum_dtype, check_memory_budget
 
 
 @op(
     differentiable=("student_x", "student_weight", "student_bias"),
     result=DistillationOutput,
+    grad_results=with_gradients,
     autocast=("student_x", "student_weight", "teacher_x", "teacher_weight", "student_bias", "teacher_bias"),
     dimensions="student_x: n H, student_weight: V H, teacher_x: n K, teacher_weight: V K, labels: n, student_bias: V, "
     "teacher_bias: V -> n, n, n",
@@ -59,10 +65,8 @@ def fused_linear_distillation(
         accum_dtype, memory_budget: as in `fused_linear_cross_entropy`, including the teacher's logits of a chunk.
 
     Returns:
-        `DistillationOutput`. If `loss` is reduced, forward makes its gradient, and backward takes no product. Without a hard
-        loss that serves `soft_loss` as well. With one, a gradient of another field makes all products again: weigh the two by
-        `soft_weight` and `hard_weight`. The logits are made in forward and again in backward for a loss per row, and under
-        torch.compile for any loss with a hard one.
+        `DistillationOutput`. Forward makes the gradient of a reduced loss, and backward takes no product. The logits of a loss
+        per row are made in forward and again in backward.
 
     Raises:
         TypeError: a dtype or type that is not accepted.

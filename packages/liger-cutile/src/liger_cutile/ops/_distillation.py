@@ -39,16 +39,19 @@ LEAST = -3.4028234663852886e38
 
 
 @ct.function
-def _load(logits, bias, softcap, row, tile, BLOCK, GROUP):
-    """A row's float32 tile with bias and softcap, ``[BLOCK / GROUP, GROUP]``, -inf outside; and the softcap's derivative."""
+def _load(logits, bias, softcap, row, tile, columns, PADDED, BLOCK, GROUP):
+    """A row's float32 tile with bias and softcap, ``[BLOCK / GROUP, GROUP]``, -inf outside; and the softcap's derivative.
+
+    Rows that are PADDED are loaded with what lies behind them: a bound that 16 divides lets a thread load its columns at once.
+    """
     x = ct.load(logits, (row, tile), (1, BLOCK), padding_mode=ct.PaddingMode.NEG_INF, allow_tma=False)
     x = ct.astype(ct.reshape(x, (BLOCK // GROUP, GROUP)), ct.float32)
     if given(bias):
         x += ct.reshape(load_vector(bias, tile, BLOCK), (BLOCK // GROUP, GROUP))
     capped, derivative = _cap(x, softcap)
-    if given(softcap):
+    if given(softcap) or PADDED:
         column = tile * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (BLOCK // GROUP, GROUP))
-        capped = ct.where(column < logits.shape[1], capped, -math.inf)
+        capped = ct.where(column < columns, capped, -math.inf)
     return capped, derivative
 
 
@@ -58,13 +61,13 @@ def _exp2(x):
 
 
 @ct.function
-def _top_and_sums(logits, bias, softcap, row, scale, TWO, BLOCK, GROUP):
+def _top_and_sums(logits, bias, softcap, row, scale, columns, PADDED, TWO, BLOCK, GROUP):
     """The largest logit of a row, and the sum of 2^(scale · (logit − largest)); with TWO, that of e^(logit − largest) too."""
     maximum = ct.full((BLOCK // GROUP, 1), LEAST, ct.float32)
     sums = ct.zeros((BLOCK // GROUP, 1), ct.float32)
     untempered = ct.zeros((BLOCK // GROUP, 1), ct.float32)
     for tile in range(ct.num_tiles(logits, axis=1, shape=(1, BLOCK))):
-        x = _load(logits, bias, softcap, row, tile, BLOCK, GROUP)[0]
+        x = _load(logits, bias, softcap, row, tile, columns, PADDED, BLOCK, GROUP)[0]
         higher = ct.maximum(maximum, ct.max(x, axis=1, keepdims=True))
         added = ct.sum(_exp2((x - higher) * scale), axis=1, keepdims=True)
         sums = sums * _exp2((maximum - higher) * scale) + added
@@ -158,9 +161,9 @@ def _label_of(labels, row, ignore_index):
 @ct.kernel(occupancy=ROW_OCCUPANCY)
 def _rows(
     soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels,
-    first, ignore_index: ct.ScalarInt64, scale, beta, rest, student_softcap, teacher_softcap,
+    columns, first, ignore_index: ct.ScalarInt64, scale, beta, rest, student_softcap, teacher_softcap,
     FORWARD: ConstBool, REVERSE: ConstBool, TVD: ConstBool, COSINE: ConstBool, GIVEN: ConstBool, LOG: ConstBool,
-    HALF: ConstBool, TEMPERED: ConstBool,
+    HALF: ConstBool, TEMPERED: ConstBool, PADDED: ConstBool,
     BLOCK: ConstInt, GROUP: ConstInt,
 ):  # fmt: skip
     for local in range(ct.bid(0), student.shape[0], ct.num_blocks(0)):
@@ -177,12 +180,15 @@ def _rows(
             q_sum, q_inverse, p_inverse = 0.0, 0.0, 0.0
             if given(hard) or not COSINE:
                 of_row = _top_and_sums(
-                    student, student_bias, student_softcap, local, scale, given(hard) and TEMPERED, BLOCK, GROUP
-                )
+                    student, student_bias, student_softcap, local, scale, columns, PADDED, given(hard) and TEMPERED,
+                    BLOCK, GROUP,
+                )  # fmt: skip
                 q_top, q_sum = of_row[0], of_row[1]
                 q_log_sum, hard_log_sum = ct.log2(q_sum), ct.log2(of_row[2])
             if not COSINE and not GIVEN:
-                of_row = _top_and_sums(teacher, teacher_bias, teacher_softcap, local, scale, False, BLOCK, GROUP)
+                of_row = _top_and_sums(
+                    teacher, teacher_bias, teacher_softcap, local, scale, columns, PADDED, False, BLOCK, GROUP
+                )
                 p_top, p_log_sum = of_row[0], ct.log2(of_row[1])
                 tops, ratio = q_top - p_top, _log2_ratio(q_sum, of_row[1])
                 # A logarithm near 10 is off by up to 5e-7, and so would all probabilities of its row be, in the same direction.
@@ -197,7 +203,7 @@ def _rows(
             tiles = ct.num_tiles(student, axis=1, shape=(1, BLOCK))
             for back in range(tiles):
                 tile = tiles - 1 - back
-                x = _load(student, student_bias, student_softcap, local, tile, BLOCK, GROUP)[0]
+                x = _load(student, student_bias, student_softcap, local, tile, columns, PADDED, BLOCK, GROUP)[0]
                 if GIVEN:
                     p, log_p = _given(teacher, local, tile, beta, LOG, BLOCK, GROUP)
                     log_q = ((x - q_top) * scale - q_log_sum) * LN_2
@@ -212,15 +218,15 @@ def _rows(
                     products += ct.sum(ct.where(near, p * _expm1(-above), exp(log_q, False)), axis=1, keepdims=True)
                     close += ct.sum(ct.where(near, p, 0.0), axis=1, keepdims=True)
                 elif COSINE:
-                    y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, GROUP)[0]
+                    y = _load(teacher, teacher_bias, teacher_softcap, local, tile, columns, PADDED, BLOCK, GROUP)[0]
                     column = tile * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (BLOCK // GROUP, GROUP))
-                    inside = column < student.shape[1]
+                    inside = column < columns
                     x, y = ct.where(inside, x, 0.0), ct.where(inside, y, 0.0)
                     from_q += ct.sum(x * x, axis=1, keepdims=True)
                     from_p += ct.sum(y * y, axis=1, keepdims=True)
                     products += ct.sum(x * y, axis=1, keepdims=True)
                 else:
-                    y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, GROUP)[0]
+                    y = _load(teacher, teacher_bias, teacher_softcap, local, tile, columns, PADDED, BLOCK, GROUP)[0]
                     if TVD:
                         q, p = _exp2((x - q_top) * scale) * q_inverse, _exp2((y - p_top) * scale) * p_inverse
                     else:
@@ -258,7 +264,7 @@ def _rows(
                 loss = (rest * of_student + beta * of_teacher) * LN_2
             ct.store(soft, (row,), loss)
             if given(hard):
-                known = (label >= 0) & (label < student.shape[1])
+                known = (label >= 0) & (label < columns)
                 column = ct.astype(ct.where(known, label, 0), ct.int32)
                 z = ct.astype(ct.gather(student, (local, column), mask=known), ct.float32)
                 if given(student_bias):
@@ -292,8 +298,9 @@ def _gradient(
         else:
             q_top, q_log_sum = ct.load(statistics, (0, row), ()), ct.load(statistics, (1, row), ())
             x, derivative = _load(
-                student if given(student) else dstudent, student_bias, student_softcap, local, tile, BLOCK, BLOCK
-            )
+                student if given(student) else dstudent, student_bias, student_softcap, local, tile,
+                dstudent.shape[1], False, BLOCK, BLOCK,
+            )  # fmt: skip
             gradient = ct.zeros((1, BLOCK), ct.float32)
             if given(by_soft):
                 by = factor * ct.load(by_soft, (row * SOFT_STEP,), ())
@@ -303,10 +310,14 @@ def _gradient(
                     q = _exp2((x - q_top) * scale - q_log_sum)
                     gradient = by * (q * ct.load(statistics, (4, row), ()) - p)
                 elif COSINE:
-                    y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, BLOCK)[0]
+                    y = _load(
+                        teacher, teacher_bias, teacher_softcap, local, tile, dstudent.shape[1], False, BLOCK, BLOCK
+                    )[0]
                     gradient = by * (x * of_student - y * of_teacher)
                 else:
-                    y = _load(teacher, teacher_bias, teacher_softcap, local, tile, BLOCK, BLOCK)[0]
+                    y = _load(
+                        teacher, teacher_bias, teacher_softcap, local, tile, dstudent.shape[1], False, BLOCK, BLOCK
+                    )[0]
                     q = _exp2(finite((x - q_top) * scale - q_log_sum))
                     if FORWARD:
                         gradient = by * (q - _exp2(finite((y - of_teacher) * scale - of_student)))
@@ -348,6 +359,14 @@ def _kind(divergence: str) -> tuple[bool, ...]:
     return *named, divergence in ("given", "log"), divergence == "log"
 
 
+def _as_wide(student: Tensor, teacher: Tensor, columns: int) -> Tensor:
+    """The student's logits with what lies behind them, if so does the teacher's.
+
+    If threads load the one row's columns at once and the other's one by one, tileiras 13.4 exchanges them, and spills.
+    """
+    return student if student.shape[1] == teacher.shape[1] else Logits(student, columns).tensor()
+
+
 @opaque(writes=("soft", "hard", "statistics"))
 def _launch_rows(
     soft: Tensor,
@@ -367,7 +386,7 @@ def _launch_rows(
     teacher_softcap: float | None,
     ignore_index: int,
 ) -> None:
-    student, teacher = as_rows(Logits(student, columns).tensor()), as_rows(Logits(teacher, columns).tensor())
+    student, teacher = as_rows(_as_wide(student, teacher, columns)), as_rows(teacher)
     rows, size = student.shape[0], max(student.element_size(), teacher.element_size())
     tempered = temperature != 1.0
     added = [x for x in (student_bias, teacher_bias, student_softcap, teacher_softcap) if x is not None]
@@ -375,8 +394,8 @@ def _launch_rows(
     kernel = _with_room() if roomy else _rows
     launch(
         kernel, (min(rows, MOST_BLOCKS),), soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels,
-        first, ignore_index, LOG2_E / temperature, beta, 1.0 - beta, student_softcap, teacher_softcap,
-        *_kind(divergence), beta == 0.5, tempered, ROW_BYTES // size, GROUP_BYTES // size,
+        columns, first, ignore_index, LOG2_E / temperature, beta, 1.0 - beta, student_softcap, teacher_softcap,
+        *_kind(divergence), beta == 0.5, tempered, student.shape[1] != columns, ROW_BYTES // size, GROUP_BYTES // size,
     )  # fmt: skip
 
 
@@ -401,9 +420,8 @@ def _launch_gradient(
     teacher_softcap: float | None,
     ignore_index: int,
 ) -> None:
-    dstudent = Logits(dstudent, columns).tensor()
-    student = None if student is None else as_rows(Logits(student, columns).tensor())
-    teacher = as_rows(Logits(teacher, columns).tensor())
+    student = None if student is None else as_rows(_as_wide(student, teacher, columns))
+    dstudent, teacher = _as_wide(dstudent, teacher, columns), as_rows(teacher)
     of_columns = slice(first_column, first_column + columns)
     student_bias, teacher_bias = (None if bias is None else bias[of_columns] for bias in (student_bias, teacher_bias))
     block = min(power_of_2(columns), GRADIENT_BYTES // max(dstudent.element_size(), teacher.element_size()))

@@ -1,5 +1,6 @@
 """Jensen-Shannon divergence of two linear layers: PyTorch's matmul computes chunks of logits, and kernels work on those."""
 
+import math
 from typing import Any
 
 import cuda.tile as ct
@@ -30,10 +31,17 @@ LEAST = -3.4028234663852886e38
 
 
 @ct.function
-def _load(logits, row, tile, BLOCK, GROUP):
-    """A row's tile in float32, ``[BLOCK / GROUP, GROUP]``; -inf outside the row."""
+def _load(logits, row, tile, columns, PADDED, BLOCK, GROUP):
+    """A row's tile in float32, ``[BLOCK / GROUP, GROUP]``; -inf outside the row.
+
+    Rows that are PADDED are loaded with what lies behind them: a bound that 16 divides lets a thread load its columns at once.
+    """
     x = ct.load(logits, (row, tile), (1, BLOCK), padding_mode=ct.PaddingMode.NEG_INF, allow_tma=False)
-    return ct.astype(ct.reshape(x, (BLOCK // GROUP, GROUP)), ct.float32)
+    x = ct.astype(ct.reshape(x, (BLOCK // GROUP, GROUP)), ct.float32)
+    if PADDED:
+        column = tile * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (BLOCK // GROUP, GROUP))
+        x = ct.where(column < columns, x, -math.inf)
+    return x
 
 
 @ct.function
@@ -42,12 +50,12 @@ def _exp2(x):
 
 
 @ct.function
-def _top_and_log_sum(logits, row, scale, BLOCK, GROUP):
+def _top_and_log_sum(logits, row, scale, columns, PADDED, BLOCK, GROUP):
     """The largest logit of a row, and log2 of the sum of 2^(scale · (logit − largest))."""
     maximum = ct.full((BLOCK // GROUP, 1), LEAST, ct.float32)
     total = ct.zeros((BLOCK // GROUP, 1), ct.float32)
     for tile in range(ct.num_tiles(logits, axis=1, shape=(1, BLOCK))):
-        x = _load(logits, row, tile, BLOCK, GROUP)
+        x = _load(logits, row, tile, columns, PADDED, BLOCK, GROUP)
         higher = ct.maximum(maximum, ct.max(x, axis=1, keepdims=True))
         sums = ct.sum(_exp2((x - higher) * scale), axis=1, keepdims=True)
         total = total * _exp2((maximum - higher) * scale) + sums
@@ -80,24 +88,26 @@ def _ignored(labels, row, ignore_index):
 
 @ct.kernel(occupancy=ROW_OCCUPANCY)
 def _rows(
-    losses, statistics, student, teacher, labels, first, ignore_index: ct.ScalarInt64, scale, beta, rest,
-    FORWARD: ConstBool, REVERSE: ConstBool, HALF: ConstBool, BLOCK: ConstInt, GROUP: ConstInt,
+    losses, statistics, student, teacher, labels, columns, first, ignore_index: ct.ScalarInt64, scale, beta, rest,
+    FORWARD: ConstBool, REVERSE: ConstBool, HALF: ConstBool, PADDED: ConstBool, BLOCK: ConstInt, GROUP: ConstInt,
 ):  # fmt: skip
     for local in range(ct.bid(0), student.shape[0], ct.num_blocks(0)):
         row = first + local
         if _ignored(labels, row, ignore_index):
             ct.store(losses, (row,), 0.0)
         else:
-            q_top, q_log_sum = _top_and_log_sum(student, local, scale, BLOCK, GROUP)
-            p_top, p_log_sum = _top_and_log_sum(teacher, local, scale, BLOCK, GROUP)
+            q_top, q_log_sum = _top_and_log_sum(student, local, scale, columns, PADDED, BLOCK, GROUP)
+            p_top, p_log_sum = _top_and_log_sum(teacher, local, scale, columns, PADDED, BLOCK, GROUP)
             from_q = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             from_p = ct.zeros((BLOCK // GROUP, 1), ct.float32)
             # Backwards: what was read last is still in the cache.
             tiles = ct.num_tiles(student, axis=1, shape=(1, BLOCK))
             for back in range(tiles):
                 tile = tiles - 1 - back
-                q = _log2_probability(_load(student, local, tile, BLOCK, GROUP), q_top, scale, q_log_sum)
-                p = _log2_probability(_load(teacher, local, tile, BLOCK, GROUP), p_top, scale, p_log_sum)
+                x = _load(student, local, tile, columns, PADDED, BLOCK, GROUP)
+                q = _log2_probability(x, q_top, scale, q_log_sum)
+                y = _load(teacher, local, tile, columns, PADDED, BLOCK, GROUP)
+                p = _log2_probability(y, p_top, scale, p_log_sum)
                 above_q, above_p = _above(q, p, beta, rest, FORWARD, REVERSE, HALF)
                 from_q += ct.sum(_exp2(q) * above_q, axis=1, keepdims=True)
                 from_p += ct.sum(_exp2(p) * above_p, axis=1, keepdims=True)
@@ -132,9 +142,10 @@ def _gradient(
         else:
             q_top, q_log_sum = ct.load(statistics, (0, row), ()), ct.load(statistics, (1, row), ())
             p_top, p_log_sum = ct.load(statistics, (2, row), ()), ct.load(statistics, (3, row), ())
-            x = _load(student if given(student) else dstudent, local, tile, BLOCK, BLOCK)
+            x = _load(student if given(student) else dstudent, local, tile, 0, False, BLOCK, BLOCK)
             q = _log2_probability(x, q_top, scale, q_log_sum)
-            p = _log2_probability(_load(teacher, local, tile, BLOCK, BLOCK), p_top, scale, p_log_sum)
+            y = _load(teacher, local, tile, 0, False, BLOCK, BLOCK)
+            p = _log2_probability(y, p_top, scale, p_log_sum)
             if FORWARD:
                 gradient = _exp2(q) - _exp2(p)
             else:
@@ -160,11 +171,11 @@ def _launch_rows(
     temperature: float,
     beta: float,
 ) -> None:
-    student, teacher = Logits(student, columns).tensor(), Logits(teacher, columns).tensor()
     rows, size = student.shape[0], max(student.element_size(), teacher.element_size())
     launch(
-        _rows, (min(rows, MOST_BLOCKS),), losses, statistics, student, teacher, labels, first, ignore_index,
-        LOG2_E / temperature, float(beta), 1.0 - beta, *_kind(beta), ROW_BYTES // size, GROUP_BYTES // size,
+        _rows, (min(rows, MOST_BLOCKS),), losses, statistics, student, teacher, labels, columns, first, ignore_index,
+        LOG2_E / temperature, float(beta), 1.0 - beta, *_kind(beta), Logits(student, columns).padded(),
+        ROW_BYTES // size, GROUP_BYTES // size,
     )  # fmt: skip
 
 
@@ -183,8 +194,6 @@ def _launch_gradient(
     temperature: float,
     beta: float,
 ) -> None:
-    dstudent, teacher = Logits(dstudent, columns).tensor(), Logits(teacher, columns).tensor()
-    student = None if student is None else Logits(student, columns).tensor()
     block = min(power_of_2(columns), GRADIENT_BYTES // max(dstudent.element_size(), teacher.element_size()))
     factor = {0: 1.0, 1: LN_2}.get(beta, (1.0 - beta) * LN_2) / temperature
     launch(

@@ -106,12 +106,22 @@ def test_a_compiled_call_has_the_addition_of_its_residual(
     assert len(tune.call_of(cell, function, given)()) == 3, "the gradients of both summands and of the weight"
     swiglu = Cell("swiglu", "small", compiled=True)
     assert tune.cases_of("swiglu").residual is None
-    assert tune.function_of(swiglu)(gate=branch, up=branch).shape == branch.shape
+    (product,) = tune.function_of(swiglu)(gate=branch, up=branch)
+    assert product.shape == branch.shape
+
+
+def test_a_compiled_call_ends_with_contiguous_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile makes other ones' gradients contiguous where its code ends, which a model's rope doesn't see."""
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    monkeypatch.setitem(tune.ops, "swiglu", lambda gate, up: (gate.transpose(1, 2), None, up[..., 0]))
+    results = tune.function_of(Cell("swiglu", "small", compiled=True))(gate=torch.ones(2, 5, 3, 8), up=torch.ones(4, 1))
+    assert [tuple(result.shape) for result in results] == [(2, 5, 3, 8), (4,)]
+    assert all(result.is_contiguous() for result in results)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_of_several_results_the_loss_is_differentiated(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in training: the gradient of two losses that are parts of it would take their products once more."""
+    """As in training."""
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     cell = Cell("fused_linear_distillation", "small", compiled)
     given: dict[str, Any] = {

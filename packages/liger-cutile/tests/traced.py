@@ -18,6 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 import liger_cutile
 from liger_conformance.case import cases_of
 from liger_conformance.running import complete, kept_gradients, present
+from liger_conformance.traces import GRADIENTS, check_copies_no_gradient
 from liger_core.contract import ops
 
 
@@ -63,6 +64,9 @@ def main() -> int:
     with torch.no_grad():
         for name in sys.argv[1:]:
             try:
+                if name.endswith(GRADIENTS):
+                    check_copies_no_gradient(name.removesuffix(GRADIENTS), liger_cutile.backend)
+                    continue
                 for dtype in (torch.float32, torch.bfloat16):
                     trace(name, dtype)
             except TorchDynamoException as error:

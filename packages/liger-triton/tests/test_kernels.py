@@ -29,11 +29,13 @@ from liger_core.host.logit_statistics import labels_of, options_of
 from liger_triton.ops import (
     _cross_entropy,
     _divergences,
+    _heads,
     _logit_statistics,
     _partial_sums,
     _totals,
     attn_res,
     fused_moe,
+    rope,
 )
 from liger_triton.ops._linear import LINEAR
 
@@ -540,3 +542,27 @@ def test_halves_at_model_sizes_take_a_row_at_a_time() -> None:
     for columns in (5632, 11008, 14336, 28672):
         assert divide(4096, columns)[:2] == (1, 1024)
     assert divide(1, 615)[:2] == (1, 1024), "contiguous tensors are one long row"
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "heads first": torch.Tensor.contiguous,
+    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "heads last": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "with gaps": lambda x: torch.cat((x, x), 3)[..., : x.shape[3]],
+    "expanded": lambda x: x[:, :, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("of_k", LAYOUTS)
+@pytest.mark.parametrize("of_q", LAYOUTS)
+def test_gradients_whose_strides_a_trace_does_not_know(of_q: str, of_k: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever memory torch.compile gives them, the bits are the same."""
+    make = Make(torch.bfloat16, DEVICE)
+    dq, dk = LAYOUTS[of_q](make.randn(2, 4, 6, 16)), LAYOUTS[of_k](make.randn(2, 2, 6, 16))
+    saved = make.randn(2, 6, 16), make.randn(2, 6, 16)
+    expected = rope.backward((True, True), saved, dq, dk)
+    monkeypatch.setattr(_heads, "compiling", lambda: True)
+    for found, wanted in zip(rope.backward((True, True), saved, dq, dk), expected, strict=True):
+        assert found is not None
+        assert wanted is not None
+        assert torch.equal(found, wanted)

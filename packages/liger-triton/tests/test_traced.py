@@ -13,6 +13,7 @@ def test_host_code_is_traced_with_sizes_that_vary() -> None:
     """In a process that doesn't interpret kernels, which can't be traced."""
     names = [name for name in sorted(ops) if backend.has_kernel(name)]
     names += [f"fused_linear_{loss}@chunks" for loss in ("cross_entropy", "distillation", "jsd", "kl_div")]
+    names += ["rope@gradients", "qwen2vl_mrope@gradients"]
     names += ["fused_linear_logit_statistics@hopper", "fused_linear_logit_statistics@frozen@hopper"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -26,6 +26,7 @@ import liger_triton
 from liger_conformance.case import cases_of
 from liger_conformance.compilers.triton import TritonCompiler
 from liger_conformance.running import complete, kept_gradients, present
+from liger_conformance.traces import GRADIENTS, check_copies_no_gradient
 from liger_core.contract import ops
 
 TARGETS: list[str] = []
@@ -115,7 +116,10 @@ def main() -> int:
             hopper = name.endswith(HOPPER)
             try:
                 with mock.patch("liger_triton.ops._logit_statistics.is_hopper", lambda device, hopper=hopper: hopper):
-                    trace(name)
+                    if name.endswith(GRADIENTS):
+                        check_copies_no_gradient(name.removesuffix(GRADIENTS), liger_triton.backend)
+                    else:
+                        trace(name)
             except TorchDynamoException as error:
                 failed += 1
                 print(f"{name}: {error}")

@@ -103,14 +103,22 @@ def function_of(cell: Cell) -> Callable[..., Any]:
     if not cell.compiled:
         return op
     residual = cases_of(cell.op).residual
-    if residual is None:
-        return torch.compile(lambda **given: trained(op(**given)), dynamic=False)
 
-    def behind_a_sum(**given: Any) -> tuple[Any, ...]:
+    def compiled(**given: Any) -> tuple[Tensor, ...]:
+        if residual is None:
+            return as_stored(trained(op(**given)))
         total = given[residual] + given.pop("branch")
-        return op(**{**given, residual: total}), total
+        return *as_stored(op(**{**given, residual: total})), total
 
-    return torch.compile(behind_a_sum, dynamic=False)
+    return torch.compile(compiled, dynamic=False)
+
+
+def as_stored(returned: Any) -> tuple[Tensor, ...]:
+    """The tensors, with their dimensions in the order of memory.
+
+    Where compiled code ends, torch.compile makes gradients contiguous. In a model, the op is not where it ends.
+    """
+    return tuple(t.permute(sorted(range(t.dim()), key=t.stride, reverse=True)) for t in _tensors(returned))
 
 
 def call_of(cell: Cell, function: Callable[..., Any], given: dict[str, Any]) -> Callable[[], Any]:

@@ -4,12 +4,15 @@ _MANY = "more samples or rows than a grid has blocks downwards, 65535, which tes
 _EMPTY = "without a token nothing is launched; the interpreted cases have it"
 _FAR = "tensors far apart, of which one is missing or has one sample: compiled, where they take no memory"
 _APART = "q's gradient of what k's result alone gets: compiled, where backward is called for each pair"
+_TRACED = "what torch.compile's graphs call isn't watched: tests/test_kernels.py"
 _NO_TMA = "a GPU without TMA: compiled, for sm_80"
 
 UNREACHED = {
     "interpreted _device._look_up_major": "an interpreter's device is the CPU",
     "interpreted attn_res._launch_backward: not loads_in_bulk(dy.device) is true": _NO_TMA,
     "interpreted attn_res._with_more_registers": _NO_TMA,
+    "* _heads.like: gradient and compiling() is true": _TRACED,
+    "* rope._launch: y is not None and made is not None and (made is not y) is true": _TRACED,
     "* _heads.samples_of: count > 1 is true": _MANY,
     "interpreted _heads.samples_of: x is None or x.shape[0] == 1 < count is true": _FAR,
     "interpreted _rows.near: max(x.stride()) <= LARGEST is false": _FAR,

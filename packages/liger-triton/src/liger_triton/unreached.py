@@ -4,6 +4,7 @@ _INTERPRETED = "Triton interprets a function, and no Kernel is made of it: tests
 _COMPILED = "a compiler that launches nothing gives nothing to remember: tests/test_launch.py"
 _HOPPER = "PyTorch's grouped product is taken on Hopper alone: tests/test_kernels.py"
 _NOT_HELD = "logits' products are made here on Hopper alone: tests/test_kernels.py"
+_TRACED = "what torch.compile's graphs call isn't watched: tests/test_kernels.py"
 _AT_IMPORT = "called when a kernel's file is imported, before any test"
 
 UNREACHED = {
@@ -11,6 +12,9 @@ UNREACHED = {
     "compiled* _device.*: device.type == 'cuda' is false": "each chip is a cuda device",
     "* _device._look_up_sm_count: device.type == 'xpu' is true": "no Intel GPU is compiled for",
     "compiled* _device._look_up_sm_count: device.type == 'xpu' is false": "each chip is a cuda device",
+    "* _heads.rotate: backward and compiling() is true": _TRACED,
+    "* _heads._rotate_gradients": _TRACED,
+    "* _heads._heads: y is not None and (y.stride() == dense or y.is_contiguous()) is true": _TRACED,
     "interpreted _launch.Kernel.*": _INTERPRETED,
     "interpreted _launch._hooked": _INTERPRETED,
     "interpreted _launch._specialised": _INTERPRETED,

@@ -7,6 +7,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
+from liger_core.contract import compiling
 from liger_cutile.ops._launch import MOST_DOWN
 from liger_cutile.ops._rows import LARGEST, blocks, near, power_of_2
 
@@ -47,10 +48,15 @@ def tiling(columns: int, rest: int, length: int, q_heads: int, k_heads: int) -> 
     return blocks(length, tokens), whole, (tokens, *tiles, half)
 
 
-def like(x: Tensor | None) -> Tensor | None:
-    """An uninitialised tensor of x's shape, without gaps, whose second and third dimensions lie in the order of x's."""
+def like(x: Tensor | None, gradient: bool = False) -> Tensor | None:
+    """An uninitialised tensor of x's shape, without gaps, whose second and third dimensions lie in the order of x's.
+
+    Where a backward asks for a gradient's strides, Dynamo doesn't know them, and copies all gradients. So a trace asks for none.
+    """
     if x is None:
         return None
+    if gradient and compiling():
+        return torch.empty_like(x)
     _, outer, inner, _ = x.stride()
     if outer >= inner:
         return torch.empty_like(x, memory_format=torch.contiguous_format)

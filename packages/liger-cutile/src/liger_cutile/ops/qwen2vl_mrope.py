@@ -98,6 +98,6 @@ def backward(
     dq, dk = dq if needs_q else None, dk if needs_k else None
     if dq is None and dk is None:
         return None, None
-    yq, yk = like(dq), like(dk)
+    yq, yk = like(dq, True), like(dk, True)
     _launch(yq, yk, dq, dk, *saved, mrope_section, True)
     return yq, yk

@@ -52,8 +52,12 @@ def _launch(
 ) -> None:
     if cos.dim() == 2:
         cos, sin = cos[None], sin[None]
-    for tensors in within_reach(yq, yk, side_by_side(q), side_by_side(k), cos, sin):
+    own = side_by_side(yq), side_by_side(yk)
+    for tensors in within_reach(*own, side_by_side(q), side_by_side(k), cos, sin):
         _launch_samples(*tensors, backward)
+    for y, made in zip((yq, yk), own, strict=True):
+        if y is not None and made is not None and made is not y:
+            y.copy_(made)
 
 
 def _launch_samples(
@@ -96,6 +100,6 @@ def backward(needs: Needs, saved: Saved, dq: Tensor | None, dk: Tensor | None) -
     dq, dk = dq if needs_q else None, dk if needs_k else None
     if dq is None and dk is None:
         return None, None
-    yq, yk = like(dq), like(dk)
+    yq, yk = like(dq, True), like(dk, True)
     _launch(yq, yk, dq, dk, *saved, True)
     return yq, yk

@@ -8,6 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from liger_core.contract import compiling
+from liger_core.opaque import opaque
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import power_of_2
 
@@ -107,8 +109,27 @@ def rotate(
         backward: whether q and k are gradients of the results.
         time, height: columns of a half that take the first plane, and the second; the others take the third.
     """
-    q, yq, q_count, q_strides, q_tokens_first = _heads(q)
-    k, yk, k_count, k_strides, k_tokens_first = _heads(k)
+    if backward and compiling():
+        made = tuple(None if x is None else torch.empty_like(x) for x in (q, k))
+        _rotate_gradients(*made, q, k, cos, sin, time, height)
+        return made
+    return _rotated(None, None, q, k, cos, sin, backward, time, height)
+
+
+def _rotated(
+    yq: Tensor | None,
+    yk: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    backward: bool,
+    time: int,
+    height: int,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`rotate`, into yq and yk if a kernel can write to them."""
+    q, yq, q_count, q_strides, q_tokens_first = _heads(q, yq)
+    k, yk, k_count, k_strides, k_tokens_first = _heads(k, yk)
     strides = cos.stride()
     if strides[-1] != 1 or strides != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -132,6 +153,23 @@ def rotate(
         if k is not None:
             _launch(yk, None, k, None, k_count, 0, k_strides, k_strides, k_tokens_first, *tables)
     return yq, yk
+
+
+@opaque(writes=("yq", "yk"))
+def _rotate_gradients(
+    yq: Tensor | None,
+    yk: Tensor | None,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    time: int,
+    height: int,
+) -> None:
+    """Where a backward asks for a gradient's strides, Dynamo doesn't know them, and copies all gradients."""
+    for y, made in zip((yq, yk), _rotated(yq, yk, dq, dk, cos, sin, True, time, height), strict=True):
+        if y is not None and made is not y:
+            y.copy_(made)
 
 
 def _launch(
@@ -171,10 +209,10 @@ def _launch(
     )  # fmt: skip
 
 
-def _heads(x: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, tuple[int, ...], bool]:
+def _heads(x: Tensor | None, y: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, tuple[int, ...], bool]:
     """q or k with adjacent columns, its output, its heads, its strides but the last, and whether a token's heads lie together.
 
-    The output has no gaps. Its heads and tokens lie in the order of x's.
+    The output has no gaps: y if it has none, or else a new tensor. That one's heads and tokens lie in the order of x's.
     """
     if x is None:
         return None, None, 0, (), False
@@ -183,8 +221,10 @@ def _heads(x: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, tuple[i
         x = x.contiguous()
         strides = x.stride()
     _, heads, length, head_size = x.shape
+    dense = (length * heads * head_size, head_size, heads * head_size, 1)
+    if y is not None and (y.stride() == dense or y.is_contiguous()):
+        return x, y, heads, strides[:3], y.stride() == dense
     if strides[1] >= strides[2]:
         return x, torch.empty_like(x, memory_format=torch.contiguous_format), heads, strides[:3], False
-    dense = (length * heads * head_size, head_size, heads * head_size, 1)
     y = torch.empty_like(x) if strides == dense else x.new_empty_strided(x.shape, dense)
     return x, y, heads, strides[:3], True

@@ -1,0 +1,71 @@
+"""What torch.compile makes of a kernel's backward, without a device to run it on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from liger_conformance.case import cases_of
+from liger_conformance.running import complete, incoming_for, name_results, present, with_leaves
+from liger_core import BackendInfo
+from liger_core.autograd import differentiable
+from liger_core.contract import ops
+
+GRADIENTS = "@gradients"
+"""Behind the name of an op: its backward as autograd calls it. There Dynamo doesn't know a gradient's strides."""
+
+
+def check_copies_no_gradient(name: str, backend: BackendInfo) -> None:
+    """Compile the first case of an op. Its results may have any strides, and so may their gradients.
+
+    Raises:
+        RuntimeError: the backward copies a gradient.
+    """
+    operators = backward_operators(name, backend)
+    if "aten.clone.default" in operators:
+        raise RuntimeError(f"{name}: backward copies a gradient, as Dynamo does where its strides are asked for")
+
+
+def backward_operators(name: str, backend: BackendInfo) -> list[str]:
+    """The operators of the graph that torch.compile makes of the backward, of all gradients, in order."""
+    op, found = ops[name], cases_of(name)
+    arguments = complete(op, found.build(found.cases[0], torch.float32, "cpu"))
+    names = present(op, arguments)
+    arguments = with_leaves(op, arguments, names)
+    needs = tuple(tensor in names for tensor in op.differentiable)
+    run = differentiable(op, backend.kernel(name), backend.language)
+    graphs: list[list[str]] = []
+
+    def call(*tensors: Tensor | None) -> Any:
+        given = arguments | dict(zip(op.tensors, tensors, strict=True))
+        return run(given, needs, {option: given[option] for option in op.options})
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        (output,) = (node for node in graph.graph.nodes if node.op == "output")
+        returned: Any = output.args[0]
+        made = [None if node is None else _empty(node.meta["val"]) for node in returned]
+
+        def run_nothing(inputs: list[Any]) -> list[Tensor | None]:
+            inputs.clear()
+            return made
+
+        run_nothing._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return run_nothing
+
+    torch.compiler.reset()
+    with torch.enable_grad():
+        compiled = torch.compile(call, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+        results = name_results(op, compiled(*[arguments[tensor] for tensor in op.tensors]))
+        flowing = incoming_for(op, arguments, results)
+        outputs = [result for name, result in results.items() if name in flowing and result is not None]
+        torch.autograd.backward(outputs, [*flowing.values()])
+    _, backward = graphs
+    return backward
+
+
+def _empty(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)

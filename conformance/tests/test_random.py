@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from execnet import XSpec
 
 from liger_conformance import plugin
 from liger_conformance.case import PLAIN, QUICK, Case, How, OpCases, cases_of
-from liger_conformance.running import baseline_and_truth, complete
+from liger_conformance.running import Target, baseline_and_truth, complete
+from liger_conformance.suite.test_values import check_case, traced
 from liger_conformance.vary import MOST, Call, RandomCall, arguments_of, smallest
 from liger_core.contract import ops
 
@@ -167,6 +169,29 @@ def test_random_calls_are_counted(site: Path, run_suite: Suite, tmp_path: Path) 
     assert "random 24 calls, seed 1" in (tmp_path / "conformance.md").read_text()
 
 
+def test_random_calls_under_torch_compile(
+    site: Path, run_suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference's are traced, and a break of the graph fails; an interpreter's are not run."""
+    few = ("--impl=torch", "--op=rms_norm", "--random=4", "--seed=1", "--torch-compile", "--device=cpu")
+    done = run_suite(site, *few, f"--report={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "random 4 calls, seed 1, under torch.compile" in (tmp_path / "conformance.md").read_text()
+    op, case = ops["rms_norm"], cases_of("rms_norm").cases[0]
+    target, reference = Target(op, "torch", "cpu", None, "passed"), op.reference
+    check_case(target, case, torch.float32, traced(target))
+
+    def breaks_the_graph(**arguments: Any) -> Any:
+        torch._dynamo.graph_break()
+        return reference(**arguments)
+
+    monkeypatch.setattr(op, "reference", breaks_the_graph)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        check_case(target, case, torch.float32, traced(target))
+    with pytest.raises(pytest.skip.Exception, match="an interpreter can't be traced"):
+        traced(replace(target, lane="interpreted"))
+
+
 def test_calls_after_the_given_seconds_are_not_run(site: Path, run_suite: Suite, tmp_path: Path) -> None:
     """The run ends by itself, in other processes too, and its report says what it had no time for."""
     done = run_suite(site, *RANDOM, "-n1", "--seconds=1e-3", f"--report={tmp_path}")
@@ -253,6 +278,7 @@ def test_processes_are_spread_over_devices(
     [
         (["--seed=1"], "--seed is of random calls"),
         (["--seconds=1"], "--seconds is of random calls"),
+        (["--torch-compile"], "--torch-compile is of random calls"),
         (["--random=0"], "--random takes a number of calls, at least 1"),
     ],
 )

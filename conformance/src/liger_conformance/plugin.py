@@ -107,6 +107,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--seconds", type=float, metavar="T", help="with --random: calls that T seconds don't suffice for are not run"
     )
+    group.addoption("--torch-compile", action="store_true", help="with --random: each call under torch.compile")
     group.addoption(
         "--reached",
         action="store_true",
@@ -129,6 +130,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--execute runs what --compile compiles: name the chips")
     if option(config, "--any-spills") and not option(config, "--compile"):
         raise pytest.UsageError("--any-spills is about what --compile finds: name the chips")
+    if option(config, "--torch-compile") and (option(config, "--random") is None or option(config, "--compile")):
+        raise pytest.UsageError("--torch-compile is of random calls on a device: --random=N, without --compile")
     if option(config, "--random") is not None:
         if option(config, "--random") < 1:
             raise pytest.UsageError("--random takes a number of calls, at least 1")
@@ -152,7 +155,8 @@ def pytest_configure(config: pytest.Config) -> None:
     any_spills = option(config, "--any-spills")
     config.stash[spills_key] = AnySpills() if any_spills else KnownSpills(packages, _chip_targets())
     if option(config, "--random"):
-        report.random = f"{option(config, '--random')} calls, seed {_seed(config)}"
+        traced = ", under torch.compile" if option(config, "--torch-compile") else ""
+        report.random = f"{option(config, '--random')} calls, seed {_seed(config)}{traced}"
     config.stash[report_key] = report
     config.pluginmanager.register(Listener(config))
     if option(config, "--reached"):

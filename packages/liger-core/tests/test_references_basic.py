@@ -242,6 +242,13 @@ def test_embedding(padding_idx: int | None, dtype: torch.dtype) -> None:
     assert_agree(embedding, other, {"indices": indices, "weight": randn(5, 7), "padding_idx": padding_idx})
 
 
+def test_embedding_of_one_index_compiled() -> None:
+    """An index without dimensions, which Dynamo reads the value of where it stands in brackets."""
+    weight = randn(5, 7)
+    look_up = torch.compile(embedding.reference, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(look_up(torch.tensor(3), weight), weight[3])
+
+
 def test_embedding_sums_its_gradient_in_float32() -> None:
     weight = randn(3, 4, dtype=torch.bfloat16).requires_grad_()
     embedding.reference(torch.ones(1000, dtype=torch.int64), weight).backward(torch.full((1000, 4), 0.01).bfloat16())

@@ -30,7 +30,7 @@ from liger_conformance.running import (
     refusal,
     require,
 )
-from liger_conformance.suite.test_values import arguments_of, check
+from liger_conformance.suite.test_values import arguments_of, check, refuse_first, traced
 from liger_core import dispatch
 from liger_core.contract import ops
 
@@ -171,28 +171,17 @@ def test_compile_options(target: Target, case: Case, dtype: torch.dtype) -> None
 
 
 def check_compiled(target: Target, case: Case, dtype: torch.dtype, start: str) -> None:
-    if target.lane == "interpreted":
-        pytest.skip("an interpreter can't be traced by torch.compile")
     op = target.op
+    compiled = traced(target, True if start == "dynamic" else None)
     repeats: tuple[Callable[[Arguments], Arguments], ...] = (
         lambda arguments: arguments,
         lambda arguments: more_rows(arguments, op.names[0]),
     )
-    torch.compiler.reset()
-    op.forget_plans()
     with liger_core.use(target.language):
         if start == "warm":
             op(**arguments_of(target, case, dtype))
-        compiled = torch.compile(
-            op,
-            fullgraph=True,
-            dynamic=True if start == "dynamic" else None,
-            backend="aot_eager" if target.device == "cpu" else "inductor",
-        )
         for repeat in repeats:
-            if why := refusal(target, repeat(arguments_of(target, case, dtype))):
-                # Not what Dynamo makes of it while it traces the call.
-                raise liger_core.Unsupported(f"{op.name} on {target.device}: {target.language}: {why}")
+            refuse_first(target, repeat(arguments_of(target, case, dtype)))
             check(target, lambda draw, repeat=repeat: repeat(arguments_of(target, case, dtype, draw)), call=compiled)
 
 

@@ -13,7 +13,7 @@ from liger_conformance.case import cases_of
 from liger_conformance.known import KnownSpills
 from liger_conformance.running import Target
 from liger_conformance.suite.test_compiled import check_launches
-from liger_conformance.suite.test_values import check_case
+from liger_conformance.suite.test_values import check_case, traced
 from liger_conformance.vary import Call, RandomCall, lane_of, smallest
 from liger_core import Unsupported
 
@@ -22,8 +22,19 @@ KEPT = 2 << 30
 
 
 @pytest.mark.cases(random=True)
-def test_random(target: Target, case: RandomCall, dtype: torch.dtype, known_spills: KnownSpills, until: float) -> None:
-    """As `test_values` and `test_compiled`. A failure is reported as the smallest call that is found to fail alike."""
+def test_random(
+    target: Target,
+    case: RandomCall,
+    dtype: torch.dtype,
+    known_spills: KnownSpills,
+    until: float,
+    pytestconfig: pytest.Config,
+) -> None:
+    """As `test_values`, `test_compile` and `test_compiled`.
+
+    A failure is reported as the smallest call that is found to fail alike.
+    """
+    by_torch = pytestconfig.getoption("--torch-compile")
     if time.time() > until:
         pytest.skip("the seconds that --seconds gives were over")
     found = cases_of(target.op.name)
@@ -35,7 +46,8 @@ def test_random(target: Target, case: RandomCall, dtype: torch.dtype, known_spil
             if target.lane == "compiled":
                 check_launches(target, case.case(found, call), call.dtype, known_spills)
             else:
-                check_case(target, case.case(found, call), call.dtype)
+                compiled = traced(target, True if case.number % 2 else None) if by_torch else None
+                check_case(target, case.case(found, call), call.dtype, compiled)
         except (Unsupported, pytest.skip.Exception):
             if call is first:
                 raise

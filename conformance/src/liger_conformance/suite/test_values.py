@@ -78,8 +78,16 @@ def check(
         with torch.autocast(target.device, torch.bfloat16, enabled=autocast):
             actual = _run(target, arguments, seen, wanted, incoming, observe)
     else:
-        with liger_core.use(target.language):
+        refuse_first(target, seen)
+        with liger_core.use(target.language), torch.autocast(target.device, torch.bfloat16, enabled=autocast):
             actual = evaluate(target.op, call, arguments, wanted, incoming)
+        for name, gradient in actual.gradients.items():
+            if gradient is not None and autocast:
+                got, contract = gradient.dtype, arguments[name].dtype
+                require(
+                    got == contract, f"the gradient of {name} has dtype {got} under autocast; {name} has {contract}"
+                )
+                actual.gradients[name] = gradient.to(seen[name].dtype)
     if expected is None:  # a kernel that runs out of memory, too, has failed above
         pytest.skip("the float64 reference doesn't fit this device's memory")
     baseline, truth = expected
@@ -94,6 +102,25 @@ def check(
         others = (lambda name=name: nearby()[name]), (lambda name=name: unbounded()[name])
         compare(name, value, *two, *others, infinite=infinite, by_row=each)
     return actual
+
+
+def traced(target: Target, dynamic: bool | None = None) -> Callable[..., Any]:
+    """The op under torch.compile, as one graph. It is to be called under `use(target.language)`.
+
+    Skips the test of an interpreter, which can't be traced.
+    """
+    if target.lane == "interpreted":
+        pytest.skip("an interpreter can't be traced by torch.compile")
+    torch.compiler.reset()
+    target.op.forget_plans()
+    backend = "aot_eager" if target.device == "cpu" else "inductor"
+    return torch.compile(target.op, fullgraph=True, dynamic=dynamic, backend=backend)
+
+
+def refuse_first(target: Target, arguments: Arguments) -> None:
+    """Raise what a kernel refuses a call with, before Dynamo makes something else of it."""
+    if why := refusal(target, arguments):
+        raise liger_core.Unsupported(f"{target.op.name} on {target.device}: {target.language}: {why}")
 
 
 def cast(op: Op[..., Any], arguments: Arguments) -> Arguments:
@@ -138,8 +165,10 @@ def _run(
     return actual
 
 
-def check_case(target: Target, case: Case, dtype: torch.dtype) -> Outcome:
+def check_case(target: Target, case: Case, dtype: torch.dtype, call: Callable[..., Any] | None = None) -> Outcome:
     """Check a case in the way that it says: its layouts, the gradients that it wants, and whether it is under autocast.
+
+    `call` is as in `check`.
 
     Raises:
         Mismatch, WrongRoute: as `check`.
@@ -160,6 +189,7 @@ def check_case(target: Target, case: Case, dtype: torch.dtype) -> Outcome:
             lambda draw: arguments_of(target, case, dtype, draw),
             how.wanted,
             incoming,
+            call,
             autocast=how.autocast,
             infinite=bool(case.holds),
             by_row=bool(case.by_row),

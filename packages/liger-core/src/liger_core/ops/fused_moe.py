@@ -158,7 +158,7 @@ def _(
     checks.one_of(name, ACTIVATIONS, activation=activation)
     if limit is not None:
         checks.number(name, above=0, limit=limit)
-        if not math.isfinite(limit):
+        if limit == math.inf:
             raise ValueError(f"{name}: limit is {limit!r}; it takes a finite number, or None")
     if memory_budget is not None:
         checks.integer(name, least=1, memory_budget=memory_budget)

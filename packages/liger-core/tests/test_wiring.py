@@ -247,6 +247,23 @@ def test_autocast_casts_what_the_contract_says(fit: contract.Op[..., Any]) -> No
         assert dx.dtype is torch.float32
 
 
+def test_a_references_compiled_backward_runs_without_autocast() -> None:
+    """As its forward does. torch.compile would make the product of mhc_post's gradient in bfloat16."""
+    torch.manual_seed(0)
+    streams = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+
+    def call(x: Tensor, res: Tensor) -> Tensor:
+        return liger_core.mhc_post(x[0], x, res[0], res)
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with liger_core.use("torch"):
+        expected = torch.autograd.grad(call(*streams).square().sum(), streams)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.autograd.grad(compiled(*streams).square().sum(), streams)
+    torch.testing.assert_close(found, expected)
+
+
 def rms(x: Tensor, weight: Tensor) -> Tensor:
     return liger_core.rms_norm(x, weight, 1e-5, offset=1.0) * 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from liger_core.calling import ops as ops
 from liger_core.declaration import GradResults
 from liger_core.declaration import Needs as Needs
 from liger_core.modes import compiling as compiling
+from liger_core.modes import transforming
 from liger_core.remade import Remade as Remade
 
 P = ParamSpec("P")
@@ -111,3 +112,33 @@ def implements(
 def upcast(tensor: Tensor) -> Tensor:
     """At least float32; float64 stays float64, so that a float64 call of a reference is the exact answer."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, for a reference that runs without autocast and whose backward should, too.
+
+    Under torch.compile, a backward that autograd makes runs under the autocast of what is traced.
+
+    Args:
+        a: ``[..., N, K]``.
+        b: ``[..., K, M]``.
+
+    Returns:
+        ``[..., N, M]``.
+    """
+    if compiling() and transforming((a, b)) is None:
+        return cast("Any", _Product).apply(a, b)
+    return a @ b
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,), (a, b) = grads, ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            return (grad @ b.mT).sum_to_size(a.shape), (a.mT @ grad).sum_to_size(b.shape)

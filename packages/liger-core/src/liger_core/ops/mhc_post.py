@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.contract import op, upcast
+from liger_core.contract import op, product, upcast
 
 
 @op(
@@ -39,7 +39,7 @@ def mhc_post(f: Tensor, x: Tensor, post: Tensor, res: Tensor) -> Tensor:
             [ 1.,  2.]])
     """
     streams = upcast(x)
-    mixed = upcast(res).to(streams.dtype).mT @ streams
+    mixed = product(upcast(res).to(streams.dtype).mT, streams)
     return (upcast(post).to(streams.dtype).unsqueeze(-1) * upcast(f).unsqueeze(-2) + mixed).to(x.dtype)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.contract import op, upcast
+from liger_core.contract import op, product, upcast
 
 
 class MHCPre(NamedTuple):
@@ -84,7 +84,8 @@ def mhc_pre(
     n, streams = x.shape[-2], upcast(x)
     v = streams.flatten(-2)
     rows, scale, shift = upcast(weight).to(v.dtype), upcast(alpha).to(v.dtype), upcast(bias).to(v.dtype)
-    m = (v @ rows.T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + norm_eps)
+    mixes = product(v.reshape(-1, v.shape[-1]), rows.T).view(*v.shape[:-1], rows.shape[0])
+    m = mixes * torch.rsqrt(v.square().mean(-1, keepdim=True) + norm_eps)
     pre = torch.sigmoid(scale[0] * m[..., :n] + shift[:n]) + pre_eps
     h = (pre.unsqueeze(-1) * streams).sum(-2).to(x.dtype)
     if weight.shape[0] == n:

@@ -131,9 +131,12 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             ctx.set_materialize_grads(False)
             if parts is not None:
                 result = parts.whole(result)
+            if modes.compiling():
+                # Of a tensor that was changed in place, or converted to its own dtype, torch 2.11 drops the gradient.
+                if isinstance(result, tuple):
+                    return tuple(_absent(given[0]) if r is None else r.view_as(r) for r in result)
+                return result.view_as(result)
             if isinstance(result, tuple):
-                if modes.compiling():
-                    return tuple(_absent(given[0]) if r is None else r for r in result)
                 kept = None if keeps_gradient is None else keeps_gradient(options)
                 if kept is not None:
                     ctx.mark_non_differentiable(

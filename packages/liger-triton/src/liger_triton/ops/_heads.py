@@ -4,6 +4,8 @@ q and k share one tile. With a tile for each, the compiler issues the second loa
 memory twice. On an H200 (triton 3.6), 2048 tokens then take 13.2 µs instead of 12.9, and with 28 + 4 heads 11.2 instead of 10.7.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -128,15 +130,17 @@ def _rotated(
     height: int,
 ) -> tuple[Tensor | None, Tensor | None]:
     """`rotate`, into yq and yk if a kernel can write to them."""
+    batch, _, length, head_size = (k if q is None else q).shape
     q, yq, q_count, q_strides, q_tokens_first = _heads(q, yq)
     k, yk, k_count, k_strides, k_tokens_first = _heads(k, yk)
-    strides = cos.stride()
+    shape, strides = cos.shape, cos.stride()
     if strides[-1] != 1 or strides != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-        strides = cos.stride()
-    plane = strides[0] if cos.dim() == 4 else 0
-    batch = 0 if cos.dim() == 2 or cos.shape[-3] == 1 else strides[-3]
-    tables = cos, sin, (plane, batch, strides[-2]), backward, time, height
+        strides = without_gaps(shape)
+    plane = strides[0] if len(shape) == 4 else 0
+    of_sample = 0 if len(shape) == 2 or shape[-3] == 1 else strides[-3]
+    sizes = batch, length, head_size, shape[-1]
+    tables = cos, sin, (plane, of_sample, strides[-2]), sizes, backward, time, height
     if (
         q is not None
         and k is not None
@@ -185,12 +189,12 @@ def _launch(
     cos: Tensor,
     sin: Tensor,
     table_strides: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     backward: bool,
     time: int,
     height: int,
 ) -> None:
-    batch, _, length, head_size = q.shape
-    columns = cos.shape[-1]
+    batch, length, head_size, columns = sizes
     half = power_of_2(columns // 2)
     rest = power_of_2(head_size - columns) if head_size > columns else 0
     size = q.element_size()
@@ -216,11 +220,11 @@ def _heads(x: Tensor | None, y: Tensor | None) -> tuple[Tensor | None, Tensor | 
     """
     if x is None:
         return None, None, 0, (), False
+    _, heads, length, head_size = x.shape
     strides = x.stride()
     if strides[3] != 1:
         x = x.contiguous()
-        strides = x.stride()
-    _, heads, length, head_size = x.shape
+        strides = without_gaps((1, heads, length, head_size))
     dense = (length * heads * head_size, head_size, heads * head_size, 1)
     if y is not None and (y.stride() == dense or y.is_contiguous()):
         return x, y, heads, strides[:3], y.stride() == dense
@@ -228,3 +232,15 @@ def _heads(x: Tensor | None, y: Tensor | None) -> tuple[Tensor | None, Tensor | 
         return x, torch.empty_like(x, memory_format=torch.contiguous_format), heads, strides[:3], False
     y = torch.empty_like(x) if strides == dense else x.new_empty_strided(x.shape, dense)
     return x, y, heads, strides[:3], True
+
+
+def without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor.
+
+    They aren't read of a copy that a trace has made, nor is its shape: with dynamic sizes, Dynamo of torch 2.11 fails at those
+    that are constant.
+    """
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_core import llama4_rope
 from liger_core.contract import Needs, Saved, implements
+from liger_triton.ops._heads import without_gaps
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import power_of_2
 
@@ -66,16 +67,18 @@ def _launch(
     q: Tensor | None, k: Tensor | None, freqs_cis: Tensor, backward: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     freqs = torch.view_as_real(freqs_cis.resolve_conj()) if freqs_cis.is_complex() else freqs_cis
+    freqs_token = freqs.stride(0)
     if freqs.stride(2) != 1 or freqs.stride(1) != 2:
+        freqs_token = 2 * freqs.shape[1]
         freqs = freqs.contiguous()
+    batch, length, _, head_size = (k if q is None else q).shape
     q, yq, q_heads, q_strides = _heads(q)
     k, yk, k_heads, k_strides = _heads(k)
-    batch, length, _, head_size = (k if q is None else q).shape
     pairs = power_of_2(head_size // 2, 8)
     most = max(1, TILE // (2 * pairs))
     q_block, k_block = min(power_of_2(q_heads, 1), most), min(power_of_2(k_heads, 1), most)
     _rotate[(batch * length,)](
-        yq, yk, q, k, freqs, length, freqs.stride(0), *q_strides, *k_strides,
+        yq, yk, q, k, freqs, length, freqs_token, *q_strides, *k_strides,
         BACKWARD=backward, Q_HEADS=q_heads, K_HEADS=k_heads, HEAD_SIZE=head_size,
         Q_BLOCK=q_block, K_BLOCK=k_block, PAIRS=pairs, num_warps=min(max(1, max(q_block, k_block) * pairs // 128), 8),
     )  # fmt: skip
@@ -86,14 +89,11 @@ def _heads(x: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, tuple[i
     """q or k with adjacent columns, its contiguous output, its heads, and the strides of its other dimensions."""
     if x is None:
         return None, None, 1, (0, 0, 0)
-    if x.stride(3) != 1:
+    shape, strides = x.shape, x.stride()
+    if strides[3] != 1:
         x = x.contiguous()
-    return (
-        x,
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-        x.shape[2],
-        (x.stride(0), x.stride(1), x.stride(2)),
-    )
+        strides = without_gaps(shape)
+    return x, torch.empty_like(x, memory_format=torch.contiguous_format), shape[2], strides[:3]
 
 
 @implements(llama4_rope)

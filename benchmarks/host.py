@@ -34,6 +34,7 @@ from traffic import FULL
 
 import liger_core
 from liger_conformance.case import Case, cases_of
+from liger_conformance.running import kept_gradients
 from liger_core.backend import backends
 from liger_core.contract import Once, Op, Saved, ops
 from liger_core.tune import trained
@@ -82,11 +83,11 @@ def kernel_times(kernel: ModuleType, op: Op[..., Any], arguments: Arguments, dev
     with torch.no_grad():
         result, saved = kernel.forward(wanted, **arguments)
         results = result if isinstance(result, tuple) else (result,)
-        kept = op.keeps_gradient(arguments) or (True,) * len(results)
+        kept = kept_gradients(op, arguments, len(results))
         flowing = [id(result) for result in tensors_of(trained(result))]
         incoming = [
             gradient_into(result, DTYPE) if id(result) in flowing else None
-            for result, keeps in zip(results, kept, strict=False)  # a bare tensor is the first of several
+            for result, keeps in zip(results, kept, strict=True)
             if keeps
         ]
         saved_anew = refilled(saved)

@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from liger_conformance.case import cases_of
+from liger_conformance.case import Make, cases_of
+from liger_conformance.layouts import channels_last
 from liger_conformance.running import complete, incoming_for, name_results, present, with_leaves
 from liger_core import BackendInfo
 from liger_core.autograd import differentiable
 from liger_core.contract import ops
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads first": Tensor.contiguous,
+    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "heads last": channels_last,
+    "with gaps": lambda x: torch.cat((x, x), 3)[..., : x.shape[3]],
+    "expanded": lambda x: x[:, :, :1].expand(x.shape),
+}
+"""How the gradients of heads, ``[B, heads, S, D]``, may lie in memory."""
+
+
+def check_memory_of_gradients(rope: Any, device: str, of_q: str, of_k: str, trace: Callable[[], object]) -> None:
+    """Whatever memory torch.compile gives to gradients, a kernel's backward of rope gives the bits that it gives eagerly.
+
+    Args:
+        rope: the kernel's module.
+        device: to run on.
+        of_q, of_k: of `LAYOUTS`.
+        trace: makes the module take what follows for traced code.
+    """
+    make = Make(torch.bfloat16, device)
+    dq, dk = LAYOUTS[of_q](make.randn(2, 4, 6, 16)), LAYOUTS[of_k](make.randn(2, 2, 6, 16))
+    saved = make.randn(2, 6, 16), make.randn(2, 6, 16)
+    expected = rope.backward((True, True), saved, dq, dk)
+    trace()
+    for found, wanted in zip(rope.backward((True, True), saved, dq, dk), expected, strict=True):
+        assert found is not None
+        assert wanted is not None
+        assert torch.equal(found, wanted)
+
 
 GRADIENTS = "@gradients"
 """Behind the name of an op: its backward as autograd calls it. There Dynamo doesn't know a gradient's strides."""

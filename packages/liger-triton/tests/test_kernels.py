@@ -20,6 +20,7 @@ from liger_conformance.cases.logit_statistics import ALL
 from liger_conformance.cases.logit_statistics import build as build_logit_statistics
 from liger_conformance.compare import compare
 from liger_conformance.running import baseline_and_truth, errors_nearby, evaluate
+from liger_conformance.traces import LAYOUTS, check_memory_of_gradients
 from liger_core.contract import Op, ops
 from liger_core.host.cross_entropy import Rows
 from liger_core.host.cross_entropy import labels_of as labels_of_classes
@@ -544,25 +545,7 @@ def test_halves_at_model_sizes_take_a_row_at_a_time() -> None:
     assert divide(1, 615)[:2] == (1, 1024), "contiguous tensors are one long row"
 
 
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "heads first": torch.Tensor.contiguous,
-    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "heads last": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
-    "with gaps": lambda x: torch.cat((x, x), 3)[..., : x.shape[3]],
-    "expanded": lambda x: x[:, :, :1].expand(x.shape),
-}
-
-
 @pytest.mark.parametrize("of_k", LAYOUTS)
 @pytest.mark.parametrize("of_q", LAYOUTS)
 def test_gradients_whose_strides_a_trace_does_not_know(of_q: str, of_k: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever memory torch.compile gives them, the bits are the same."""
-    make = Make(torch.bfloat16, DEVICE)
-    dq, dk = LAYOUTS[of_q](make.randn(2, 4, 6, 16)), LAYOUTS[of_k](make.randn(2, 2, 6, 16))
-    saved = make.randn(2, 6, 16), make.randn(2, 6, 16)
-    expected = rope.backward((True, True), saved, dq, dk)
-    monkeypatch.setattr(_heads, "compiling", lambda: True)
-    for found, wanted in zip(rope.backward((True, True), saved, dq, dk), expected, strict=True):
-        assert found is not None
-        assert wanted is not None
-        assert torch.equal(found, wanted)
+    check_memory_of_gradients(rope, DEVICE, of_q, of_k, lambda: monkeypatch.setattr(_heads, "compiling", lambda: True))

@@ -69,8 +69,8 @@ def check(
     """
     arguments = complete(target.op, build(0))
     seen = cast(target.op, arguments) if autocast else arguments
-    expected = None
-    if refusal(target, seen) is None:  # else the kernel is not run, which says so below
+    why, expected = refusal(target, seen), None
+    if why is None:  # else the kernel is not run, which says so below
         # Before the kernel, which may write to what it is given: that is another test's to say.
         with contextlib.suppress(torch.OutOfMemoryError):
             expected = baseline_and_truth(target.op, seen, wanted, incoming)
@@ -78,15 +78,13 @@ def check(
         with torch.autocast(target.device, torch.bfloat16, enabled=autocast):
             actual = _run(target, arguments, seen, wanted, incoming, observe)
     else:
-        refuse_first(target, seen)
+        if why is not None:  # before Dynamo makes something else of it
+            raise liger_core.Unsupported(f"{target.op.name} on {target.device}: {target.language}: {why}")
         with liger_core.use(target.language), torch.autocast(target.device, torch.bfloat16, enabled=autocast):
             actual = evaluate(target.op, call, arguments, wanted, incoming)
         for name, gradient in actual.gradients.items():
             if gradient is not None and autocast:
-                got, contract = gradient.dtype, arguments[name].dtype
-                require(
-                    got == contract, f"the gradient of {name} has dtype {got} under autocast; {name} has {contract}"
-                )
+                _require_dtype(name, gradient, arguments[name].dtype)
                 actual.gradients[name] = gradient.to(seen[name].dtype)
     if expected is None:  # a kernel that runs out of memory, too, has failed above
         pytest.skip("the float64 reference doesn't fit this device's memory")
@@ -115,12 +113,6 @@ def traced(target: Target, dynamic: bool | None = None) -> Callable[..., Any]:
     target.op.forget_plans()
     backend = "aot_eager" if target.device == "cpu" else "inductor"
     return torch.compile(target.op, fullgraph=True, dynamic=dynamic, backend=backend)
-
-
-def refuse_first(target: Target, arguments: Arguments) -> None:
-    """Raise what a kernel refuses a call with, before Dynamo makes something else of it."""
-    if why := refusal(target, arguments):
-        raise liger_core.Unsupported(f"{target.op.name} on {target.device}: {target.language}: {why}")
 
 
 def cast(op: Op[..., Any], arguments: Arguments) -> Arguments:
@@ -156,13 +148,18 @@ def _run(
     made = dict(zip(target.op.differentiable, observed.gradients[-1], strict=True)) if observed.gradients else {}
     for name, gradient in actual.gradients.items():
         if gradient is not None and arguments[name].dtype != seen[name].dtype:
-            got, contract = gradient.dtype, arguments[name].dtype
-            require(got == contract, f"the gradient of {name} has dtype {got} under autocast; {name} has {contract}")
+            contract = arguments[name].dtype
+            _require_dtype(name, gradient, contract)
             # The kernel's own. In the argument's dtype it is rounded again: in float16 to a multiple of 6e-8.
             own = made[name]
             require(same_bits(gradient, own.to(contract)), f"the gradient of {name} under autocast is not the kernel's")
             actual.gradients[name] = own
     return actual
+
+
+def _require_dtype(name: str, gradient: torch.Tensor, contract: torch.dtype) -> None:
+    got = gradient.dtype
+    require(got == contract, f"the gradient of {name} has dtype {got} under autocast; {name} has {contract}")
 
 
 def check_case(target: Target, case: Case, dtype: torch.dtype, call: Callable[..., Any] | None = None) -> Outcome:

@@ -182,7 +182,6 @@ def result_of(
         hard = None if hard is None else kernels.total(hard, divisor)
     loss = soft * soft_weight
     if hard is not None:
-        # Not in place: if an op changed a result in place, torch.compile (torch 2.11) drops the result's gradient.
         loss = torch.add(loss, hard, alpha=hard_weight)
     return DistillationOutput(loss, soft, hard)
 

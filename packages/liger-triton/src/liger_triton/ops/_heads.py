@@ -4,8 +4,6 @@ q and k share one tile. With a tile for each, the compiler issues the second loa
 memory twice. On an H200 (triton 3.6), 2048 tokens then take 13.2 µs instead of 12.9, and with 28 + 4 heads 11.2 instead of 10.7.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch import Tensor
 from liger_core.contract import compiling
 from liger_core.opaque import opaque
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import power_of_2
+from liger_triton.ops._rows import power_of_2, without_gaps
 
 TILE_BYTES = 1024
 """Bytes of each half of a tile, 32 per thread. On an H200 (triton 3.6), rope of 2 x 16384 tokens, 32 + 8 heads of 128 in
@@ -220,11 +218,11 @@ def _heads(x: Tensor | None, y: Tensor | None) -> tuple[Tensor | None, Tensor | 
     """
     if x is None:
         return None, None, 0, (), False
-    _, heads, length, head_size = x.shape
-    strides = x.stride()
+    shape, strides = x.shape, x.stride()
+    _, heads, length, head_size = shape
     if strides[3] != 1:
         x = x.contiguous()
-        strides = without_gaps((1, heads, length, head_size))
+        strides = without_gaps(shape)
     dense = (length * heads * head_size, head_size, heads * head_size, 1)
     if y is not None and (y.stride() == dense or y.is_contiguous()):
         return x, y, heads, strides[:3], y.stride() == dense
@@ -232,15 +230,3 @@ def _heads(x: Tensor | None, y: Tensor | None) -> tuple[Tensor | None, Tensor | 
         return x, torch.empty_like(x, memory_format=torch.contiguous_format), heads, strides[:3], False
     y = torch.empty_like(x) if strides == dense else x.new_empty_strided(x.shape, dense)
     return x, y, heads, strides[:3], True
-
-
-def without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor.
-
-    They aren't read of a copy that a trace has made, nor is its shape: with dynamic sizes, Dynamo of torch 2.11 fails at those
-    that are constant.
-    """
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)

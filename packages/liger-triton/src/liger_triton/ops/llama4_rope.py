@@ -7,9 +7,8 @@ from torch import Tensor
 
 from liger_core import llama4_rope
 from liger_core.contract import Needs, Saved, implements
-from liger_triton.ops._heads import without_gaps
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import power_of_2
+from liger_triton.ops._rows import power_of_2, without_gaps
 
 # Elements at a time, 8 per thread: one 16-byte load of bf16.
 TILE = 2048
@@ -67,10 +66,9 @@ def _launch(
     q: Tensor | None, k: Tensor | None, freqs_cis: Tensor, backward: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     freqs = torch.view_as_real(freqs_cis.resolve_conj()) if freqs_cis.is_complex() else freqs_cis
-    freqs_token = freqs.stride(0)
-    if freqs.stride(2) != 1 or freqs.stride(1) != 2:
-        freqs_token = 2 * freqs.shape[1]
-        freqs = freqs.contiguous()
+    shape, strides = freqs.shape, freqs.stride()
+    if strides[2] != 1 or strides[1] != 2:
+        freqs, strides = freqs.contiguous(), without_gaps(shape)
     batch, length, _, head_size = (k if q is None else q).shape
     q, yq, q_heads, q_strides = _heads(q)
     k, yk, k_heads, k_strides = _heads(k)
@@ -78,7 +76,7 @@ def _launch(
     most = max(1, TILE // (2 * pairs))
     q_block, k_block = min(power_of_2(q_heads, 1), most), min(power_of_2(k_heads, 1), most)
     _rotate[(batch * length,)](
-        yq, yk, q, k, freqs, length, freqs_token, *q_strides, *k_strides,
+        yq, yk, q, k, freqs, length, strides[0], *q_strides, *k_strides,
         BACKWARD=backward, Q_HEADS=q_heads, K_HEADS=k_heads, HEAD_SIZE=head_size,
         Q_BLOCK=q_block, K_BLOCK=k_block, PAIRS=pairs, num_warps=min(max(1, max(q_block, k_block) * pairs // 128), 8),
     )  # fmt: skip

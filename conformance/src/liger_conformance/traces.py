@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
+from liger_conformance import layouts
 from liger_conformance.case import Make, cases_of
-from liger_conformance.layouts import channels_last
 from liger_conformance.running import complete, incoming_for, name_results, present, with_leaves
 from liger_core import BackendInfo
 from liger_core.autograd import differentiable
@@ -19,7 +19,7 @@ from liger_core.contract import ops
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads first": Tensor.contiguous,
     "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "heads last": channels_last,
+    "heads last": layouts.channels_last,
     "with gaps": lambda x: torch.cat((x, x), 3)[..., : x.shape[3]],
     "expanded": lambda x: x[:, :, :1].expand(x.shape),
 }
@@ -56,15 +56,24 @@ def check_copies_no_gradient(name: str, backend: BackendInfo) -> None:
     Raises:
         RuntimeError: the backward copies a gradient.
     """
-    operators = backward_operators(name, backend)
-    if "aten.clone.default" in operators:
+    if "aten.clone.default" in backward_operators(name, backend):
         raise RuntimeError(f"{name}: backward copies a gradient, as Dynamo does where its strides are asked for")
 
 
-def backward_operators(name: str, backend: BackendInfo) -> list[str]:
-    """The operators of the graph that torch.compile makes of the backward, of all gradients, in order."""
+def backward_operators(
+    name: str, backend: BackendInfo, layout: str | None = None, dynamic: bool | None = None
+) -> list[str]:
+    """The operators of the graph that torch.compile makes of the backward, of all gradients, in order.
+
+    Args:
+        name: of an op, of which the first case is compiled.
+        backend: whose kernel it is.
+        layout: of `layouts.LAYOUTS`, of all arguments and gradients that it fits.
+        dynamic: torch.compile's.
+    """
     op, found = ops[name], cases_of(name)
     arguments = complete(op, found.build(found.cases[0], torch.float32, "cpu"))
+    arguments |= {tensor: _laid_out(arguments[tensor], layout) for tensor in op.tensors}
     names = present(op, arguments)
     arguments = with_leaves(op, arguments, names)
     needs = tuple(tensor in names for tensor in op.differentiable)
@@ -79,9 +88,9 @@ def backward_operators(name: str, backend: BackendInfo) -> list[str]:
         graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
         (output,) = (node for node in graph.graph.nodes if node.op == "output")
         returned: Any = output.args[0]
-        made = [None if node is None else _empty(node.meta["val"]) for node in returned]
+        made = [None if node is None else _like(node.meta["val"]) for node in returned]
 
-        def run_nothing(inputs: list[Any]) -> list[Tensor | None]:
+        def run_nothing(inputs: list[Any]) -> list[Any]:
             inputs.clear()
             return made
 
@@ -90,14 +99,26 @@ def backward_operators(name: str, backend: BackendInfo) -> list[str]:
 
     torch.compiler.reset()
     with torch.enable_grad():
-        compiled = torch.compile(call, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+        engine = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+        compiled = torch.compile(call, backend=engine, fullgraph=True, dynamic=dynamic)
         results = name_results(op, compiled(*[arguments[tensor] for tensor in op.tensors]))
         flowing = incoming_for(op, arguments, results)
         outputs = [result for name, result in results.items() if name in flowing and result is not None]
-        torch.autograd.backward(outputs, [*flowing.values()])
+        torch.autograd.backward(outputs, [_laid_out(gradient, layout) for gradient in flowing.values()])
     _, backward = graphs
     return backward
 
 
-def _empty(value: Tensor) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+def _laid_out(tensor: Tensor | None, layout: str | None) -> Tensor | None:
+    if tensor is None or layout is None or not layouts.LAYOUTS[layout].fits(tensor):
+        return tensor
+    return layouts.LAYOUTS[layout].apply(tensor)
+
+
+def _like(value: Any) -> Any:
+    """What a graph returns, in the sizes that the trace was made with."""
+    if isinstance(value, torch.SymInt):
+        return value.node.hint
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(*(list(map(_like, sizes)) for sizes in (value.shape, value.stride())), dtype=value.dtype)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
+from liger_core.host.rows import adjacent, without_gaps
 from liger_core.modes import remembered
 
 LEVELS = 3
@@ -109,30 +110,18 @@ def _places_of(
     )
 
 
-def places_of(shape: Sequence[int], scale: Tensor, shift: Tensor | None) -> Places | None:
-    """The places of rows, or None if more than three dimensions are left.
-
-    Args:
-        shape: x's.
-        scale: each row's elements adjacent.
-        shift: the same, or None.
-    """
-    if shift is None:
-        return _places_of(shape, scale.shape, scale.stride())
-    return _places_of(shape, scale.shape, scale.stride(), shift.shape, shift.stride())
-
-
 def modulation_of(x: Tensor, scale: Tensor, shift: Tensor | None) -> Modulation:
     """The modulation that kernels take. If dimensions alternate too often, scale and shift are expanded to x's size."""
-    if scale.stride(-1) != 1:
-        scale = scale.contiguous()
-    if shift is not None and shift.stride(-1) != 1:
-        shift = shift.contiguous()
-    places = places_of(x.shape, scale, shift)
+    shape, scale_shape = x.shape, scale.shape
+    shift_shape = () if shift is None else shift.shape
+    scale, scale_strides = adjacent(scale)
+    shift, shift_strides = (None, ()) if shift is None else adjacent(shift)
+    places = _places_of(shape, scale_shape, scale_strides, shift_shape, shift_strides)
     if places is None:
-        scale = scale.expand(x.shape).contiguous()
-        shift = None if shift is None else shift.expand(x.shape).contiguous()
-        places = places_of(x.shape, scale, shift)
+        scale = scale.expand(shape).contiguous()
+        shift = None if shift is None else shift.expand(shape).contiguous()
+        strides = without_gaps(shape)
+        places = _places_of(shape, shape, strides, *(() if shift is None else (shape, strides)))
         assert places is not None
     return Modulation(scale, shift, places)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,26 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
     if x.is_contiguous():
         return x, columns
     rows = x if x.dim() == 2 else x.reshape(-1, columns)
+    if rows.is_contiguous():
+        return rows, columns
     if rows.stride(1) != 1:
-        rows = rows.contiguous()
+        return rows.contiguous(), columns
     return rows, rows.stride(0)
+
+
+def without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor.
+
+    They aren't read of a copy that a trace has made, nor is its shape: with dynamic sizes, Dynamo of torch 2.11 fails at those
+    that are constant.
+    """
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)
+
+
+def adjacent(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """x, or a copy of it, with the elements of each row adjacent; and its strides."""
+    strides = x.stride()
+    return (x, strides) if strides[-1] == 1 else (x.contiguous(), without_gaps(x.shape))

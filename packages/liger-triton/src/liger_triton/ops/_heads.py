@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_core.contract import compiling
 from liger_core.opaque import opaque
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import power_of_2, without_gaps
+from liger_triton.ops._rows import adjacent, power_of_2, without_gaps
 
 TILE_BYTES = 1024
 """Bytes of each half of a tile, 32 per thread. On an H200 (triton 3.6), rope of 2 x 16384 tokens, 32 + 8 heads of 128 in
@@ -218,11 +218,8 @@ def _heads(x: Tensor | None, y: Tensor | None) -> tuple[Tensor | None, Tensor | 
     """
     if x is None:
         return None, None, 0, (), False
-    shape, strides = x.shape, x.stride()
-    _, heads, length, head_size = shape
-    if strides[3] != 1:
-        x = x.contiguous()
-        strides = without_gaps(shape)
+    _, heads, length, head_size = x.shape
+    x, strides = adjacent(x)
     dense = (length * heads * head_size, head_size, heads * head_size, 1)
     if y is not None and (y.stride() == dense or y.is_contiguous()):
         return x, y, heads, strides[:3], y.stride() == dense

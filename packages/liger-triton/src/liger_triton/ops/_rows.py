@@ -1,12 +1,12 @@
 """A tensor as rows, for kernels that work along the last dimension."""
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_core.host.rows import adjacent as adjacent
 from liger_core.host.rows import as_rows as as_rows
+from liger_core.host.rows import without_gaps as without_gaps
 
 
 @triton.jit
@@ -119,15 +119,3 @@ def tile_of(columns: int) -> tuple[int, int, int]:
     """
     block = power_of_2(columns)
     return max(1, 2048 // block), block, min(max(4, block // 512), 16)
-
-
-def without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor.
-
-    They aren't read of a copy that a trace has made, nor is its shape: with dynamic sizes, Dynamo of torch 2.11 fails at those
-    that are constant.
-    """
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)

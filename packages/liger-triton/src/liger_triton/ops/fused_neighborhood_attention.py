@@ -8,7 +8,7 @@ With wider windows a program goes from block to block. Forward uses an online so
 queries see for dq, and over the queries that see its keys for dk and dv.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_core import fused_neighborhood_attention
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import power_of_2
+from liger_triton.ops._rows import adjacent, power_of_2
 
 
 @triton.jit
@@ -348,47 +348,48 @@ def _step(q: Tensor, kernel_size: int, dilation: int, halo: int) -> int:
     return step if 2 * step >= block else 0
 
 
+_Strided: TypeAlias = tuple[Tensor, tuple[int, ...]]
+"""A tensor with adjacent columns, and its strides."""
+
+
 def _launch(
     launched: Any,
     tensors: tuple[Tensor | None, ...],
-    strided: tuple[Tensor, ...],
-    q: Tensor,
+    strided: tuple[_Strided, ...],
+    like: Tensor,
     kernel_size: int,
     dilation: int,
     scale: float | None,
     step: int,
     wide: bool = False,
 ) -> None:
-    batch, heads, length, head = q.shape
-    dilation, reach = _window(q, kernel_size, dilation)
-    block, chunk, width, warps = _tiling(head, q.element_size(), wide)
+    """Launch a kernel of tensors without gaps, and of strided ones: q, k and v are the last three. `like` has q's sizes."""
+    batch, heads, length, head = like.shape
+    dilation, reach = _window(like, kernel_size, dilation)
+    block, chunk, width, warps = _tiling(head, like.element_size(), wide)
     step = step or block
     parts = (head + width - 1) // width
     blocks = ((length + dilation - 1) // dilation + step - 1) // step
-    strides = [stride for x in strided for stride in (x.stride(0), x.stride(1), x.stride(2))]
+    strides = [stride for _, of in strided for stride in of[:3]]
     launched[(batch * heads * dilation * blocks * parts,)](
-        *tensors, *strided, head**-0.5 if scale is None else float(scale), heads, length, dilation, reach, *strides,
-        TOKENS_FIRST=_tokens_first(q), HEAD=head, CHUNK=chunk, WIDTH=width, PARTS=parts, BLOCK=block, STEP=step,
+        *tensors, *[x for x, _ in strided], head**-0.5 if scale is None else float(scale),
+        heads, length, dilation, reach, *strides,
+        TOKENS_FIRST=_tokens_first(strided[-3][1]), HEAD=head, CHUNK=chunk, WIDTH=width, PARTS=parts, BLOCK=block, STEP=step,
         num_warps=warps, num_stages=2,
     )  # fmt: skip
 
 
-def _tokens_first(q: Tensor) -> bool:
+def _tokens_first(strides: tuple[int, ...]) -> bool:
     """Whether the heads of a token lie together, as in a transposed view of ``[B, S, H, D]``."""
-    return q.stride(1) < q.stride(2)
+    return strides[1] < strides[2]
 
 
-def _new(q: Tensor) -> Tensor:
-    """A tensor without gaps, laid out like q."""
-    if not _tokens_first(q):
+def _new(q: Tensor, tokens_first: bool) -> Tensor:
+    """A tensor like q without gaps."""
+    if not tokens_first:
         return torch.empty_like(q, memory_format=torch.contiguous_format)
     _, heads, length, head = q.shape
     return q.new_empty_strided(q.shape, (length * heads * head, head, heads * head, 1))
-
-
-def _adjacent(x: Tensor) -> Tensor:
-    """x with adjacent columns."""
-    return x if x.stride(3) == 1 else x.contiguous()
 
 
 @implements(fused_neighborhood_attention)
@@ -402,35 +403,37 @@ def forward(
     dilation: int = 1,
     scale: float | None = None,
 ) -> tuple[Tensor, Saved]:
-    q, k, v = _adjacent(q), _adjacent(k), _adjacent(v)
-    o = _new(q)
+    strided = adjacent(q), adjacent(k), adjacent(v)
+    o = _new(q, _tokens_first(strided[0][1]))
     statistics = None
     if True in needs:
         batch, heads, length, _ = q.shape
         statistics = torch.empty((batch, heads, 2, length), dtype=torch.float32, device=q.device)
     step = _step(q, kernel_size, dilation, halo=2)
-    _launch(_forward, (o, statistics), (q, k, v), q, kernel_size, dilation, scale, step)
+    _launch(_forward, (o, statistics), strided, q, kernel_size, dilation, scale, step)
     if statistics is None:
         return o, ()
     near = _step(q, kernel_size, dilation, halo=4)
-    return o, (q, k, v, None if near else o, statistics)
+    return o, (*[x for x, _ in strided], None if near else o, statistics)
 
 
 def backward(
     needs: Needs, saved: Saved, do: Tensor, *, kernel_size: int, dilation: int, scale: float | None
 ) -> tuple[Tensor | None, ...]:
     q, k, v, o, statistics = saved
-    do = _adjacent(do)
-    gradients = tuple([_new(q) if need else None for need in needs])
+    do, do_strides = adjacent(do)
+    strided = (do, do_strides), adjacent(q), adjacent(k), adjacent(v)
+    tokens_first = _tokens_first(q.stride())
+    gradients = tuple([_new(q, tokens_first) if need else None for need in needs])
     step = _step(q, kernel_size, dilation, halo=4)
     if step:
-        _launch(_backward, (*gradients, statistics), (do, q, k, v), q, kernel_size, dilation, scale, step)
+        _launch(_backward, (*gradients, statistics), strided, q, kernel_size, dilation, scale, step)
         return gradients
     batch, heads, length, head = q.shape
     mean = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
     _mean[(batch * heads * ((length + 63) // 64),)](
-        mean, o, do, heads, length, do.stride(0), do.stride(1), do.stride(2),
-        TOKENS_FIRST=_tokens_first(q), HEAD=head, CHUNK=min(power_of_2(head), 64), BLOCK=64, num_warps=4,
+        mean, o, do, heads, length, *do_strides[:3],
+        TOKENS_FIRST=tokens_first, HEAD=head, CHUNK=min(power_of_2(head), 64), BLOCK=64, num_warps=4,
     )  # fmt: skip
-    _launch(_backward_wide, (*gradients, statistics, mean), (do, q, k, v), q, kernel_size, dilation, scale, 0, True)
+    _launch(_backward_wide, (*gradients, statistics, mean), strided, q, kernel_size, dilation, scale, 0, True)
     return gradients

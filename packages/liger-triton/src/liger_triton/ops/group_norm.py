@@ -434,7 +434,7 @@ def forward(
     rows, channels, length = _sizes(x, num_groups)
     statistics, saved = None, ()
     if True in needs:  # the mean and 1 / √(variance + eps) of each group
-        statistics = torch.empty((2, rows), dtype=torch.float32, device=x.device)
+        statistics = torch.empty(2 * rows, dtype=torch.float32, device=x.device)
         saved = (x, weight, bias, statistics)
     x, x_stride = _as_samples(x)
     weight = None if weight is None else weight.contiguous()
@@ -458,7 +458,7 @@ def forward(
     parts, part_size = _divide(x, rows, size, unroll * lanes)
     moments = None
     if parts > 1:
-        moments = torch.empty((2, rows * parts), dtype=torch.float32, device=x.device)
+        moments = torch.empty(2 * rows * parts, dtype=torch.float32, device=x.device)
         _measure[(rows * parts,)](
             moments, x, num_groups, channels, length, x_stride, parts, part_size,
             UNROLL=unroll, LANES=lanes, STAGES=STAGES, num_warps=warps,

@@ -8,7 +8,7 @@ from torch import Tensor
 from liger_core import llama4_rope
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import power_of_2, without_gaps
+from liger_triton.ops._rows import adjacent, power_of_2, without_gaps
 
 # Elements at a time, 8 per thread: one 16-byte load of bf16.
 TILE = 2048
@@ -87,11 +87,9 @@ def _heads(x: Tensor | None) -> tuple[Tensor | None, Tensor | None, int, tuple[i
     """q or k with adjacent columns, its contiguous output, its heads, and the strides of its other dimensions."""
     if x is None:
         return None, None, 1, (0, 0, 0)
-    shape, strides = x.shape, x.stride()
-    if strides[3] != 1:
-        x = x.contiguous()
-        strides = without_gaps(shape)
-    return x, torch.empty_like(x, memory_format=torch.contiguous_format), shape[2], strides[:3]
+    heads = x.shape[2]
+    x, strides = adjacent(x)
+    return x, torch.empty_like(x, memory_format=torch.contiguous_format), heads, strides[:3]
 
 
 @implements(llama4_rope)

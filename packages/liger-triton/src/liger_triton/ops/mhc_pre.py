@@ -362,7 +362,9 @@ class _Kernels(MHCPreKernels):
         splits = max(1, min(sm_count(x.device) * PRODUCT_PROGRAMS // tiles, columns // FEWEST_COLUMNS))
         share = ((columns + splits - 1) // splits + block - 1) // block * block
         splits = (columns + share - 1) // share
-        partial = x.new_empty((rows, splits, count + 1), dtype=torch.float32)
+        # Rows and splits are one dimension: torch.compile can't tell that there is a split, and torch 2.11 fails if an inner size
+        # may be 0.
+        partial = x.new_empty((rows * splits, count + 1), dtype=torch.float32)
         _multiply[(tiles * splits,)](
             partial, x, weight, rows, columns, count, share, splits, x_stride, weight_stride,
             ROWS=tile_rows, COUNT=power_of_2(count), BLOCK=block, num_warps=warps,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from itertools import compress
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_conformance import layouts
 from liger_conformance.case import Make, cases_of
-from liger_conformance.running import complete, incoming_for, name_results, present, with_leaves
-from liger_core import BackendInfo
+from liger_conformance.running import complete, incoming_for, kept_gradients, name_results, present, with_leaves
+from liger_core import BackendInfo, modes
 from liger_core.autograd import differentiable
 from liger_core.contract import ops
 
@@ -118,7 +121,82 @@ def _laid_out(tensor: Tensor | None, layout: str | None) -> Tensor | None:
 def _like(value: Any) -> Any:
     """What a graph returns, in the sizes that the trace was made with."""
     if isinstance(value, torch.SymInt):
-        return value.node.hint
+        return cast("Any", value).node.hint
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(*(list(map(_like, sizes)) for sizes in (value.shape, value.stride())), dtype=value.dtype)
+
+
+class Writes(TorchDispatchMode):
+    """Runs `opaque` launches as custom ops, and looks at what they write to.
+
+    Attributes:
+        ran: the custom ops, by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace != "liger":
+            return func(*args, **(kwargs or {}))
+        before = [each.clone() if isinstance(each, Tensor) else None for each in args]
+        func(*args, **(kwargs or {}))
+        self.ran.add(func.name().removeprefix("liger::"))
+        for argument, old, new in zip(func._schema.arguments, before, args, strict=True):
+            if old is None or (argument.alias_info is not None and argument.alias_info.is_write):
+                continue
+            if not torch.equal(_bytes(old), _bytes(new)):
+                raise AssertionError(f"{func.name()} writes to {argument.name}, and doesn't say so")
+
+
+def _traces() -> bool:
+    return True
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def custom_ops(
+    name: str,
+    backend: BackendInfo,
+    monkeypatch: Any,
+    case_id: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    frozen: bool = False,
+) -> set[str]:
+    """The custom ops that traced calls of an op run: one of its cases, or a few, run eagerly.
+
+    Args:
+        name: of the op.
+        backend: whose kernel it is.
+        monkeypatch: to make host code take this for a trace.
+        case_id: a case; by default, the first ones.
+        dtype: of the case.
+        frozen: whether the first tensor alone wants a gradient.
+
+    Raises:
+        AssertionError: one writes to a tensor that torch.compile isn't told of.
+    """
+    op, found, kernel = ops[name], cases_of(name), backend.kernel(name)
+    compiling = modes.compiling
+    for module in list(sys.modules.values()):
+        if getattr(module, "compiling", None) is compiling:
+            monkeypatch.setattr(module, "compiling", _traces)
+    cases = [case for case in found.cases if case.id == (case_id or "padded-chunks")]
+    with torch.no_grad(), Writes() as writes:
+        for case in cases if case_id else [*found.cases[:3], *cases]:
+            arguments = complete(op, found.build(case, dtype, "cpu"))
+            there = present(op, arguments)
+            needs = tuple(tensor in there and not (frozen and place) for place, tensor in enumerate(op.differentiable))
+            result, saved = kernel.forward(needs, **arguments)
+            if True in needs:
+                results: list[Any] = [*result] if isinstance(result, tuple) else [result]
+                kept = compress(results, kept_gradients(op, arguments, len(results)))
+                incoming = [r if r is None else torch.ones_like(r) for r in kept]
+                kernel.backward(needs, saved, *incoming, **{option: arguments[option] for option in op.options})
+    return writes.ran

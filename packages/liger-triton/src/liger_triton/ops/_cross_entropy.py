@@ -14,6 +14,7 @@ from triton.language.extra import libdevice
 
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_core.host.rows import Logits
+from liger_core.opaque import opaque
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import add_up, as_rows, in_vectors
 
@@ -293,20 +294,50 @@ def _block(columns: int, most: int) -> int:
     return block
 
 
+@opaque(writes=("results",))
+def _launch_rows(results: Rows, logits: Logits, labels: Labels, first: int) -> None:
+    (memory, row_stride), columns = as_rows(logits.memory), logits.columns
+    n, width = memory.shape
+    size, options = memory.element_size(), labels.options
+    block = _block(columns, 16384 // size)
+    group = 16 // size  # what a thread loads at once
+    _rows[(n,)](
+        memory, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, width,
+        first, labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
+        options.softcap, ADD_Z_LOSS=options.adds_z_loss(), TOKEN_SCALING=options.token_scaling,
+        PADDED=width != columns, ALIGNED=in_vectors(row_stride, width), GROUPS=block // group, GROUP=group, STAGES=3,
+        num_warps=max(block * size // 2048, 1),
+    )  # fmt: skip
+
+
+@opaque(writes=("dlogits",))
+def _launch_gradient(
+    dlogits: Logits,
+    logits: Logits | None,
+    labels: Labels,
+    statistics: Tensor,
+    dloss: Tensor | None,
+    totals: Tensor | None,
+    first: int,
+    first_column: int,
+) -> None:
+    memory, row_stride = as_rows((logits or dlogits).memory)
+    (n, width), columns = memory.shape, dlogits.columns
+    options = labels.options
+    block = _block(columns, 4096)
+    blocks = (columns + block - 1) // block
+    _gradient[(n * blocks,)](
+        dlogits.memory, memory, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, dloss, totals,
+        dlogits.memory.stride(0), row_stride, dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns,
+        width, labels.vocabulary, first, first_column, labels.target.shape[0], options.ignore_index,
+        options.label_smoothing, options.lse_square_scale, options.softcap,
+        TOKEN_SCALING=options.token_scaling, BLOCK=block, num_warps=max(block // 512, 1),
+    )  # fmt: skip
+
+
 class _Kernels(CrossEntropyKernels):
     def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
-        (memory, row_stride), columns = as_rows(logits.memory), logits.columns
-        n, width = memory.shape
-        size, options = memory.element_size(), labels.options
-        block = _block(columns, 16384 // size)
-        group = 16 // size  # what a thread loads at once
-        _rows[(n,)](
-            memory, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, width,
-            first, labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
-            options.softcap, ADD_Z_LOSS=options.adds_z_loss(), TOKEN_SCALING=options.token_scaling,
-            PADDED=width != columns, ALIGNED=in_vectors(row_stride, width), GROUPS=block // group, GROUP=group, STAGES=3,
-            num_warps=max(block * size // 2048, 1),
-        )  # fmt: skip
+        _launch_rows(results, logits, labels, first)
 
     def gradient(
         self,
@@ -318,19 +349,7 @@ class _Kernels(CrossEntropyKernels):
         first: int,
         first_column: int,
     ) -> None:
-        dloss, totals = incoming
-        memory, row_stride = as_rows((logits or dlogits).memory)
-        (n, width), columns = memory.shape, dlogits.columns
-        options = labels.options
-        block = _block(columns, 4096)
-        blocks = (columns + block - 1) // block
-        _gradient[(n * blocks,)](
-            dlogits.memory, memory, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, dloss, totals,
-            dlogits.memory.stride(0), row_stride, dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns,
-            width, labels.vocabulary, first, first_column, labels.target.shape[0], options.ignore_index,
-            options.label_smoothing, options.lse_square_scale, options.softcap,
-            TOKEN_SCALING=options.token_scaling, BLOCK=block, num_warps=max(block // 512, 1),
-        )  # fmt: skip
+        _launch_gradient(dlogits, logits, labels, statistics, *incoming, first, first_column)
 
     def sums(
         self,

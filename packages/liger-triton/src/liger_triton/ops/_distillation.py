@@ -346,41 +346,47 @@ def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]
     return values, kind
 
 
+@opaque(writes=("results",))
+def _launch_rows(results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+    students, student_stride = as_rows(student.memory)
+    teachers, teacher_stride = as_rows(teacher.memory)
+    (n, width), columns = students.shape, student.columns
+    size = max(students.element_size(), teachers.element_size())
+    group = 16 // size  # what a thread loads at once
+    block = group
+    while 2 * block < columns and block < BLOCK_BYTES // size:  # at least two blocks, one of them on its way
+        block *= 2
+    options, kind = _options(given.options)
+    _rows[(n,)](
+        *results, students, teachers, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
+        columns, width, first, results.soft.shape[0], *options, **kind, HARD=given.options.hard,
+        PADDED=width != columns, ALIGNED=in_vectors(width, student_stride, teacher_stride),
+        GROUPS=block // group, GROUP=group, STAGES=STAGES, num_warps=max(block * size // 2048, 1),
+    )  # fmt: skip
+
+
 @opaque(writes=("dstudent",))
 def _launch_gradient(
-    dstudent: Tensor,
-    student: Tensor | None,
-    teacher: Tensor,
-    columns: int,
+    dstudent: Logits,
+    student: Logits | None,
+    teacher: Logits,
+    given: Given,
     statistics: Tensor,
-    labels: Tensor | None,
-    student_bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    by_soft: Tensor | None,
-    by_hard: Tensor | None,
+    incoming: Incoming,
     first: int,
     first_column: int,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    student_softcap: float | None,
-    teacher_softcap: float | None,
-    ignore_index: int,
 ) -> None:
-    """The launch of `_gradient`. It isn't traced: `dstudent` may be some rows of a chunk."""
-    students, student_stride = as_rows(dstudent if student is None else student)
-    teachers, teacher_stride = as_rows(teacher)
-    n, width = students.shape
+    students, student_stride = as_rows((student or dstudent).memory)
+    teachers, teacher_stride = as_rows(teacher.memory)
+    (n, width), columns = students.shape, dstudent.columns
     block = 16
     while block < columns and block < 2048:
         block *= 2
-    hard = by_hard is not None
-    options, kind = _options(
-        Options(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard)
-    )
+    by_soft, by_hard = incoming
+    options, kind = _options(given.options)
     _gradient[(n * ((columns + block - 1) // block),)](
-        dstudent, statistics, students, teachers, student_bias, teacher_bias, labels, by_soft, by_hard,
-        dstudent.stride(0), student_stride, teacher_stride, columns, width, first, first_column,
+        dstudent.memory, statistics, students, teachers, given.student_bias, given.teacher_bias, given.labels, by_soft, by_hard,
+        dstudent.memory.stride(0), student_stride, teacher_stride, columns, width, first, first_column,
         statistics.shape[1], *options, **kind, SOFT_STEP=step_of(by_soft), HARD_STEP=step_of(by_hard),
         BLOCK=block, num_warps=max(block // 512, 1),
     )  # fmt: skip
@@ -388,21 +394,7 @@ def _launch_gradient(
 
 class _Kernels(DistillationKernels):
     def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
-        students, student_stride = as_rows(student.memory)
-        teachers, teacher_stride = as_rows(teacher.memory)
-        (n, width), columns = students.shape, student.columns
-        size = max(students.element_size(), teachers.element_size())
-        group = 16 // size  # what a thread loads at once
-        block = group
-        while 2 * block < columns and block < BLOCK_BYTES // size:  # at least two blocks, one of them on its way
-            block *= 2
-        options, kind = _options(given.options)
-        _rows[(n,)](
-            *results, students, teachers, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
-            columns, width, first, results.soft.shape[0], *options, **kind, HARD=given.options.hard,
-            PADDED=width != columns, ALIGNED=in_vectors(width, student_stride, teacher_stride),
-            GROUPS=block // group, GROUP=group, STAGES=STAGES, num_warps=max(block * size // 2048, 1),
-        )  # fmt: skip
+        _launch_rows(results, student, teacher, given, first)
 
     def gradient(
         self,
@@ -415,11 +407,7 @@ class _Kernels(DistillationKernels):
         first: int,
         first_column: int,
     ) -> None:
-        *tensors, options = given
-        _launch_gradient(
-            dstudent.memory, None if student is None else student.memory, teacher.memory, dstudent.columns, statistics,
-            *tensors, *incoming, first, first_column, *options[:-1],
-        )  # fmt: skip
+        _launch_gradient(dstudent, student, teacher, given, statistics, incoming, first, first_column)
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         return x.new_full((), x.shape[0], dtype=torch.float32) if labels is None else count_of(labels, ignore_index)

@@ -8,7 +8,7 @@ On Hopper, logits of half-precision x and weight need no memory: a program that 
 sums, while it loads the next. Another kernel joins those of a row's tiles, and makes the targets' logits once more.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -481,28 +481,23 @@ def _loads(rows: Tensor) -> bool:
     return rows.shape[1] % 8 == 0 if modes.compiling() else rows.data_ptr() % 16 == 0
 
 
-@opaque(
-    writes=(
-        "terms",
-        "maxima",
-        "exp_sums",
-        "product_sums",
-        "square_sums",
-        "weighted_sums",
-        "bests",
-        "best_columns",
-    )
-)
+class _Found(NamedTuple):
+    """What `_tiles` finds of each part of a row, ``[rows, parts]``."""
+
+    maxima: Tensor
+    exp_sums: Tensor
+    product_sums: Tensor | None
+    square_sums: Tensor | None
+    weighted_sums: Tensor | None
+    bests: Tensor | None
+    best_columns: Tensor | None
+
+
+@opaque(writes=("terms", "found"))
 def _launch_tiles(
     terms: Tensor | None,
     bases: Tensor | None,
-    maxima: Tensor,
-    exp_sums: Tensor,
-    product_sums: Tensor | None,
-    square_sums: Tensor | None,
-    weighted_sums: Tensor | None,
-    bests: Tensor | None,
-    best_columns: Tensor | None,
+    found: _Found,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -512,13 +507,12 @@ def _launch_tiles(
 ) -> None:
     """The launch of `_tiles`."""
     x, weight = (rows if rows.data_ptr() % 16 == 0 else rows.clone() for rows in (x, weight))
-    (n, depth), columns, parts = x.shape, weight.shape[0], maxima.shape[1]
+    (n, depth), columns, parts = x.shape, weight.shape[0], found.maxima.shape[1]
     tiles = (n + TILE_ROWS - 1) // TILE_ROWS * ((columns + TILE_COLUMNS - 1) // TILE_COLUMNS)
     _tiles[(min(tiles, sm_count(x.device)),)](
         _descriptor(x, TILE_ROWS, TILE_DEPTH), _descriptor(weight, TILE_COLUMNS, TILE_DEPTH), bias, target,
-        None if terms is None else _descriptor(terms, TILE_ROWS, PART), bases, maxima, exp_sums, product_sums,
-        square_sums, weighted_sums, bests, best_columns, target.stride(0), n, columns, depth, parts, ignore_index,
-        inverse, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, PART=PART, DEPTH=TILE_DEPTH, TURN=TILES_IN_TURN,
+        None if terms is None else _descriptor(terms, TILE_ROWS, PART), bases, *found, target.stride(0), n, columns, depth,
+        parts, ignore_index, inverse, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, PART=PART, DEPTH=TILE_DEPTH, TURN=TILES_IN_TURN,
         WHOLE=columns % PART == 0, num_warps=8, num_stages=4,
     )  # fmt: skip
 
@@ -546,12 +540,13 @@ def _bases(x: Tensor, weight: Tensor, labels: Labels) -> Tensor:
     return logits.amax(1).float() + RISE.value * (labels.options.temperature or 1.0)
 
 
+@opaque(writes=("terms", "scales"))
 def _launch_normalise(
     terms: Tensor,
     maxima: Tensor,
     bases: Tensor | None,
     scales: Tensor | None,
-    labels: Labels,
+    inverse: float | None,
     kept: Tensor,
     dlse: Tensor | None,
     first_row: int,
@@ -561,7 +556,68 @@ def _launch_normalise(
     programs = (columns + 4095) // 4096 if bases is None else 1
     _normalise[(n * programs,)](
         terms, maxima, bases, scales, kept, dlse, columns, maxima.shape[1], programs, first_row, kept.shape[1],
-        labels.options.inverse, PARTS=4096 // PART, PART=PART, num_warps=8,
+        inverse, PARTS=4096 // PART, PART=PART, num_warps=8,
+    )  # fmt: skip
+
+
+@opaque(writes=("results", "terms"))
+def _launch_join(
+    results: Rows,
+    found: _Found,
+    x: Tensor,
+    weight: Tensor,
+    labels: Labels,
+    terms: Tensor | None,
+    first_row: int,
+) -> None:
+    options, target = labels.options, labels.target
+    n, parts = found.maxima.shape
+    _join[(n,)](
+        x, weight, labels.bias, target, terms, *results, *found, x.stride(0), weight.stride(0), target.stride(0),
+        target.stride(1), weight.shape[0], _columns_of(terms), x.shape[1], target.shape[1], parts, first_row, target.shape[0],
+        options.first, options.ignore_index, options.temperature, options.inverse,
+        BLOCK=1024, TARGETS=min(power_of_2(target.shape[1], 1), MOST_TARGETS), num_warps=4,
+    )  # fmt: skip
+
+
+@opaque(writes=("results",))
+def _launch_rows(results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
+    (memory, row_stride), columns = as_rows(logits.memory), logits.columns
+    n, width = memory.shape
+    size, options, target = memory.element_size(), labels.options, labels.target
+    block = _block(columns, 16384 // size)
+    group = 16 // size  # what a thread loads at once
+    _rows[(n,)](
+        memory, labels.bias, target, labels.weight, *results, row_stride, target.stride(0), target.stride(1),
+        columns, width, target.shape[1], first_row, target.shape[0], options.first, options.ignore_index,
+        options.softcap, options.temperature, options.inverse,
+        PADDED=width != columns, ALIGNED=in_vectors(row_stride, width), GROUPS=block // group, GROUP=group, STAGES=3,
+        TARGETS=min(power_of_2(target.shape[1], 1), MOST_TARGETS), num_warps=max(block * size // 2048, 1),
+    )  # fmt: skip
+
+
+@opaque(writes=("dlogits",))
+def _launch_gradient(
+    dlogits: Logits,
+    logits: Logits | None,
+    labels: Labels,
+    kept: Tensor,
+    incoming: Incoming,
+    first_row: int,
+    first_column: int,
+) -> None:
+    memory, row_stride = as_rows((logits or dlogits).memory)
+    (n, width), columns = memory.shape, dlogits.columns
+    options, target = labels.options, labels.target
+    dlse, dpicked, dentropy, dtotal = incoming
+    block = _block(columns, 4096)
+    blocks = (columns + block - 1) // block
+    _gradient[(n * blocks,)](
+        dlogits.memory, memory, labels.bias, target, labels.weight, kept, dlse, dpicked, dentropy, dtotal,
+        dlogits.memory.stride(0), row_stride, target.stride(0), target.stride(1), columns,
+        width, target.shape[1], first_row, first_column, target.shape[0], options.first,
+        options.ignore_index, options.softcap, options.inverse,
+        SEVERAL=target.shape[1] > 1, BLOCK=block, num_warps=max(block // 512, 1),
     )  # fmt: skip
 
 
@@ -595,11 +651,11 @@ class _Kernels(StatisticsKernels):
         n, columns = x.shape[0], weight.shape[0]
         parts = (columns + PART - 1) // PART
         _, _, entropy, total, log_sum_squares, best, best_index, kept = results
-        options, target = labels.options, labels.target
+        options = labels.options
         bases = None if scales is None else _bases(x, weight, labels)
 
         maxima = torch.empty((n, parts), dtype=torch.float32, device=x.device)
-        found = (
+        found = _Found(
             maxima,
             torch.empty_like(maxima),
             _like(maxima, entropy),
@@ -608,38 +664,22 @@ class _Kernels(StatisticsKernels):
             _like(maxima, best),
             _like(maxima, best_index),
         )
-        some = target[first_row : first_row + n]
-        _launch_tiles(terms, bases, *found, x, weight, labels.bias, some, options.ignore_index, options.inverse)
-        _join[(n,)](
-            x, weight, labels.bias, target, None if scales is None else terms, *results, *found, x.stride(0), weight.stride(0),
-            target.stride(0), target.stride(1), columns, _columns_of(terms), x.shape[1], target.shape[1], parts, first_row,
-            target.shape[0], options.first, options.ignore_index, options.temperature, options.inverse,
-            BLOCK=1024, TARGETS=min(power_of_2(target.shape[1], 1), MOST_TARGETS), num_warps=4,
-        )  # fmt: skip
+        some = labels.target[first_row : first_row + n]
+        _launch_tiles(terms, bases, found, x, weight, labels.bias, some, options.ignore_index, options.inverse)
+        _launch_join(results, found, x, weight, labels, None if scales is None else terms, first_row)
         if scales is not None:
             assert terms is not None
             assert kept is not None
-            _launch_normalise(terms, maxima, bases, scales, labels, kept, None, first_row)
+            _launch_normalise(terms, maxima, bases, scales, options.inverse, kept, None, first_row)
         return maxima
 
     def normalise(
         self, terms: Tensor, beside: Any, labels: Labels, kept: Tensor, dlse: Tensor | None, first_row: int
     ) -> None:
-        _launch_normalise(terms, beside, None, None, labels, kept, dlse, first_row)
+        _launch_normalise(terms, beside, None, None, labels.options.inverse, kept, dlse, first_row)
 
     def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
-        (memory, row_stride), columns = as_rows(logits.memory), logits.columns
-        n, width = memory.shape
-        size, options, target = memory.element_size(), labels.options, labels.target
-        block = _block(columns, 16384 // size)
-        group = 16 // size  # what a thread loads at once
-        _rows[(n,)](
-            memory, labels.bias, target, labels.weight, *results, row_stride, target.stride(0), target.stride(1),
-            columns, width, target.shape[1], first_row, target.shape[0], options.first, options.ignore_index,
-            options.softcap, options.temperature, options.inverse,
-            PADDED=width != columns, ALIGNED=in_vectors(row_stride, width), GROUPS=block // group, GROUP=group, STAGES=3,
-            TARGETS=min(power_of_2(target.shape[1], 1), MOST_TARGETS), num_warps=max(block * size // 2048, 1),
-        )  # fmt: skip
+        _launch_rows(results, logits, labels, first_row)
 
     def gradient(
         self,
@@ -651,19 +691,7 @@ class _Kernels(StatisticsKernels):
         first_row: int,
         first_column: int,
     ) -> None:
-        memory, row_stride = as_rows((logits or dlogits).memory)
-        (n, width), columns = memory.shape, dlogits.columns
-        options, target = labels.options, labels.target
-        dlse, dpicked, dentropy, dtotal = incoming
-        block = _block(columns, 4096)
-        blocks = (columns + block - 1) // block
-        _gradient[(n * blocks,)](
-            dlogits.memory, memory, labels.bias, target, labels.weight, kept, dlse, dpicked, dentropy, dtotal,
-            dlogits.memory.stride(0), row_stride, target.stride(0), target.stride(1), columns,
-            width, target.shape[1], first_row, first_column, target.shape[0], options.first,
-            options.ignore_index, options.softcap, options.inverse,
-            SEVERAL=target.shape[1] > 1, BLOCK=block, num_warps=max(block // 512, 1),
-        )  # fmt: skip
+        _launch_gradient(dlogits, logits, labels, kept, incoming, first_row, first_column)
 
     def frozen(
         self, dx: Tensor, m: Tensor, by_m: Tensor | None, weight: Tensor, column: Tensor, by_weight: Tensor, most: int

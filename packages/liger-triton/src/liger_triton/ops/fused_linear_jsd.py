@@ -178,29 +178,46 @@ def _options(given: Given) -> tuple[tuple[int, float, float, float], dict[str, b
     return (given.ignore_index, given.temperature, beta, 1.0 - beta), kind
 
 
+@opaque(writes=("losses", "statistics"))
+def _launch_rows(
+    losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
+) -> None:
+    students, teachers, columns = student.memory, teacher.memory, student.columns
+    n, width = students.shape
+    strides = students.stride(0), teachers.stride(0)
+    size = max(students.element_size(), teachers.element_size())
+    group = 16 // size  # what a thread loads at once
+    block = group
+    while block < columns and block < BLOCK_BYTES // size:
+        block *= 2
+    options, kind = _options(given)
+    _rows[(n,)](
+        losses, statistics, students, teachers, given.labels, *strides, columns, width, first, losses.shape[0], *options,
+        **kind, PADDED=width != columns, ALIGNED=in_vectors(width, *strides), GROUPS=block // group, GROUP=group,
+        STAGES=STAGES, num_warps=max(block * size // 1024, 1),
+    )  # fmt: skip
+
+
 @opaque(writes=("dstudent",))
 def _launch_gradient(
-    dstudent: Tensor,
-    student: Tensor | None,
-    teacher: Tensor,
+    dstudent: Logits,
+    student: Logits | None,
+    teacher: Logits,
+    given: Given,
     statistics: Tensor,
-    labels: Tensor | None,
     dloss: Tensor | None,
     count: Tensor,
     first: int,
-    ignore_index: int,
-    temperature: float,
-    beta: float,
 ) -> None:
-    """The launch of `_gradient`. It isn't traced: `dstudent` may be some rows of a chunk."""
-    (n, width), student = dstudent.shape, dstudent if student is None else student
-    strides = dstudent.stride(0), student.stride(0), teacher.stride(0)
+    written, students, teachers = dstudent.memory, (student or dstudent).memory, teacher.memory
+    n, width = written.shape
+    strides = written.stride(0), students.stride(0), teachers.stride(0)
     block = 16
     while block < width and block < 2048:
         block *= 2
-    options, kind = _options(Given(labels, ignore_index, temperature, beta))
+    options, kind = _options(given)
     _gradient[(n * ((width + block - 1) // block),)](
-        dstudent, statistics, student, teacher, labels, dloss, count, *strides, width, first, statistics.shape[1],
+        written, statistics, students, teachers, given.labels, dloss, count, *strides, width, first, statistics.shape[1],
         *options, **kind, BLOCK=block, num_warps=max(block // 512, 1),
     )  # fmt: skip
 
@@ -209,20 +226,7 @@ class _Kernels(DivergenceKernels):
     def rows(
         self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
     ) -> None:
-        students, teachers, columns = student.memory, teacher.memory, student.columns
-        n, width = students.shape
-        strides = students.stride(0), teachers.stride(0)
-        size = max(students.element_size(), teachers.element_size())
-        group = 16 // size  # what a thread loads at once
-        block = group
-        while block < columns and block < BLOCK_BYTES // size:
-            block *= 2
-        options, kind = _options(given)
-        _rows[(n,)](
-            losses, statistics, students, teachers, given.labels, *strides, columns, width, first, losses.shape[0], *options,
-            **kind, PADDED=width != columns, ALIGNED=in_vectors(width, *strides), GROUPS=block // group, GROUP=group,
-            STAGES=STAGES, num_warps=max(block * size // 1024, 1),
-        )  # fmt: skip
+        _launch_rows(losses, statistics, student, teacher, given, first)
 
     def gradient(
         self,
@@ -234,10 +238,7 @@ class _Kernels(DivergenceKernels):
         incoming: Any,
         first: int,
     ) -> None:
-        _launch_gradient(
-            dstudent.memory, None if student is None else student.memory, teacher.memory, statistics, given.labels, *incoming,
-            first, *given[1:],
-        )  # fmt: skip
+        _launch_gradient(dstudent, student, teacher, given, statistics, *incoming, first)
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         return x.new_full((), x.shape[0], dtype=torch.float32) if labels is None else count_of(labels, ignore_index)

@@ -1,0 +1,18 @@
+"""What a trace takes as custom ops: each says which tensors it writes to."""
+
+import pytest
+
+from liger_conformance.traces import custom_ops
+from liger_core.contract import ops
+from liger_core.opaque import DEFINED
+from liger_cutile import backend
+
+
+def test_custom_ops_say_what_they_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: set[str] = set()
+    for name in sorted(ops):
+        if backend.has_kernel(name):
+            ran |= custom_ops(name, backend, monkeypatch)
+    ours = "liger_cutile_", "liger_core_"
+    eager_alone = {"liger_cutile_ops__divergences_launch_scale"}  # it scales gradients that an eager forward has made
+    assert ran == {name for name in DEFINED if name.startswith(ours)} - eager_alone

@@ -1,0 +1,22 @@
+"""What a trace takes as custom ops: each says which tensors it writes to."""
+
+import pytest
+import torch
+
+from liger_conformance.traces import custom_ops
+from liger_core.contract import ops
+from liger_core.opaque import DEFINED
+from liger_triton import backend
+
+
+def test_custom_ops_say_what_they_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: set[str] = set()
+    for name in sorted(ops):
+        if backend.has_kernel(name):
+            ran |= custom_ops(name, backend, monkeypatch)
+    monkeypatch.setattr("liger_triton.ops._logit_statistics.is_hopper", lambda device: True)
+    for frozen in (False, True):
+        given = {"case_id": "hundreds-of-rows", "dtype": torch.bfloat16, "frozen": frozen}
+        ran |= custom_ops("fused_linear_logit_statistics", backend, monkeypatch, **given)
+    ours = "liger_triton_", "liger_core_"
+    assert ran == {name for name in DEFINED if name.startswith(ours)}

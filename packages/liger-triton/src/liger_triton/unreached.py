@@ -47,6 +47,7 @@ UNREACHED = {
     "interpreted _logit_statistics._columns_of": _NOT_HELD,
     "interpreted _logit_statistics._descriptor": _NOT_HELD,
     "interpreted _logit_statistics._join": _NOT_HELD,
+    "interpreted _logit_statistics._launch_join": _NOT_HELD,
     "interpreted _logit_statistics._launch_normalise": _NOT_HELD,
     "interpreted _logit_statistics._launch_tiles": _NOT_HELD,
     "interpreted _logit_statistics._like": _NOT_HELD,

@@ -346,6 +346,33 @@ def test_a_compiled_launch_runs_no_python_but_its_own() -> None:
     assert called == ["__call__", "fill"]  # OpOverload's, and ours
 
 
+def copy_fit(written: FitOutput, given: FitOutput | None, value: float) -> None:
+    for name, y in written._asdict().items():
+        x = None if given is None else getattr(given, name)
+        if y is not None:
+            y.copy_(value + (0.0 if x is None else x))
+
+
+@pytest.mark.parametrize("with_worst", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_launch_takes_named_tuples(with_worst: bool, given: bool) -> None:
+    """Also None in place of one, or of its fields."""
+    copy_fit.__module__ = "toy"  # a part of the custom op's name
+    launch = opaque(writes=("written",))(copy_fit)
+
+    def run(x: Tensor) -> FitOutput:
+        written = FitOutput(torch.empty_like(x), torch.empty_like(x) if with_worst else None, torch.empty_like(x))
+        launch(written, FitOutput(x, None, 2 * x) if given else None, 1.0)
+        return written
+
+    torch.compiler.reset()
+    x = torch.randn(3)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    assert isinstance(compiled, FitOutput)
+    for found, expected in zip(compiled, run(x), strict=True):
+        assert found is expected if found is None or expected is None else torch.equal(found, expected)
+
+
 def test_checkpoint_recomputes_in_the_same_language(toys: None) -> None:
     """Activation checkpointing runs the forward again inside backward, in autograd's own threads on an accelerator."""
     from torch.utils.checkpoint import checkpoint

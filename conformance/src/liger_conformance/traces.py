@@ -91,7 +91,7 @@ def backward_operators(
         graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
         (output,) = (node for node in graph.graph.nodes if node.op == "output")
         returned: Any = output.args[0]
-        made = [None if node is None else _like(node.meta["val"]) for node in returned]
+        made = [None if node is None else as_traced(node.meta["val"]) for node in returned]
 
         def run_nothing(inputs: list[Any]) -> list[Any]:
             inputs.clear()
@@ -118,13 +118,14 @@ def _laid_out(tensor: Tensor | None, layout: str | None) -> Tensor | None:
     return layouts.LAYOUTS[layout].apply(tensor)
 
 
-def _like(value: Any) -> Any:
-    """What a graph returns, in the sizes that the trace was made with."""
+def as_traced(value: Any) -> Any:
+    """What a graph returns: a tensor without values, or a size, in the sizes that the trace was made with."""
     if isinstance(value, torch.SymInt):
         return cast("Any", value).node.hint
     if not isinstance(value, Tensor):
         return value
-    return torch.empty_strided(*(list(map(_like, sizes)) for sizes in (value.shape, value.stride())), dtype=value.dtype)
+    sizes = ([*map(as_traced, numbers)] for numbers in (value.shape, value.stride()))
+    return torch.empty_strided(*sizes, dtype=value.dtype)
 
 
 class Writes(TorchDispatchMode):

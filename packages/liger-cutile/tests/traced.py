@@ -12,13 +12,12 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 import liger_cutile
 from liger_conformance.case import cases_of
 from liger_conformance.running import complete, kept_gradients, present
-from liger_conformance.traces import GRADIENTS, check_copies_no_gradient
+from liger_conformance.traces import GRADIENTS, as_traced, check_copies_no_gradient
 from liger_core.contract import ops
 
 
@@ -26,18 +25,7 @@ def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., tuple[
     """A backend that runs nothing."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     shapes = [node.meta["example_value"] for node in output.args[0]]
-    return lambda *inputs: tuple(map(empty, shapes))
-
-
-def empty(example: Any) -> Any:
-    """A tensor like the one that was traced, in the sizes that the trace was made with."""
-    if not isinstance(example, Tensor):
-        return example
-    sizes = (
-        [n.node.hint if isinstance(n, torch.SymInt) else n for n in numbers]
-        for numbers in (example.shape, example.stride())
-    )
-    return torch.empty_strided(*sizes, dtype=example.dtype)
+    return lambda *inputs: tuple(map(as_traced, shapes))
 
 
 def trace(name: str, dtype: torch.dtype) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._higher_order_ops.triton_kernel_wrap import (
     get_mutated_tensors,
@@ -27,7 +26,7 @@ from liger_conformance.case import cases_of
 from liger_conformance.compilers.triton import TritonCompiler
 from liger_conformance.layouts import LAYOUTS
 from liger_conformance.running import complete, kept_gradients, present
-from liger_conformance.traces import GRADIENTS, backward_operators, check_copies_no_gradient
+from liger_conformance.traces import GRADIENTS, as_traced, backward_operators, check_copies_no_gradient
 from liger_core.contract import ops
 
 TARGETS: list[str] = []
@@ -42,7 +41,7 @@ def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., tuple[
             check_writes(**node.kwargs)
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     shapes = [node.meta["example_value"] for node in output.args[0]]
-    return lambda *inputs: tuple(map(empty, shapes))
+    return lambda *inputs: tuple(map(as_traced, shapes))
 
 
 def check_writes(
@@ -64,17 +63,6 @@ def check_writes(
         for size in values[name].shape[1:]:
             if isinstance(size, torch.SymInt) and size.node.shape_env.bound_sympy(size.node.expr).lower < 1:
                 raise RuntimeError(f"{says} {name}, of which a size, {size}, may be 0 as far as torch.compile can tell")
-
-
-def empty(example: Any) -> Any:
-    """A tensor like the one that was traced, in the sizes that the trace was made with."""
-    if not isinstance(example, Tensor):
-        return example
-    sizes = (
-        [n.node.hint if isinstance(n, torch.SymInt) else n for n in numbers]
-        for numbers in (example.shape, example.stride())
-    )
-    return torch.empty_strided(*sizes, dtype=example.dtype)
 
 
 HOPPER = "@hopper"

@@ -50,9 +50,9 @@ def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable
         while name in DEFINED:  # by "a.b" for "a_b", or by another function that the same code made
             name += "_"
         DEFINED.add(name)
-        tree = {name: _tree(annotation) for name, annotation in _annotations(launch)}
-        parameters = [leaf for name, inner in tree.items() for leaf in inner.leaves(name)]
-
+        hints = typing.get_type_hints(launch)
+        tree = {given: _tree(hints[given]) for given in inspect.signature(launch).parameters}
+        parameters = [leaf for given, inner in tree.items() for leaf in inner.leaves(given)]
         paths = [(place, path) for place, inner in enumerate(tree.values()) for path in inner.paths()]
 
         def gathering(*leaves: Any) -> None:
@@ -61,7 +61,7 @@ def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable
 
         flat = launch if all(inner.fields is None for inner in tree.values()) else gathering
         gathering.__signature__ = inspect.Signature(parameters, return_annotation=None)
-        written = [leaf.name for name in writes for leaf in tree[name].leaves(name) if _is_tensor(leaf.annotation)]
+        written = [leaf.name for given in writes for leaf in tree[given].leaves(given) if _is_tensor(leaf.annotation)]
         schema = torch.library.infer_schema(gathering, mutates_args=written)  # pyright: ignore[reportUnknownMemberType]
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # pyright: ignore[reportUnknownMemberType]
         _library.impl(name, flat, "CompositeExplicitAutograd")  # pyright: ignore[reportUnknownMemberType]
@@ -85,11 +85,6 @@ def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable
 
 def _is_tensor(annotation: Any) -> bool:
     return torch.Tensor in (annotation, *typing.get_args(annotation))
-
-
-def _annotations(launch: Callable[..., None]) -> list[tuple[str, Any]]:
-    hints = typing.get_type_hints(launch)
-    return [(name, hints[name]) for name in inspect.signature(launch).parameters]
 
 
 class _Tree(NamedTuple):

@@ -73,8 +73,8 @@ FROZEN = "@frozen"
 """Behind an op: x alone wants a gradient."""
 
 
-def trace(name: str) -> None:
-    """Forward of the first case, for every gradient, then its backward."""
+def trace(name: str, dtype: torch.dtype) -> None:
+    """Forward of a case, for every gradient, then its backward."""
     hopper = name.endswith(HOPPER)
     name = name.removesuffix(HOPPER)
     frozen, chunks = name.endswith(FROZEN), name.endswith(CHUNKS)
@@ -82,7 +82,7 @@ def trace(name: str) -> None:
     op, kernel, found = ops[name], liger_triton.backend.kernel(name), cases_of(name)
     chosen = "hundreds-of-rows" if hopper else "padded-chunks" if chunks else found.cases[0].id
     case = next(case for case in found.cases if case.id == chosen)
-    arguments = complete(op, found.build(case, torch.bfloat16 if hopper else torch.float32, "cpu"))
+    arguments = complete(op, found.build(case, dtype, "cpu"))
     there = present(op, arguments)
     needs = tuple(tensor in there and (tensor == "x" or not frozen) for tensor in op.differentiable)
     options = {option: arguments[option] for option in op.options}
@@ -116,7 +116,9 @@ def main() -> int:
                     elif layout in LAYOUTS:
                         backward_operators(op, liger_triton.backend, layout, dynamic=True)
                     else:
-                        trace(name)
+                        half = (torch.bfloat16,) if name == op or hopper else ()
+                        for dtype in half if hopper else (torch.float32, *half):
+                            trace(name, dtype)
             except (TorchDynamoException, AssertionError) as error:  # Dynamo of torch 2.11 asserts
                 failed += 1
                 print(f"{name}: {error}")

@@ -184,7 +184,7 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, dim: int) -> tuple[Tenso
     columns = y.shape[-1]
     rows = y.numel() // columns
     dy, dy_stride = as_rows(_along(dy, dim))
-    programs, tile_rows, block = row_tiles(y, rows, columns, BACKWARD_TILES[y.element_size() == 4])
+    programs, tile_rows, block = row_tiles(y, rows, columns, BACKWARD_TILES[int(y.element_size() == 4)])
     if block < columns:
         programs, block = long_row_blocks(y, rows, columns, BACKWARD_LONG_TILES)
         _backward_long[(programs,)](dx, dy, y, rows, columns, dy_stride, BLOCK=block)

@@ -602,7 +602,8 @@ spill registers: `_up` has two blocks of sums, and `_gradient` needs the factors
 
 def _width(x: Tensor, columns: int, kind: str) -> int:
     """Columns of a block."""
-    most = 64 if x.element_size() == 4 else WIDTHS[kind][shared_memory(x.device) <= 200 << 10]
+    widest, narrower = WIDTHS[kind]
+    most = 64 if x.element_size() == 4 else widest if shared_memory(x.device) > 200 << 10 else narrower
     return min(power_of_2(columns, 16), most)
 
 

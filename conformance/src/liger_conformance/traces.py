@@ -18,6 +18,7 @@ from liger_conformance.running import complete, incoming_for, kept_gradients, na
 from liger_core import BackendInfo, modes
 from liger_core.autograd import differentiable
 from liger_core.contract import ops
+from liger_core.opaque import DEFINED
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads first": Tensor.contiguous,
@@ -145,8 +146,10 @@ class Writes(TorchDispatchMode):
         if func.namespace != "liger":
             return func(*args, **(kwargs or {}))
         before = [each.clone() if isinstance(each, Tensor) else None for each in args]
-        func(*args, **(kwargs or {}))
-        self.ran.add(func.name().removeprefix("liger::"))
+        name = func.name().removeprefix("liger::")
+        with self:  # one op may run others
+            DEFINED[name](*args, **(kwargs or {}))
+        self.ran.add(name)
         for argument, old, new in zip(func._schema.arguments, before, args, strict=True):
             if old is None or (argument.alias_info is not None and argument.alias_info.is_write):
                 continue

@@ -31,9 +31,9 @@ class TorchLinear(Linear):
     def scale(self, y: Tensor, x: Tensor, dloss: Tensor, divisor: Tensor | None) -> None:
         y.copy_(x.float() * (dloss if divisor is None else dloss / divisor.view(-1)[0]))
 
-    def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, adds: bool = True) -> Tensor:
         self.added.append((a.dtype, b.dtype))
-        return super().add_product(total, a, b, dtype)
+        return super().add_product(total, a, b, dtype, adds)
 
 
 class TorchKernels(DistillationKernels):

@@ -28,9 +28,9 @@ class TorchLinear(Linear):
 
     products = 0
 
-    def logits(self, x: Tensor, weight: Tensor, dtype: torch.dtype, again: bool = False) -> Logits:
+    def logits(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Logits:
         self.products += 1
-        return super().logits(x, weight, dtype, again)
+        return super().logits(x, weight, dtype)
 
 
 class TorchKernels(StatisticsKernels):

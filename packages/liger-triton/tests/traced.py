@@ -1,6 +1,6 @@
 """Trace the host code of ops as torch.compile does, with sizes that vary, and print what can't be traced.
 
-    python traced.py rms_norm fused_linear_jsd@chunks fused_linear_logit_statistics@frozen@hopper
+    python traced.py rms_norm fused_linear_jsd@chunks fused_linear_logit_statistics@frozen
 
 There is no GPU, and nothing is launched: Dynamo takes launches into its graph, and a backend in place of Inductor returns
 tensors of the graph's shapes.
@@ -29,14 +29,10 @@ from liger_conformance.running import complete, kept_gradients, present
 from liger_conformance.traces import GRADIENTS, as_traced, backward_operators, check_copies_no_gradient
 from liger_core.contract import ops
 
-TARGETS: list[str] = []
-"""What the graphs call, by name."""
-
 
 def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
     """A backend that runs nothing, and refuses a graph that writes to its inputs."""
     for node in graph.graph.nodes:
-        TARGETS.append(str(node.target))
         if node.target is triton_kernel_wrapper_mutation:
             check_writes(**node.kwargs)
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
@@ -65,8 +61,6 @@ def check_writes(
                 raise RuntimeError(f"{says} {name}, of which a size, {size}, may be 0 as far as torch.compile can tell")
 
 
-HOPPER = "@hopper"
-"""Behind an op: a half-precision case in less memory than its logits take, and what that runs on Hopper."""
 CHUNKS = "@chunks"
 """Behind an op: a case of padded chunks, for a teacher parts of them."""
 FROZEN = "@frozen"
@@ -75,12 +69,10 @@ FROZEN = "@frozen"
 
 def trace(name: str, dtype: torch.dtype) -> None:
     """Forward of a case, for every gradient, then its backward."""
-    hopper = name.endswith(HOPPER)
-    name = name.removesuffix(HOPPER)
     frozen, chunks = name.endswith(FROZEN), name.endswith(CHUNKS)
     name = name.removesuffix(FROZEN).removesuffix(CHUNKS)
     op, kernel, found = ops[name], liger_triton.backend.kernel(name), cases_of(name)
-    chosen = "hundreds-of-rows" if hopper else "padded-chunks" if chunks else found.cases[0].id
+    chosen = "padded-chunks" if chunks else found.cases[0].id
     case = next(case for case in found.cases if case.id == chosen)
     arguments = complete(op, found.build(case, dtype, "cpu"))
     there = present(op, arguments)
@@ -96,8 +88,6 @@ def trace(name: str, dtype: torch.dtype) -> None:
     kept = kept_gradients(op, arguments, len(results))
     incoming = [r if r is None else torch.empty_like(r) for r in compress(results, kept)]
     run(lambda saved, incoming: kernel.backward(needs, saved, *incoming, **options), saved, incoming)
-    if hopper and not any("_launch_tiles" in target for target in TARGETS):
-        raise RuntimeError(f"{name}: the trace has no launch of what runs on Hopper")
 
 
 def main() -> int:
@@ -107,18 +97,15 @@ def main() -> int:
     # Without a GPU, Dynamo would look into Triton instead of taking a launch as one step.
     with mock.patch("torch.utils._triton.has_triton", return_value=True), torch.no_grad():
         for name in sys.argv[1:]:
-            hopper = name.endswith(HOPPER)
             op, _, layout = name.partition("@")
             try:
-                with mock.patch("liger_triton.ops._logit_statistics.is_hopper", lambda device, hopper=hopper: hopper):
-                    if name.endswith(GRADIENTS):
-                        check_copies_no_gradient(op, liger_triton.backend)
-                    elif layout in LAYOUTS:
-                        backward_operators(op, liger_triton.backend, layout, dynamic=True)
-                    else:
-                        half = (torch.bfloat16,) if name == op or hopper else ()
-                        for dtype in half if hopper else (torch.float32, *half):
-                            trace(name, dtype)
+                if name.endswith(GRADIENTS):
+                    check_copies_no_gradient(op, liger_triton.backend)
+                elif layout in LAYOUTS:
+                    backward_operators(op, liger_triton.backend, layout, dynamic=True)
+                else:
+                    for dtype in (torch.float32, torch.bfloat16):
+                        trace(name, dtype)
             except (TorchDynamoException, AssertionError) as error:  # Dynamo of torch 2.11 asserts
                 failed += 1
                 print(f"{name}: {error}")

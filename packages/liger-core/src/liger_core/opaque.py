@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +20,11 @@ P = ParamSpec("P")
 # has no use for.
 _library = torch.library.Library("liger", "FRAGMENT")
 
-DEFINED: set[str] = set()
-"""The names of the custom ops that there are, without their namespace, ``liger``."""
+DEFINED: dict[str, Callable[..., None]] = {}
+"""The custom ops that there are, by their names without the namespace, ``liger``; and what each runs."""
 
 
-def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def opaque(*, writes: tuple[str, ...], within: str | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Hide a kernel launch from torch.compile, for languages that Dynamo can't trace.
 
     Eager calls go straight to the function. A traced call becomes one custom op that writes to the tensors named in
@@ -43,13 +44,14 @@ def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable
 
     Args:
         writes: names of the tensors that the launch writes to, or of NamedTuples of them.
+        within: a module in whose name the op is, where several have the same function: a graph that is kept on disk calls it by
+            name in the next process as well.
     """
 
     def decorate(launch: Callable[P, None]) -> Callable[P, None]:
-        name = f"{launch.__module__}.{launch.__qualname__}".replace(".", "_").replace("<locals>", "")
+        name = re.sub(r"\W", "_", f"{within or launch.__module__}.{launch.__qualname__}")
         while name in DEFINED:  # by "a.b" for "a_b", or by another function that the same code made
             name += "_"
-        DEFINED.add(name)
         hints = typing.get_type_hints(launch)
         tree = {given: _tree(hints[given]) for given in inspect.signature(launch).parameters}
         parameters = [leaf for given, inner in tree.items() for leaf in inner.leaves(given)]
@@ -60,6 +62,7 @@ def opaque(*, writes: tuple[str, ...]) -> Callable[[Callable[P, None]], Callable
             launch(*[inner.gathered(rest) for inner in tree.values()])  # pyright: ignore[reportCallIssue]
 
         flat = launch if all(inner.fields is None for inner in tree.values()) else gathering
+        DEFINED[name] = flat
         gathering.__signature__ = inspect.Signature(parameters, return_annotation=None)
         written = [leaf.name for given in writes for leaf in tree[given].leaves(given) if _is_tensor(leaf.annotation)]
         schema = torch.library.infer_schema(gathering, mutates_args=written)  # pyright: ignore[reportUnknownMemberType]

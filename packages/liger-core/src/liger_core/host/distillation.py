@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """The factors of each row's gradients: float32 ``[N]``, or ``[1]`` for all rows. At least one of the two isn't None."""
+    """The factors of each row's gradients: float32 ``[N]``, or ``[1]`` for all rows; None for a loss without a gradient."""
 
     soft: Tensor | None
     hard: Tensor | None

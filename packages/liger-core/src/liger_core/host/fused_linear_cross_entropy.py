@@ -17,8 +17,9 @@ from liger_core.host.cross_entropy import (
     options_of,
     result_of,
 )
-from liger_core.host.linear import Linear, LinearLoss, plan_of
+from liger_core.host.linear import Layer, Linear, LinearLoss, Made, plan_of
 from liger_core.host.rows import Logits
+from liger_core.opaque import opaque
 
 
 class _Loss(LinearLoss):
@@ -26,22 +27,19 @@ class _Loss(LinearLoss):
 
     def __init__(
         self,
-        kernels: CrossEntropyKernels,
-        linear: Linear,
-        needs: Needs,
-        x: Tensor,
-        linear_weight: Tensor,
-        bias: Tensor | None,
+        host: FusedLinearCrossEntropy,
+        layer: Layer,
         labels: Labels,
+        results: Rows | None,
         statistics: Tensor | None,
-        accum_dtype: torch.dtype,
-        memory_budget: int | None,
     ) -> None:
-        reduced = labels.options.reduction != "none"
-        plan = plan_of(needs, x, linear_weight, accum_dtype=accum_dtype, memory_budget=memory_budget, reduced=reduced)
-        super().__init__(linear, needs, x, linear_weight, bias, plan, accum_dtype)
-        self.kernels, self.labels, self.statistics = kernels, labels, statistics
-        self.results: Rows | None = None
+        super().__init__(host.linear, layer)
+        self.host, self.kernels, self.labels = host, host.kernels, labels
+        self.results, self.statistics = results, statistics
+
+    def as_one(self, made: Made, results: bool, dloss: Tensor | None, by_columns: bool) -> None:
+        written, statistics = (self.results, None) if results else (None, self.statistics)
+        self.host.go(made, written, self.layer, self.labels, statistics, self.divisor, dloss, by_columns)
 
     def write(self, first: int, *logits: Logits) -> None:
         assert self.results is not None
@@ -62,6 +60,39 @@ class FusedLinearCrossEntropy:
 
     def __init__(self, kernels: CrossEntropyKernels, linear: Linear) -> None:
         self.kernels, self.linear = kernels, linear
+        self.go = opaque(writes=("made", "results"), within=type(kernels).__module__)(self._go)
+
+    def _go(
+        self,
+        made: Made,
+        results: Rows | None,
+        layer: Layer,
+        labels: Labels,
+        statistics: Tensor | None,
+        divisor: Tensor | None,
+        dloss: Tensor | None,
+        by_columns: bool,
+    ) -> None:
+        """`LinearLoss.go`. `statistics` are those that forward wrote; in forward they are among the results."""
+        loss = _Loss(self, layer, labels, results, statistics if results is None else results.statistics)
+        loss.divisor = divisor
+        loss.go(made, results is not None, dloss, by_columns)
+
+    def _loss(
+        self,
+        needs: Needs,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Labels,
+        results: Rows | None,
+        statistics: Tensor | None,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+    ) -> _Loss:
+        reduced = labels.options.reduction != "none"
+        plan = plan_of(needs, x, weight, accum_dtype=accum_dtype, memory_budget=memory_budget, reduced=reduced)
+        return _Loss(self, Layer(x, weight, bias, needs, accum_dtype, plan), labels, results, statistics)
 
     def forward(
         self,
@@ -95,19 +126,8 @@ class FusedLinearCrossEntropy:
             "differentiable": differentiable,
         }
         rows = new_rows(self.kernels, labels, **wanted)
-        loss = _Loss(
-            self.kernels,
-            self.linear,
-            needs,
-            x,
-            linear_weight,
-            bias,
-            labels,
-            rows.statistics,
-            accum_dtype,
-            memory_budget,
-        )
-        loss.results = rows
+        layer = needs, x, linear_weight, bias
+        loss = self._loss(*layer, labels, rows, rows.statistics, accum_dtype, memory_budget)
         if loss.plan.at_once and reduction == "mean":
             loss.divisor = self.kernels.totals(labels)
         kept = loss.forward()
@@ -138,8 +158,7 @@ class FusedLinearCrossEntropy:
         options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, token_scaling, reduction)
         added = None if bias is None else bias.contiguous()
         labels = Labels(target, class_weight, weight_sum, added, linear_weight.shape[0], options)
-        loss = _Loss(
-            self.kernels, self.linear, needs, x, linear_weight, bias, labels, statistics, accum_dtype, memory_budget
-        )
+        layer = needs, x, linear_weight, bias
+        loss = self._loss(*layer, labels, None, statistics, accum_dtype, memory_budget)
         loss.divisor = totals
         return loss.backward(tuple(kept), dloss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,30 +20,45 @@ from liger_core.host.distillation import (
     options_of,
     result_of,
 )
-from liger_core.host.linear import Linear, TeacherLoss
+from liger_core.host.linear import Layer, Linear, Made, Teacher, TeacherLoss, plan_of
 from liger_core.host.rows import Logits
+from liger_core.opaque import opaque
 from liger_core.ops.distillation import DistillationOutput
 
 
-class _Loss(TeacherLoss):
-    """A call. Only forward writes `results`. `made` has the factors of rows' gradients in backward.
+class Weights(NamedTuple):
+    """Of the two losses in `loss`."""
 
-    What forward makes at once is the gradient of `loss`. Every `TeacherLoss` takes `layers` and `how`.
+    soft: float
+    hard: float
+
+
+class _Loss(TeacherLoss):
+    """A call. Only forward writes `results`. `factors` are those of rows' gradients in backward.
+
+    What forward makes at once is the gradient of `loss`.
     """
+
+    factors = Incoming(None, None)
 
     def __init__(
         self,
-        kernels: DistillationKernels,
+        host: FusedLinearDistillation,
+        layer: Layer,
+        teacher: Teacher,
         given: Given,
-        weights: tuple[float, float],
+        weights: Weights,
+        results: Rows | None,
         statistics: Tensor,
-        *layers: Any,
-        **how: Any,
     ) -> None:
-        super().__init__(*layers, **how)
-        self.kernels, self.given, self.weights, self.statistics = kernels, given, weights, statistics
-        self.results: Rows | None = None
-        self.made: Incoming | None = None
+        super().__init__(host.linear, layer, teacher)
+        self.host, self.kernels, self.given, self.weights = host, host.kernels, given, weights
+        self.results, self.statistics = results, statistics
+
+    def as_one(self, made: Made, results: bool, dloss: Tensor | None, by_columns: bool) -> None:
+        written, statistics = (self.results, None) if results else (None, self.statistics)
+        call = self.layer, self.teacher, self.given, self.weights
+        self.host.go(made, written, *call, statistics, self.factors, dloss, by_columns)
 
     def write(self, first: int, *logits: Logits) -> None:
         student, teacher = logits
@@ -51,8 +66,8 @@ class _Loss(TeacherLoss):
         self.kernels.rows(self.results, student, teacher, self.given, first)
 
     def incoming(self, dloss: Tensor | None) -> Incoming:
-        if dloss is not None and self.made is not None:
-            return self.made
+        if dloss is not None:
+            return self.factors
         soft, hard = self.weights
         one = torch.ones(1, dtype=torch.float32, device=self.x.device)
         return Incoming(one * soft, one * hard if self.given.options.hard else None)
@@ -70,6 +85,51 @@ class FusedLinearDistillation:
 
     def __init__(self, kernels: DistillationKernels, linear: Linear) -> None:
         self.kernels, self.linear = kernels, linear
+        self.go = opaque(writes=("made", "results"), within=type(kernels).__module__)(self._go)
+
+    def _go(
+        self,
+        made: Made,
+        results: Rows | None,
+        layer: Layer,
+        teacher: Teacher,
+        given: Given,
+        weights: Weights,
+        statistics: Tensor | None,
+        factors: Incoming,
+        dloss: Tensor | None,
+        by_columns: bool,
+    ) -> None:
+        """`LinearLoss.go`. `statistics` are those that forward wrote; in forward they are among the results."""
+        if results is not None:
+            statistics = results.statistics
+        assert statistics is not None
+        loss = _Loss(self, layer, teacher, given, weights, results, statistics)
+        loss.factors = factors
+        loss.go(made, results is not None, dloss, by_columns)
+
+    def _loss(
+        self,
+        needs: Needs,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_x: Tensor,
+        teacher_weight: Tensor,
+        *,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+        reduction: str,
+        given: Given,
+        weights: Weights,
+        results: Rows | None,
+        statistics: Tensor,
+    ) -> _Loss:
+        how: dict[str, Any] = {"accum_dtype": accum_dtype, "memory_budget": memory_budget, "teacher_x": teacher_x}
+        plan = plan_of(needs, x, weight, reduced=reduction != "none", **how)
+        layer = Layer(x, weight, bias, needs, accum_dtype, plan)
+        teacher = Teacher(teacher_x, teacher_weight, memory_budget is not None)
+        return _Loss(self, layer, teacher, given, weights, results, statistics)
 
     def forward(
         self,
@@ -99,17 +159,16 @@ class FusedLinearDistillation:
         options = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
         given = given_of(labels, student_bias, teacher_bias, options)
         rows = new_rows(student_x, options.hard)
-        loss = _Loss(
-            self.kernels,
-            given,
-            (soft_weight, hard_weight),
-            rows.statistics,
-            *(self.linear, needs, student_x, student_weight, student_bias, teacher_x, teacher_weight),
+        loss = self._loss(
+            *(needs, student_x, student_weight, student_bias, teacher_x, teacher_weight),
             accum_dtype=accum_dtype,
             memory_budget=memory_budget,
-            reduced=reduction != "none",
+            reduction=reduction,
+            given=given,
+            weights=Weights(float(soft_weight), float(hard_weight)),
+            results=rows,
+            statistics=rows.statistics,
         )
-        loss.results = rows
         divisor = divisor_of(self.kernels, student_x, given, reduction, num_items_in_batch)
         kept = loss.forward()
         result = result_of(self.kernels, rows, divisor, reduction, soft_weight, hard_weight)
@@ -143,17 +202,17 @@ class FusedLinearDistillation:
         x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias, statistics, divisor, *kept = saved
         options = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
         given = given_of(labels, bias, teacher_bias, options)
-        loss = _Loss(
-            self.kernels,
-            given,
-            (soft_weight, hard_weight),
-            statistics,
-            *(self.linear, needs, x, weight, bias, teacher_x, teacher_weight),
+        loss = self._loss(
+            *(needs, x, weight, bias, teacher_x, teacher_weight),
             accum_dtype=accum_dtype,
             memory_budget=memory_budget,
-            reduced=reduction != "none",
+            reduction=reduction,
+            given=given,
+            weights=Weights(float(soft_weight), float(hard_weight)),
+            results=None,
+            statistics=statistics,
         )
         loss.divisor = divisor
         if not loss.plan.at_once:
-            loss.made = incoming_of(dloss, dsoft, dhard, divisor, soft_weight, hard_weight)
+            loss.factors = incoming_of(dloss, dsoft, dhard, divisor, soft_weight, hard_weight)
         return loss.backward(tuple(kept), next(gradient for gradient in (dloss, dsoft, dhard) if gradient is not None))

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
-from liger_core.host.linear import Linear, TeacherLoss
+from liger_core.host.linear import Layer, Linear, Made, Teacher, TeacherLoss, plan_of
 from liger_core.host.rows import Logits
+from liger_core.opaque import opaque
 
 
 class Given(NamedTuple):
@@ -26,6 +27,18 @@ class Given(NamedTuple):
     ignore_index: int
     temperature: float
     beta: float
+
+
+class Rows(NamedTuple):
+    """The results per row that `DivergenceKernels.rows` writes.
+
+    Attributes:
+        losses: float32 ``[N]``.
+        statistics: float32 ``[5, N]``, which the gradient needs; or None.
+    """
+
+    losses: Tensor
+    statistics: Tensor | None
 
 
 class DivergenceKernels:
@@ -75,24 +88,30 @@ class DivergenceKernels:
 
 
 class _Loss(TeacherLoss):
-    """A call. Only forward writes `losses`. Every `TeacherLoss` takes `layers` and `how`."""
+    """A call. Only forward writes `results`."""
 
     def __init__(
         self,
-        kernels: DivergenceKernels,
+        host: FusedLinearJSD,
+        layer: Layer,
+        teacher: Teacher,
         given: Given,
-        losses: Tensor | None,
+        results: Rows | None,
         statistics: Tensor | None,
-        *layers: Any,
-        **how: Any,
     ) -> None:
-        super().__init__(*layers, **how)
-        self.kernels, self.given, self.losses, self.statistics = kernels, given, losses, statistics
+        super().__init__(host.linear, layer, teacher)
+        self.host, self.kernels, self.given = host, host.kernels, given
+        self.results, self.statistics = results, statistics
+
+    def as_one(self, made: Made, results: bool, dloss: Tensor | None, by_columns: bool) -> None:
+        written, statistics = (self.results, None) if results else (None, self.statistics)
+        assert self.divisor is not None
+        self.host.go(made, written, self.layer, self.teacher, self.given, statistics, self.divisor, dloss)
 
     def write(self, first: int, *logits: Logits) -> None:
         student, teacher = logits
-        assert self.losses is not None
-        self.kernels.rows(self.losses, self.statistics, student, teacher, self.given, first)
+        assert self.results is not None
+        self.kernels.rows(*self.results, student, teacher, self.given, first)
 
     def incoming(self, dloss: Tensor | None) -> Any:
         assert self.divisor is not None
@@ -112,6 +131,43 @@ class FusedLinearJSD:
 
     def __init__(self, kernels: DivergenceKernels, linear: Linear) -> None:
         self.kernels, self.linear = kernels, linear
+        self.go = opaque(writes=("made", "results"), within=type(kernels).__module__)(self._go)
+
+    def _go(
+        self,
+        made: Made,
+        results: Rows | None,
+        layer: Layer,
+        teacher: Teacher,
+        given: Given,
+        statistics: Tensor | None,
+        divisor: Tensor,
+        dloss: Tensor | None,
+    ) -> None:
+        """`LinearLoss.go`. `statistics` are those that forward wrote; in forward they are among the results."""
+        loss = _Loss(self, layer, teacher, given, results, statistics if results is None else results.statistics)
+        loss.divisor = divisor
+        loss.go(made, results is not None, dloss, False)
+
+    def _loss(
+        self,
+        needs: Needs,
+        x: Tensor,
+        weight: Tensor,
+        teacher_x: Tensor,
+        teacher_weight: Tensor,
+        *,
+        accum_dtype: torch.dtype,
+        memory_budget: int | None,
+        given: Given,
+        results: Rows | None,
+        statistics: Tensor | None,
+    ) -> _Loss:
+        needs = (*needs, False)
+        how: dict[str, Any] = {"accum_dtype": accum_dtype, "memory_budget": memory_budget, "teacher_x": teacher_x}
+        layer = Layer(x, weight, None, needs, accum_dtype, plan_of(needs, x, weight, **how))
+        teacher = Teacher(teacher_x, teacher_weight, memory_budget is not None)
+        return _Loss(self, layer, teacher, given, results, statistics)
 
     def forward(
         self,
@@ -133,14 +189,13 @@ class FusedLinearJSD:
         given = Given(None if labels is None else labels.contiguous(), ignore_index, temperature, beta)
         losses = torch.empty(n, dtype=torch.float32, device=student_x.device)
         statistics = losses.new_empty((5, n)) if differentiable else None
-        loss = _Loss(
-            self.kernels,
-            given,
-            losses,
-            statistics,
-            *(self.linear, (*needs, False), student_x, student_weight, None, teacher_x, teacher_weight),
+        loss = self._loss(
+            *(needs, student_x, student_weight, teacher_x, teacher_weight),
             accum_dtype=accum_dtype,
             memory_budget=memory_budget,
+            given=given,
+            results=Rows(losses, statistics),
+            statistics=statistics,
         )
         loss.divisor = count = self.kernels.count(student_x, given.labels, ignore_index)
         kept = loss.forward()
@@ -164,14 +219,13 @@ class FusedLinearJSD:
         """The contract's backward, for a kernel file."""
         student_x, student_weight, teacher_x, teacher_weight, labels, statistics, count, *kept = saved
         given = Given(labels, ignore_index, temperature, beta)
-        loss = _Loss(
-            self.kernels,
-            given,
-            None,
-            statistics,
-            *(self.linear, (*needs, False), student_x, student_weight, None, teacher_x, teacher_weight),
+        loss = self._loss(
+            *(needs, student_x, student_weight, teacher_x, teacher_weight),
             accum_dtype=accum_dtype,
             memory_budget=memory_budget,
+            given=given,
+            results=None,
+            statistics=statistics,
         )
         loss.divisor = count
         dx, dweight, _ = loss.backward(tuple(kept), dloss)

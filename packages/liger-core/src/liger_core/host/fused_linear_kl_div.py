@@ -19,23 +19,36 @@ from liger_core.host.distillation import (
     incoming_of,
     new_rows,
 )
-from liger_core.host.linear import Linear, LinearLoss, plan_of
+from liger_core.host.linear import Layer, Linear, LinearLoss, Made, plan_of
 from liger_core.host.rows import Logits
+from liger_core.opaque import opaque
 
 
 class _Loss(LinearLoss):
     """A call, in which rows of the target replace a teacher's logits.
 
-    Only forward writes `results`. `made` has the factors of rows' gradients in backward.
+    Only forward writes `results`. `factors` are those of rows' gradients in backward.
     """
 
+    factors = Incoming(None, None)
+
     def __init__(
-        self, kernels: DistillationKernels, given: Given, target: Tensor, statistics: Tensor, *layer: Any
+        self,
+        host: FusedLinearKLDiv,
+        layer: Layer,
+        given: Given,
+        target: Tensor,
+        results: Rows | None,
+        statistics: Tensor,
     ) -> None:
-        super().__init__(*layer)
-        self.kernels, self.given, self.target, self.statistics = kernels, given, target, statistics
-        self.results: Rows | None = None
-        self.made: Incoming | None = None
+        super().__init__(host.linear, layer)
+        self.host, self.kernels, self.given, self.target = host, host.kernels, given, target
+        self.results, self.statistics = results, statistics
+
+    def as_one(self, made: Made, results: bool, dloss: Tensor | None, by_columns: bool) -> None:
+        written, statistics = (self.results, None) if results else (None, self.statistics)
+        call = self.layer, self.given, self.target
+        self.host.go(made, written, *call, statistics, self.factors, dloss, by_columns)
 
     def write(self, first: int, *logits: Logits) -> None:
         assert self.results is not None
@@ -43,8 +56,8 @@ class _Loss(LinearLoss):
         self.kernels.rows(self.results, logits[0], Logits.of(target), self.given, first)
 
     def incoming(self, dloss: Tensor | None) -> Incoming:
-        if dloss is not None and self.made is not None:
-            return self.made
+        if dloss is not None:
+            return self.factors
         return Incoming(torch.ones(1, dtype=torch.float32, device=self.x.device), None)
 
     def gradient(
@@ -60,6 +73,27 @@ class FusedLinearKLDiv:
 
     def __init__(self, kernels: DistillationKernels, linear: Linear) -> None:
         self.kernels, self.linear = kernels, linear
+        self.go = opaque(writes=("made", "results"), within=type(kernels).__module__)(self._go)
+
+    def _go(
+        self,
+        made: Made,
+        results: Rows | None,
+        layer: Layer,
+        given: Given,
+        target: Tensor,
+        statistics: Tensor | None,
+        factors: Incoming,
+        dloss: Tensor | None,
+        by_columns: bool,
+    ) -> None:
+        """`LinearLoss.go`. `statistics` are those that forward wrote; in forward they are among the results."""
+        if results is not None:
+            statistics = results.statistics
+        assert statistics is not None
+        loss = _Loss(self, layer, given, target, results, statistics)
+        loss.factors = factors
+        loss.go(made, results is not None, dloss, by_columns)
 
     def forward(
         self,
@@ -83,8 +117,7 @@ class FusedLinearKLDiv:
         given = given_of(labels, bias, None, _options(log_target, temperature, softcap, eps, ignore_index))
         rows = new_rows(x, False)
         layer = needs, x, linear_weight, bias
-        loss = self._loss(given, target, rows.statistics, layer, reduction, accum_dtype, memory_budget)
-        loss.results = rows
+        loss = self._loss(given, target, rows, rows.statistics, layer, reduction, accum_dtype, memory_budget)
         divided = reduction in ("batchmean", "mean")
         loss.divisor = divisor_of(self.kernels, x, given, "mean" if divided else reduction, None)
         if reduction == "mean" and loss.divisor is not None:
@@ -114,27 +147,28 @@ class FusedLinearKLDiv:
         x, linear_weight, target, labels, bias, statistics, divisor, *kept = saved
         given = given_of(labels, bias, None, _options(log_target, temperature, softcap, eps, ignore_index))
         layer = needs, x, linear_weight, bias
-        loss = self._loss(given, target, statistics, layer, reduction, accum_dtype, memory_budget)
+        loss = self._loss(given, target, None, statistics, layer, reduction, accum_dtype, memory_budget)
         loss.divisor = divisor
         # If gradients were made in forward, they are only scaled, and need no factors per row.
         if not loss.plan.at_once or loss.plan.columns is not None:
-            loss.made = incoming_of(None, dloss, None, divisor, 1.0, 0.0)
+            loss.factors = incoming_of(None, dloss, None, divisor, 1.0, 0.0)
         return loss.backward(tuple(kept), dloss)
 
     def _loss(
         self,
         given: Given,
         target: Tensor,
+        results: Rows | None,
         statistics: Tensor,
         layer: tuple[Needs, Tensor, Tensor, Tensor | None],
         reduction: str,
         accum_dtype: torch.dtype,
         memory_budget: int | None,
     ) -> _Loss:
-        needs, x, weight, _ = layer
+        needs, x, weight, bias = layer
         reduced = reduction != "none"
         plan = plan_of(needs, x, weight, accum_dtype=accum_dtype, memory_budget=memory_budget, reduced=reduced)
-        return _Loss(self.kernels, given, target, statistics, self.linear, *layer, plan, accum_dtype)
+        return _Loss(self, Layer(x, weight, bias, needs, accum_dtype, plan), given, target, results, statistics)
 
 
 def _options(log_target: bool, temperature: float, softcap: float | None, eps: float, ignore_index: int) -> Options:

@@ -14,6 +14,7 @@ the gradient is g_lse m + (g_lse p_y + g_picked) c_y W_y. Kept apart, the two te
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from liger_core import modes
 from liger_core.contract import Needs, Once, Saved
-from liger_core.host.linear import Linear
+from liger_core.host.linear import Linear, Made
 from liger_core.host.logit_statistics import (
     Incoming,
     Labels,
@@ -35,6 +36,7 @@ from liger_core.host.logit_statistics import (
     terms_columns,
 )
 from liger_core.host.rows import Logits
+from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_cross_entropy import padded_columns
 from liger_core.ops.logit_statistics import LogitStatistics
 
@@ -122,28 +124,64 @@ def plan_of(
     )
 
 
+class Head(NamedTuple):
+    """A call's linear layer, except x.
+
+    Attributes:
+        weight: ``[V, H]``.
+        bias: ``[V]``, or None.
+        needs: which of x, weight and bias want a gradient.
+        accum_dtype: the dtype in which the weight's gradient is summed over chunks of rows.
+        plan: how the call goes over its logits.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    needs: Sequence[bool]
+    accum_dtype: torch.dtype
+    plan: Plan
+
+
+class Frozen(NamedTuple):
+    """What `_Call.go` writes if forward makes what backward needs; otherwise both are None.
+
+    Attributes:
+        m: ``[N, H]``, contiguous: each row's m but for a factor.
+        scales: that factor, float32 ``[N]``. It keeps the exponentials that m is made of from being read and written once more.
+    """
+
+    m: Tensor | None
+    scales: Tensor | None
+
+
 class _Call:
     """A call of the op, in forward or in backward."""
 
-    def __init__(
-        self,
-        kernels: StatisticsKernels,
-        linear: Linear,
-        needs: Needs,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Labels,
-        plan: Plan,
-        accum_dtype: torch.dtype,
-    ) -> None:
-        self.kernels, self.linear, self.needs, self.plan, self.accum_dtype = kernels, linear, needs, plan, accum_dtype
-        self.weight, self.bias, self.labels = weight, bias, labels
-        self.dbias: Tensor | None = None
+    def __init__(self, host: FusedLinearStatistics, head: Head, labels: Labels) -> None:
+        self.host, self.kernels, self.linear, self.head, self.labels = host, host.kernels, host.linear, head, labels
+        self.weight, self.bias, self.needs, self.accum_dtype, self.plan = head
 
-    def forward(self, results: Rows, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, results: Rows, x: Tensor) -> tuple[Any, ...]:
         """Write all rows' results. Return what is kept for `backward`, or for `of_frozen`."""
+        frozen = Frozen(None, None)
         if self.plan.frozen:
-            return self._frozen(results, x)
+            scales = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
+            frozen = Frozen(torch.empty_like(x, memory_format=torch.contiguous_format), scales)
+        # As in `LinearLoss.as_one`.
+        if modes.compiling() and (self.plan.frozen or not self.plan.held):
+            self.host.go(results, frozen, x, self.head, self.labels)
+            kept = ()
+        else:
+            kept = self.go(results, frozen, x)
+        if frozen.m is None or frozen.scales is None:
+            return kept
+        return frozen.m, torch.cat((self._factors(results), frozen.scales[None]))
+
+    def go(self, results: Rows, frozen: Frozen, x: Tensor) -> tuple[Any, ...]:
+        """Write all rows' results, and what backward needs of a frozen weight. Return what else is kept."""
+        if frozen.m is not None and frozen.scales is not None:
+            self._frozen(results, frozen.m, frozen.scales, x)
+            return ()
         size, keeps = x.shape[0], (self.plan.whole or self.plan.terms) and any(self.needs)
         if taken := self._taken(x, results):
             if keeps and taken >= size:
@@ -194,15 +232,11 @@ class _Call:
             found.addcmul_(incoming.picked[:, 0], factors[1])
         return found
 
-    def _frozen(self, results: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's m but for a factor, and three factors, ``[3, N]``: those of `_factors`, and m's own.
-
-        m's own keeps the exponentials that m is made of from being read and written once more.
-        """
+    def _frozen(self, results: Rows, m: Tensor, scales: Tensor, x: Tensor) -> None:
+        """Write the rows' results, and `Frozen`'s tensors; `scales` are ones before."""
         assert results.kept is not None
         size = x.shape[0]
-        m = torch.empty_like(x, memory_format=torch.contiguous_format)
-        one, scales = (torch.ones(size, dtype=torch.float32, device=x.device) for _ in range(2))
+        one = torch.ones(size, dtype=torch.float32, device=x.device)
         less = torch.empty_like(results.picked)
         taken = self._taken(x, results)
         # The plan has room for logits beside their gradient. Without logits, twice as many rows take less.
@@ -222,9 +256,8 @@ class _Call:
                 # The target's own term is apart.
                 less[some, 0] = -torch.exp(results.picked[some, 0] - results.lse[some])
                 incoming = Incoming(one, less, None, None)
-                others = self._dlogits(logits, x.dtype, results.kept, incoming, first, 0)
+                others = self._dlogits(logits, x.dtype, None, results.kept, incoming, first, 0)
             self.linear.write_product_of(m[some], others, self.weight, transposed=False)
-        return m, torch.cat((self._factors(results), scales[None]))
 
     def columns_of(self) -> tuple[Tensor, Tensor]:
         """The column of each row's only target, or 0; and whether the target is a column that counts."""
@@ -249,49 +282,70 @@ class _Call:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of x, weight and bias. `whole` is what `forward` kept, to be overwritten and freed; or None."""
         held: tuple[Any, ...] = (None if whole is None else whole.take()) or ()
-        by_columns = self.plan.by_columns and not held
-        dx, dweight = self._by_columns(x, kept, incoming) if by_columns else self._by_rows(x, held, kept, incoming)
+        at_once = self.plan.whole or bool(held)
+        made = self._memory(x, at_once, self.plan.by_columns and not at_once)
+        if modes.compiling() and not at_once:
+            self.host.go_back(made, x, self.head, self.labels, kept, incoming)
+        else:
+            self.go_back(made, x, held, kept, incoming)
+        dx, dweight, dbias = made
         dx = None if dx is None else dx.to(x.dtype)
         dweight = None if dweight is None else dweight.to(self.weight.dtype)
-        return dx, dweight, None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype)
+        return dx, dweight, None if dbias is None or self.bias is None else dbias.to(self.bias.dtype)
 
-    def _by_rows(
-        self, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: Incoming
-    ) -> tuple[Tensor | None, Tensor | None]:
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if self.needs[0] else None
-        whole = self.plan.whole or bool(held)
-        dweight, dtype = None, self.weight.dtype if whole else self.accum_dtype
-        for first, last in self.linear.chunks(x.shape[0], x.shape[0] if whole else self.plan.rows):
+    def _memory(self, x: Tensor, at_once: bool, by_columns: bool) -> Made:
+        """Memory for the gradients. A sum over chunks has a wider dtype; the bias's is float32."""
+        weight, (needs_x, needs_weight, needs_bias) = self.weight, self.needs
+        of_weight = weight.dtype if at_once or by_columns else self.accum_dtype
+        return Made(
+            x.new_empty(x.shape, dtype=torch.float32 if by_columns else x.dtype) if needs_x else None,
+            weight.new_empty(weight.shape, dtype=of_weight) if needs_weight else None,
+            weight.new_empty(weight.shape[0], dtype=torch.float32) if needs_bias else None,
+        )
+
+    def go_back(self, made: Made, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: Incoming) -> None:
+        """Write the gradients. `held` is what is left of all logits, or nothing."""
+        if made.dbias is not None:
+            made.dbias.zero_()
+        if self.plan.by_columns and not held:
+            self._by_columns(made, x, kept, incoming)
+        else:
+            self._by_rows(made, x, held, kept, incoming)
+
+    def _by_rows(self, made: Made, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: Incoming) -> None:
+        dx, dweight, dbias = made
+        at_once = self.plan.whole or bool(held)
+        for first, last in self.linear.chunks(x.shape[0], x.shape[0] if at_once else self.plan.rows):
             if len(held) > 1:
                 dlogits = self._of_terms(held[0], held[1], held[2], kept, incoming)
             else:
                 logits = (
-                    Logits(held[0], self.weight.shape[0]) if held else self._logits_again(x[first:last], self.weight)
+                    Logits(held[0], self.weight.shape[0])
+                    if held
+                    else self.linear.logits(x[first:last], self.weight, torch.float32)
                 )
                 held = ()
-                dlogits = self._dlogits(logits, x.dtype, kept, incoming, first, 0)
+                dlogits = self._dlogits(logits, x.dtype, dbias, kept, incoming, first, 0)
                 del logits  # freed before the products
             if dx is not None:
                 self.linear.write_product_of(dx[first:last], dlogits, self.weight, transposed=False)
-            if self.needs[1]:
-                dweight = self.linear.add_product_of(dweight, dlogits, x[first:last], dtype, transposed=True)
+            if dweight is not None:
+                some = x[first:last]
+                self.linear.add_product_of(dweight, dlogits, some, dweight.dtype, transposed=True, adds=first > 0)
             del dlogits
-        return dx, dweight
 
-    def _by_columns(self, x: Tensor, kept: Tensor, incoming: Incoming) -> tuple[Tensor | None, Tensor | None]:
-        dx = None
-        dweight = torch.empty_like(self.weight, memory_format=torch.contiguous_format) if self.needs[1] else None
+    def _by_columns(self, made: Made, x: Tensor, kept: Tensor, incoming: Incoming) -> None:
+        dx, dweight, dbias = made
         for first, last in self.linear.chunks_of_columns(self.weight.shape[0], self.plan.columns):
             part = self.weight[first:last]
-            logits = self._logits_again(x, part)
-            dlogits = self._dlogits(logits, x.dtype, kept, incoming, 0, first)
+            logits = self.linear.logits(x, part, torch.float32)
+            dlogits = self._dlogits(logits, x.dtype, dbias, kept, incoming, 0, first)
             del logits
-            if self.needs[0]:
-                dx = self.linear.add_product_of(dx, dlogits, part, torch.float32, transposed=False)
+            if dx is not None:
+                self.linear.add_product_of(dx, dlogits, part, dx.dtype, transposed=False, adds=first > 0)
             if dweight is not None:
                 self.linear.write_product_of(dweight[first:last], dlogits, x, transposed=True)
             del dlogits
-        return dx, dweight
 
     def _of_terms(self, terms: Tensor, beside: Any, factors: Tensor, kept: Tensor, incoming: Incoming) -> Logits:
         """The gradient of all logits, in place of what `forward` kept."""
@@ -302,21 +356,21 @@ class _Call:
         terms.scatter_(1, column, torch.where(here[:, None], found, terms.gather(1, column)))
         return Logits(terms, self.weight.shape[0])
 
-    def _logits_again(self, x: Tensor, weight: Tensor) -> Logits:
-        """float32 x weightᵀ. While Dynamo traces, a plan to keep all logits comes true by a product that forward has as well."""
-        return self.linear.logits(x, weight, torch.float32, again=modes.compiling() and not self.plan.whole)
-
     def _dlogits(
-        self, logits: Logits, dtype: torch.dtype, kept: Tensor, incoming: Incoming, first_row: int, first_column: int
+        self,
+        logits: Logits,
+        dtype: torch.dtype,
+        dbias: Tensor | None,
+        kept: Tensor,
+        incoming: Incoming,
+        first_row: int,
+        first_column: int,
     ) -> Logits:
         """The gradient of logits, rounded to x's dtype. Before that it is added to the bias's. The logits are overwritten."""
-        if self.needs[2] or dtype is torch.float32:
+        if dbias is not None or dtype is torch.float32:
             self.kernels.gradient(logits, None, self.labels, kept, incoming, first_row, first_column)
-            if self.needs[2]:
-                if self.dbias is None:
-                    size = self.weight.shape[0]
-                    self.dbias = torch.zeros(size, dtype=torch.float32, device=self.weight.device)
-                self.dbias[first_column : first_column + logits.columns] += logits.tensor().sum(0)
+            if dbias is not None:
+                dbias[first_column : first_column + logits.columns] += logits.tensor().sum(0)
             return logits if dtype is torch.float32 else Logits(logits.memory.to(dtype), logits.columns)
         dlogits = logits.empty_like(dtype)
         self.kernels.gradient(dlogits, logits, self.labels, kept, incoming, first_row, first_column)
@@ -328,6 +382,17 @@ class FusedLinearStatistics:
 
     def __init__(self, kernels: StatisticsKernels, linear: Linear) -> None:
         self.kernels, self.linear = kernels, linear
+        module = type(kernels).__module__
+        self.go = opaque(writes=("results", "frozen"), within=module)(self._go)
+        self.go_back = opaque(writes=("made",), within=module)(self._go_back)
+
+    def _go(self, results: Rows, frozen: Frozen, x: Tensor, head: Head, labels: Labels) -> None:
+        """`_Call.go`, of logits that aren't kept."""
+        _Call(self, head, labels).go(results, frozen, x)
+
+    def _go_back(self, made: Made, x: Tensor, head: Head, labels: Labels, kept: Tensor, incoming: Incoming) -> None:
+        """`_Call.go_back`, of logits that weren't kept."""
+        _Call(self, head, labels).go_back(made, x, (), kept, incoming)
 
     def forward(
         self,
@@ -362,7 +427,7 @@ class FusedLinearStatistics:
             return_best=return_best,
             differentiable=any(needs),
         )
-        call = _Call(self.kernels, self.linear, needs, linear_weight, bias, labels, plan, accum_dtype)
+        call = _Call(self, Head(linear_weight, bias, needs, accum_dtype, plan), labels)
         kept = call.forward(rows, x)
         result = result_of(rows, target)
         if not any(needs):
@@ -397,7 +462,7 @@ class FusedLinearStatistics:
         labels = labels_of(target, class_weight, bias, options_of(first, ignore_index, softcap, temperature))
         picked_alone = _picked_alone(target, return_entropy, return_total)
         plan = self._plan(needs, x, linear_weight, labels, accum_dtype, memory_budget, picked_alone)
-        call = _Call(self.kernels, self.linear, needs, linear_weight, bias, labels, plan, accum_dtype)
+        call = _Call(self, Head(linear_weight, bias, needs, accum_dtype, plan), labels)
         incoming = incoming_of(dlse, dpicked, dentropy, dtotal)
         if plan.frozen:
             return call.of_frozen(x, kept, incoming), None, None

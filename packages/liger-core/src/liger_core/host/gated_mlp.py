@@ -16,6 +16,7 @@ from torch import Tensor
 
 from liger_core.contract import Early, Needs, Saved, compiling
 from liger_core.host.linear import Linear
+from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_cross_entropy import MOST_CHUNKS
 from liger_core.ops.gated_mlp import accumulator_memory, whole_memory
 
@@ -32,6 +33,23 @@ class Activation(NamedTuple):
     backward: Callable[..., tuple[Tensor | None, ...]]
 
 
+class Weights(NamedTuple):
+    """``[C, H]``, ``[C, H]`` and ``[O, C]``."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class Made(NamedTuple):
+    """Memory for the gradients of x and of the three weights; None for those that aren't made, or not there."""
+
+    x: Tensor | None
+    gate: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+
+
 class GatedMLP:
     """The op in a language.
 
@@ -44,6 +62,9 @@ class GatedMLP:
     def __init__(self, linear: Linear, silu: Activation, gelu_tanh: Activation) -> None:
         self.linear = linear
         self.activations = {"silu": silu, "gelu_tanh": gelu_tanh}
+        module = type(linear).__module__
+        self.go = opaque(writes=("y",), within=module)(self._go)
+        self.go_back = opaque(writes=("made",), within=module)(self._go_back)
 
     def forward(
         self,
@@ -59,11 +80,11 @@ class GatedMLP:
         memory_budget: int | None = None,
     ) -> tuple[Tensor, Saved]:
         grad = True in needs
-        options = _options(activation, gate_multiplier, down_multiplier)
-        act = self.activations[activation].forward
         shape = (*x.shape[:-1], down_weight.shape[0])
         rows = x.reshape(-1, x.shape[-1])
         if memory_budget is None or whole_memory(x, gate_weight, grad) <= memory_budget:
+            options = _options(activation, gate_multiplier, down_multiplier)
+            act = self.activations[activation].forward
             gate, up = torch.mm(rows, gate_weight.t()), torch.mm(rows, up_weight.t())
             y = torch.mm(act((False, False), gate, up, **options)[0], down_weight.t()).view(shape)
             if not grad:
@@ -72,13 +93,30 @@ class GatedMLP:
             return y, (kept, gate_weight, up_weight, down_weight, gate, up)
         y = torch.empty((rows.shape[0], shape[-1]), dtype=x.dtype, device=x.device)
         most = max(1, memory_budget // (3 * gate_weight.shape[0] * x.dtype.itemsize))
+        weights = Weights(gate_weight, up_weight, down_weight)
+        self.go(y, rows, weights, activation, float(gate_multiplier), float(down_multiplier), most)
+        return y.view(shape), (x, *weights, None, None) if grad else ()
+
+    def _go(
+        self,
+        y: Tensor,
+        rows: Tensor,
+        weights: Weights,
+        activation: str,
+        gate_multiplier: float,
+        down_multiplier: float,
+        most: int,
+    ) -> None:
+        """Write y, in chunks of at most so many rows. It is one custom op in a trace, as `LinearLoss.as_one` is."""
+        options = _options(activation, gate_multiplier, down_multiplier)
+        act = self.activations[activation].forward
+        gate_weight, up_weight, down_weight = weights
         for first, last in self.linear.chunks(rows.shape[0], most):
             some = rows[first:last]
             gate, up = torch.mm(some, gate_weight.t()), torch.mm(some, up_weight.t())
             product = act((False, False), gate, up, **options)[0]
             torch.mm(product, down_weight.t(), out=y[first:last])
             del gate, up, product  # freed before the next rows' are made
-        return y.view(shape), (x, gate_weight, up_weight, down_weight, None, None) if grad else ()
 
     def keeps(
         self,
@@ -107,19 +145,49 @@ class GatedMLP:
         down_multiplier: float,
         memory_budget: int | None,
     ) -> tuple[Tensor | None, ...]:
-        x, *weights, gate, up = saved
-        options = _options(activation, gate_multiplier, down_multiplier)
+        x, *_, gate, up = saved
+        weights = Weights(*saved[1:4])
         dys = dy.reshape(-1, dy.shape[-1])
         rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
-        run = _Backward(self.linear, self.activations[activation], options, needs, rows, weights, dys)
         if gate is not None or memory_budget is None or whole_memory(rows, weights[0], grad=True) <= memory_budget:
-            dx = run.at_once(gate, up)
+            made = Made(None, *_memory(needs, weights, weights.gate.dtype))
+            options = _options(activation, gate_multiplier, down_multiplier)
+            run = _Backward(self.linear, self.activations[activation], options, needs[0], made, rows, weights, dys)
+            made = made._replace(x=run.at_once(gate, up))
         else:
             by_rows, most = _way(self.linear, needs, rows, weights, memory_budget)
-            dx = run.by_rows(most) if by_rows else run.by_columns(most)
-        if dx is not None:
-            dx = dx.to(dy.dtype).view((*dy.shape[:-1], weights[0].shape[1]))
-        return dx, run.made.get("gate"), run.made.get("up"), run.made.get("down")
+            wide = torch.float32
+            of_x, of_weights = (rows.dtype, wide) if by_rows else (wide, rows.dtype)
+            dx = rows.new_empty(rows.shape, dtype=of_x) if needs[0] else None
+            made = Made(dx, *_memory(needs, weights, of_weights))
+            multipliers = float(gate_multiplier), float(down_multiplier)
+            self.go_back(made, rows, weights, dys, activation, *multipliers, by_rows, most)
+        dx, *dweights = (None if each is None else each.to(dy.dtype) for each in made)
+        return None if dx is None else dx.view((*dy.shape[:-1], weights.gate.shape[1])), *dweights
+
+    def _go_back(
+        self,
+        made: Made,
+        rows: Tensor,
+        weights: Weights,
+        dys: Tensor,
+        activation: str,
+        gate_multiplier: float,
+        down_multiplier: float,
+        by_rows: bool,
+        most: int,
+    ) -> None:
+        """Write the gradients, in chunks of at most so many rows, or else columns. As `_go`."""
+        options = _options(activation, gate_multiplier, down_multiplier)
+        wants_x = made.x is not None
+        run = _Backward(self.linear, self.activations[activation], options, wants_x, made, rows, weights, dys)
+        (run.by_rows if by_rows else run.by_columns)(most)
+
+
+def _memory(needs: Needs, weights: Weights, dtype: torch.dtype) -> list[Tensor | None]:
+    """Memory for the gradients of weights."""
+    wanted = zip(weights, needs[1:], strict=True)
+    return [weight.new_empty(weight.shape, dtype=dtype) if needed else None for weight, needed in wanted]
 
 
 def _options(activation: str, gate_multiplier: float, down_multiplier: float) -> dict[str, Any]:
@@ -147,7 +215,7 @@ class _Backward:
     """The gradients, from all rows and columns of the branches at once or in chunks.
 
     Attributes:
-        made: those of the weights, by "gate", "up" and "down".
+        made: memory for those that are wanted, by "x", "gate", "up" and "down"; "x" only for chunks.
     """
 
     def __init__(
@@ -155,76 +223,63 @@ class _Backward:
         linear: Linear,
         activation: Activation,
         options: dict[str, Any],
-        needs: Needs,
+        needs_x: bool,
+        made: Made,
         rows: Any,
-        weights: Sequence[Tensor],
+        weights: Weights,
         dys: Tensor,
     ) -> None:
         self.linear, self.activation, self.options = linear, activation, options
-        self.rows, self.weights, self.dys = rows, weights, dys
-        self.needs_x, *wanted = needs
-        self.wants: dict[str, bool] = dict(zip(("gate", "up", "down"), wanted, strict=True))
-        self.branches = self.needs_x or self.wants["gate"], self.needs_x or self.wants["up"]
-        self.made: dict[str, Tensor] = {}
+        self.rows, self.weights, self.dys, self.needs_x = rows, weights, dys, needs_x
+        self.made = {name: memory for name, memory in made._asdict().items() if memory is not None}
+        self.branches = needs_x or "gate" in self.made, needs_x or "up" in self.made
 
     def at_once(self, gate: Tensor | None, up: Tensor | None) -> Tensor | None:
         """x's gradient. Branches that weren't kept are made."""
         gate_weight, up_weight, _ = self.weights
         if gate is None or up is None:
             gate, up = torch.mm(self.rows, gate_weight.t()), torch.mm(self.rows, up_weight.t())
-        self._allocate()
         both = self._columns(slice(0, gate_weight.shape[0]), gate, up)
         return torch.mm(both[0], gate_weight).addmm_(both[1], up_weight) if self.needs_x else None
 
-    def by_columns(self, most: int) -> Tensor | None:
-        """x's gradient, a float32 sum. Each column's gradients of weights are made in one piece."""
+    def by_columns(self, most: int) -> None:
+        """x's gradient is a float32 sum. Each column's gradients of weights are made in one piece."""
         gate_weight, up_weight, _ = self.weights
-        self._allocate()
-        dx = None
+        dx = self.made.get("x")
         for first, last in self.linear.chunks(gate_weight.shape[0], most):
             some = slice(first, last)
             gate, up = torch.mm(self.rows, gate_weight[some].t()), torch.mm(self.rows, up_weight[some].t())
             both = self._columns(some, gate, up)
             del gate, up  # frees their memory for the products
-            if self.needs_x:
-                dx = self.linear.add_product(dx, both[0].t(), gate_weight[some], torch.float32)
-                dx = self.linear.add_product(dx, both[1].t(), up_weight[some], torch.float32)
+            if dx is not None:
+                self.linear.add_product(dx, both[0].t(), gate_weight[some], dx.dtype, adds=first > 0)
+                self.linear.add_product(dx, both[1].t(), up_weight[some], dx.dtype)
             del both  # freed before the next columns' are made
-        return dx
 
-    def by_rows(self, most: int) -> Tensor | None:
-        """x's gradient, each row in one piece. The gradients of weights are float32 sums."""
+    def by_rows(self, most: int) -> None:
+        """x's gradient is made of each row in one piece. The gradients of weights are float32 sums."""
         gate_weight, up_weight, down_weight = self.weights
-        dx = torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device) if self.needs_x else None
+        dx = self.made.get("x")
         for first, last in self.linear.chunks(self.rows.shape[0], most):
             rows, dys = self.rows[first:last], self.dys[first:last]
             gate, up = torch.mm(rows, gate_weight.t()), torch.mm(rows, up_weight.t())
-            if self.wants["down"]:
+            if "down" in self.made:
                 product = self._product(gate, up)
-                self._add("down", dys, product)
+                self._add("down", dys, product, first > 0)
                 del product
             both: Any = None, None
             if True in self.branches:
                 both = self._branches(gate, up, torch.mm(dys, down_weight))
             del gate, up  # as in `by_columns`
-            self._add("gate", both[0], rows)
-            self._add("up", both[1], rows)
+            self._add("gate", both[0], rows, first > 0)
+            self._add("up", both[1], rows, first > 0)
             if dx is not None:
                 torch.mm(both[0], gate_weight, out=dx[first:last]).addmm_(both[1], up_weight)
             del both
-        for name in self.made:
-            self.made[name] = self.made[name].to(self.rows.dtype)
-        return dx
-
-    def _allocate(self) -> None:
-        """Allocate the weights' gradients that are wanted."""
-        for (name, wanted), weight in zip(self.wants.items(), self.weights, strict=True):
-            if wanted:
-                self.made[name] = torch.empty_like(weight, memory_format=torch.contiguous_format)
 
     def _columns(self, some: slice, gate: Tensor, up: Tensor) -> tuple[Any, Any]:
         """Write these columns of the weights' gradients, and return those of gate and up; None for one that isn't needed."""
-        if self.wants["down"]:
+        if "down" in self.made:
             product = self._product(gate, up)
             if compiling():  # Dynamo takes no `out` with gaps
                 self.made["down"][:, some] = torch.mm(self.dys.t(), product)
@@ -235,7 +290,7 @@ class _Backward:
             return None, None
         both = self._branches(gate, up, torch.mm(self.dys, self.weights[2][:, some]))
         for name, gradient in zip(("gate", "up"), both, strict=True):
-            if self.wants[name]:
+            if name in self.made:
                 torch.mm(gradient.t(), self.rows, out=self.made[name][some])
         return both
 
@@ -246,7 +301,8 @@ class _Backward:
         both: Any = self.activation.backward(self.branches, (gate, up), dproduct, **self.options)
         return both
 
-    def _add(self, name: str, a: Any, b: Tensor) -> None:
-        """Add aᵀ b to a weight's gradient, if it is wanted."""
-        if self.wants[name]:
-            self.made[name] = self.linear.add_product(self.made.get(name), a, b, torch.float32)
+    def _add(self, name: str, a: Any, b: Tensor, adds: bool) -> None:
+        """Add aᵀ b to a weight's gradient, if it is wanted, or else write it."""
+        if name in self.made:
+            total = self.made[name]
+            self.linear.add_product(total, a, b, total.dtype, adds)

@@ -12,6 +12,7 @@ A language has one `Linear`. An op has a `LinearLoss`, which writes rows' result
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,10 +104,7 @@ def _parts(columns: int, width: int) -> list[slice]:
 
 @opaque(writes=("y",))
 def _product_of(y: Tensor, logits: Tensor, columns: int, b: Tensor, transposed: bool, adds: bool) -> None:
-    """y = a b, or y += a b. a is the first columns of `logits`, or their transpose.
-
-    It isn't traced: Inductor would make the products of all chunks at the end, each of a gradient of logits in its own memory.
-    """
+    """y = a b, or y += a b. a is the first columns of `logits`, or their transpose."""
     parts = _parts(columns, logits.shape[1])
     if transposed:
         for part in parts:
@@ -118,11 +116,13 @@ def _product_of(y: Tensor, logits: Tensor, columns: int, b: Tensor, transposed: 
             adds = True
 
 
-def _sum_of(total: Tensor | None, logits: Logits, b: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
+def _sum_of(
+    total: Tensor | None, logits: Logits, b: Tensor, dtype: torch.dtype, *, transposed: bool, adds: bool
+) -> Tensor:
     """total + logitsᵀ b, or total + logits b if not `transposed`; written to `total`, or to a new one in `dtype`."""
     memory, columns = logits
-    adds = total is not None
     if total is None:
+        adds = False
         total = torch.empty((columns if transposed else memory.shape[0], b.shape[1]), dtype=dtype, device=b.device)
     _product_of(total, memory, columns, b, transposed, adds)
     return total
@@ -163,17 +163,24 @@ class Linear:
         """Whether `add_product` in `dtype`, of tensors with x's dtype, needs about as much memory as its `a`."""
         return False
 
-    def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        """total + aᵀ b, in `dtype`; written to `total` if there is one."""
-        return _sum_of(total, Logits.of(a), b, dtype, transposed=True)
+    def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, adds: bool = True) -> Tensor:
+        """total + aᵀ b, in `dtype`; written to `total` if there is one. If not `adds`, `total` is memory alone."""
+        return _sum_of(total, Logits.of(a), b, dtype, transposed=True, adds=adds)
 
     def add_product_of(
-        self, total: Tensor | None, logits: Logits, b: Tensor, dtype: torch.dtype, *, transposed: bool
+        self,
+        total: Tensor | None,
+        logits: Logits,
+        b: Tensor,
+        dtype: torch.dtype,
+        *,
+        transposed: bool,
+        adds: bool = True,
     ) -> Tensor:
         """`add_product` of logits or their gradient: total + logitsᵀ b, or total + logits b if not `transposed`."""
         if logits.padded():
-            return _sum_of(total, logits, b, dtype, transposed=transposed)
-        return self.add_product(total, logits.memory if transposed else logits.memory.t(), b, dtype)
+            return _sum_of(total, logits, b, dtype, transposed=transposed, adds=adds)
+        return self.add_product(total, logits.memory if transposed else logits.memory.t(), b, dtype, adds)
 
     def write_product_of(self, y: Tensor, logits: Logits, b: Tensor, *, transposed: bool) -> None:
         """Write logits b, or logitsᵀ b if `transposed`, to `y`, in their dtype."""
@@ -183,19 +190,17 @@ class Linear:
         """a · b in float32, not rounded to their dtype."""
         return _mm(*_factors(a, b, torch.float32))
 
-    def logits(self, x: Tensor, weight: Tensor, dtype: torch.dtype, again: bool = False) -> Logits:
+    def logits(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Logits:
         """x · weightᵀ in `dtype`, which is x's or float32.
 
         Args:
             x: ``[N, H]``.
             weight: ``[V, H]``.
             dtype: the dtype of the logits.
-            again: for backward. The product isn't traced then: torch.compile would find the same one in forward, and keep that
-                for backward, and so in the end all logits.
         """
         columns = weight.shape[0]
         width = padded_columns(columns) if self.pads else columns
-        if width == columns and not again:
+        if width == columns:
             return Logits(x @ weight.t() if dtype is x.dtype else self.product(x, weight.t()), columns)
         memory = torch.empty((x.shape[0], width), dtype=dtype, device=x.device)
         _write_logits(memory, x, weight)
@@ -220,6 +225,18 @@ class Linear:
         return y
 
 
+class Made(NamedTuple):
+    """The gradients of x, weight and bias, or memory for them; None for those that aren't needed."""
+
+    dx: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+
+    def any(self) -> bool:
+        """Whether one is needed."""
+        return any(each is not None for each in self)
+
+
 class Gradients:
     """The gradients of x, weight and bias of a linear layer, added up from the gradient of the logits.
 
@@ -228,57 +245,42 @@ class Gradients:
 
     Args:
         linear: the language's.
-        needs: which of x, weight and bias want a gradient.
-        x: ``[N, H]``.
-        weight: ``[V, H]``.
-        bias: ``[V]``, or None.
-        dtype: the dtype in which the weight's gradient is summed over chunks of rows. The bias's is summed in float32.
-
-    Attributes:
-        made: the gradients of x, weight and bias; None for those that aren't needed.
+        layer: the layer.
+        made: memory, which is written to. The dtype of the weight's gradient is that in which it is summed over chunks of rows.
+            The bias's is summed in float32.
     """
 
-    def __init__(
-        self, linear: Linear, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> None:
-        self.linear, self.needs, self.x, self.weight, self.bias = linear, needs, x, weight, bias
-        self.dtype = dtype
-        self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
-        self.dweight: Tensor | None = None
-        self.dbias: Tensor | None = None
-        self.wide = needs[2] and is_wide(bias, x)
-
-    @property
-    def made(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.dx, self.dweight, self.dbias
+    def __init__(self, linear: Linear, layer: Layer, made: Made) -> None:
+        self.linear, self.x, self.weight, self.made = linear, layer.x, layer.weight, made
+        self.begun = False
+        self.wide = made.dbias is not None and is_wide(layer.bias, layer.x)
+        if self.wide and made.dbias is not None:
+            made.dbias.zero_()
 
     def add_rows(self, first: int, last: int, dlogits: Logits) -> None:
         """Add the gradient of some rows of logits, with all columns."""
-        if self.dx is not None:
-            self.linear.write_product_of(self.dx[first:last], dlogits, self.weight, transposed=False)
-        if self.needs[1]:
+        dx, dweight, dbias = self.made
+        if dx is not None:
+            self.linear.write_product_of(dx[first:last], dlogits, self.weight, transposed=False)
+        if dweight is not None:
             x = self.x[first:last]
-            self.dweight = self.linear.add_product_of(self.dweight, dlogits, x, self.dtype, transposed=True)
-        if self.needs[2] and not self.wide:
-            dbias = dlogits.tensor().sum(0, dtype=torch.float32)
-            self.dbias = dbias if self.dbias is None else self.dbias.add_(dbias)
+            self.linear.add_product_of(dweight, dlogits, x, dweight.dtype, transposed=True, adds=self.begun)
+        if dbias is not None and not self.wide:
+            (dbias.add_ if self.begun else dbias.copy_)(dlogits.tensor().sum(0, dtype=torch.float32))
+        self.begun = True
 
     def add_columns(self, first: int, last: int, dlogits: Logits) -> None:
         """Take the gradient of some columns of logits, with all rows: that gives these rows of weight's and bias's gradients."""
-        if self.needs[1]:
-            if self.dweight is None:
-                self.dweight = torch.empty_like(self.weight, memory_format=torch.contiguous_format)
-            self.linear.write_product_of(self.dweight[first:last], dlogits, self.x, transposed=True)
-        if self.needs[2] and self.bias is not None and not self.wide:
-            if self.dbias is None:
-                self.dbias = torch.empty_like(self.bias, memory_format=torch.contiguous_format)
-            self.dbias[first:last] = dlogits.tensor().sum(0, dtype=torch.float32)
+        _, dweight, dbias = self.made
+        if dweight is not None:
+            self.linear.write_product_of(dweight[first:last], dlogits, self.x, transposed=True)
+        if dbias is not None and not self.wide:
+            dbias[first:last] = dlogits.tensor().sum(0, dtype=torch.float32)
 
     def add_wide_bias(self, first: int, last: int, dlogits: Tensor) -> None:
         """Add the float32 gradient of some columns of logits, with any rows, to the gradient of a `wide` bias."""
-        if self.dbias is None:
-            self.dbias = torch.zeros(self.weight.shape[0], dtype=torch.float32, device=self.x.device)
-        self.dbias[first:last] += dlogits.sum(0, dtype=torch.float32)
+        if self.made.dbias is not None:
+            self.made.dbias[first:last] += dlogits.sum(0, dtype=torch.float32)
 
 
 class Plan(NamedTuple):
@@ -297,7 +299,7 @@ class Plan(NamedTuple):
     columns: int | None
     whole: bool
     at_once: bool
-    needs: Needs
+    needs: Sequence[bool]
 
 
 def plan_of(
@@ -335,8 +337,28 @@ def plan_of(
     return Plan(chunk, columns, whole, at_once, made)
 
 
+class Layer(NamedTuple):
+    """A call's linear layer.
+
+    Attributes:
+        x: ``[N, H]``.
+        weight: ``[V, H]``.
+        bias: ``[V]``, or None.
+        needs: which of these want a gradient.
+        accum_dtype: the dtype in which the weight's gradient is summed over chunks of rows.
+        plan: how the call goes over its rows.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    needs: Sequence[bool]
+    accum_dtype: torch.dtype
+    plan: Plan
+
+
 class LinearLoss:
-    """A call of a loss of a linear layer's logits. An op's subclass has `write`, `incoming` and `gradient`.
+    """A call of a loss of a linear layer's logits. An op's subclass has `write`, `incoming`, `gradient` and `as_one`.
 
     Attributes:
         rows: rows of logits at a time. Their gradient overwrites them.
@@ -346,21 +368,13 @@ class LinearLoss:
 
     divisor: Tensor | None = None
 
-    def __init__(
-        self,
-        linear: Linear,
-        needs: Needs,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        plan: Plan,
-        accum_dtype: torch.dtype,
-    ) -> None:
-        self.linear, self.needs, self.x, self.weight, self.bias = linear, needs, x, weight, bias
-        self.plan, self.accum_dtype = plan, accum_dtype
+    def __init__(self, linear: Linear, layer: Layer) -> None:
+        self.linear, self.layer = linear, layer
+        self.x, self.weight, self.bias, needs, self.accum_dtype, self.plan = layer
+        plan, x = self.plan, self.x
         self.rows, self.columns = x.shape[0] if plan.whole else plan.chunk, plan.columns
         # A plan has room for logits beside their gradient. Here the gradient overwrites the logits, except for a wide bias.
-        wide = is_wide(bias, x)
+        wide = is_wide(self.bias, x)
         if not (plan.whole or self.takes_memory or (plan.needs[2] and wide)):
             self.rows *= 2
         if plan.columns is not None and not (needs[2] and wide):
@@ -428,12 +442,46 @@ class LinearLoss:
         for first, last in self.linear.chunks(self.x.shape[0], self.rows):
             kept = logits = None  # freed before the next chunk's are allocated
             x = self.x[first:last]
-            logits = self.linear.logits(x, self.weight, x.dtype, again=not results)
+            logits = self.linear.logits(x, self.weight, x.dtype)
             kept = self.visit(first, logits, results, gradients, incoming)
             if gradients is not None:
                 kept = None
                 gradients.add_rows(first, last, logits)
         return kept
+
+    def as_one(self, made: Made, results: bool, dloss: Tensor | None, by_columns: bool) -> None:
+        """`go`, as one custom op.
+
+        In a trace, each chunk's products and launches would be steps of the graph. That takes long to compile, and a graph of so
+        many chunks is for sizes that have as many. Inductor would also make the products of all chunks at the end, each of a
+        gradient of logits in its own memory.
+        """
+        raise NotImplementedError
+
+    def go(self, made: Made, results: bool, dloss: Tensor | None, by_columns: bool) -> tuple[Logits, ...] | None:
+        """Go over all logits once: over chunks of rows, as `run` does, or of columns, for gradients alone.
+
+        Args:
+            made: where gradients are written.
+            results, dloss: as in `run`.
+            by_columns: whether chunks are columns.
+
+        Returns:
+            What `run` returns.
+        """
+        gradients = Gradients(self.linear, self.layer, made) if made.any() else None
+        if gradients is None or not by_columns:
+            return self.run(results, gradients, dloss)
+        self._by_columns(gradients, dloss)
+        return None
+
+    def _pass(
+        self, made: Made, *, results: bool = False, dloss: Tensor | None = None, by_columns: bool = False
+    ) -> tuple[Logits, ...] | None:
+        if modes.compiling() and not self.plan.whole:
+            self.as_one(made, results, dloss, by_columns)
+            return None
+        return self.go(made, results, dloss, by_columns)
 
     def forward(self) -> Saved:
         """Write all rows' results.
@@ -441,10 +489,10 @@ class LinearLoss:
         Returns:
             What `backward` takes, beside what the op itself saves: logits, gradients, or nothing.
         """
-        gradients = self._gradients(self.accum_dtype) if self.plan.at_once else None
-        kept = self.run(True, gradients, None)
-        if gradients is not None:
-            return gradients.made if modes.compiling() else (Once(*gradients.made),)
+        made = self._memory(self.accum_dtype) if self.plan.at_once else Made(None, None, None)
+        kept = self._pass(made, results=True)
+        if self.plan.at_once:
+            return made if modes.compiling() else (Once(*made),)
         return tuple(logits.memory for logits in kept) if self.plan.whole and kept is not None else ()
 
     def backward(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -452,16 +500,17 @@ class LinearLoss:
         if kept and not self.plan.whole:
             dx, dweight, dbias = self._scaled(kept, dloss)
         else:
-            gradients = self._gradients(self.weight.dtype if self.plan.whole else self.accum_dtype)
+            made = self._memory(self.weight.dtype if self.plan.whole else self.accum_dtype)
             if self.plan.whole:
                 columns = self.weight.shape[0]
-                self._add_whole(gradients, tuple(Logits(memory, columns) for memory in kept), dloss)
-            elif any(gradients.needs):
-                self.run(False, gradients, dloss)
-            dx, dweight, dbias = self._rounded(gradients)
+                self._add_whole(made, tuple(Logits(memory, columns) for memory in kept), dloss)
+            elif made.any():
+                self._pass(made, dloss=dloss)
+            dx, dweight, dbias = self._rounded(made)
         if self.columns is not None:
-            gradients = self._by_columns(self.columns, dloss)
-            _, dweight, dbias = self._rounded(gradients)
+            made = self._memory_by_columns()
+            self._pass(made, dloss=dloss, by_columns=True)
+            _, dweight, dbias = self._rounded(made)
         return dx, dweight, dbias
 
     def add_wide_bias(
@@ -485,37 +534,50 @@ class LinearLoss:
             gradients.add_wide_bias(first_column + start, first_column + end, part)
             del part
 
-    def _gradients(self, dtype: torch.dtype) -> Gradients:
-        return Gradients(self.linear, self.plan.needs, self.x, self.weight, self.bias, dtype)
+    def _memory(self, dtype: torch.dtype) -> Made:
+        """Memory for the gradients that chunks of rows make, of the weight's in `dtype`."""
+        x, weight, (needs_x, needs_weight, needs_bias) = self.x, self.weight, self.plan.needs
+        return Made(
+            torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None,
+            weight.new_empty(weight.shape, dtype=dtype) if needs_weight else None,
+            weight.new_empty(weight.shape[0], dtype=torch.float32) if needs_bias else None,
+        )
 
-    def _add_whole(self, gradients: Gradients, kept: tuple[Logits, ...], dloss: Tensor) -> None:
+    def _memory_by_columns(self) -> Made:
+        """Memory for the gradients that chunks of columns make."""
+        weight, (_, needs_weight, needs_bias) = self.weight, self.layer.needs
+        dbias = None
+        if needs_bias and self.bias is not None:
+            dtype = torch.float32 if is_wide(self.bias, self.x) else self.bias.dtype
+            dbias = weight.new_empty(weight.shape[0], dtype=dtype)
+        return Made(None, weight.new_empty(weight.shape) if needs_weight else None, dbias)
+
+    def _add_whole(self, made: Made, kept: tuple[Logits, ...], dloss: Tensor) -> None:
+        gradients = Gradients(self.linear, self.layer, made)
         incoming = self.incoming(dloss)
         self.add_wide_bias(gradients, kept, incoming)
         dlogits = kept[0].empty_like(kept[0].memory.dtype)
         self.gradient(dlogits, kept, incoming)
         gradients.add_rows(0, self.x.shape[0], dlogits)
 
-    def _by_columns(self, columns: int, dloss: Tensor) -> Gradients:
+    def _by_columns(self, gradients: Gradients, dloss: Tensor | None) -> None:
         """The gradients of weight and bias, `columns` of the logits at a time. One matmul makes each sum."""
-        needs = (False, *self.needs[1:])
-        gradients = Gradients(self.linear, needs, self.x, self.weight, self.bias, self.weight.dtype)
+        assert self.columns is not None
         incoming = self.incoming(dloss)
-        for first, last in self.linear.chunks_of_columns(self.weight.shape[0], columns):
-            logits = self.linear.logits(self.x, self.weight[first:last], self.x.dtype, again=True)
+        for first, last in self.linear.chunks_of_columns(self.weight.shape[0], self.columns):
+            logits = self.linear.logits(self.x, self.weight[first:last], self.x.dtype)
             self.add_wide_bias(gradients, (logits,), incoming, first_column=first)
             self.gradient(logits, (None,), incoming, first_column=first)
             gradients.add_columns(first, last, logits)
             del logits
-        return gradients
 
     def _scaled(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         own = isinstance(kept[0], Once)
         if own:
             taken: Saved | None = kept[0].take()
             if taken is None:  # an earlier backward has taken them
-                gradients = self._gradients(self.accum_dtype)
-                self.run(False, gradients, None)
-                taken = gradients.made
+                taken = made = self._memory(self.accum_dtype)
+                self._pass(made)
             kept = taken
         dx, dweight, dbias = kept
         scaled, divisor = self.linear.scaled, self.divisor
@@ -523,10 +585,24 @@ class LinearLoss:
         dweight = scaled(dweight, self.weight.dtype, dloss, divisor, own)
         return dx, dweight, None if self.bias is None else scaled(dbias, self.bias.dtype, dloss, divisor, own)
 
-    def _rounded(self, gradients: Gradients) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        dx, dweight, dbias = gradients.made
+    def _rounded(self, made: Made) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dx, dweight, dbias = made
         dweight = None if dweight is None else dweight.to(self.weight.dtype)
         return dx, dweight, None if dbias is None or self.bias is None else dbias.to(self.bias.dtype)
+
+
+class Teacher(NamedTuple):
+    """The other linear layer of a `TeacherLoss`.
+
+    Attributes:
+        x: ``[N, H']``.
+        weight: ``[V, H']``.
+        budgeted: whether the call has a memory budget.
+    """
+
+    x: Tensor
+    weight: Tensor
+    budgeted: bool
 
 
 class TeacherLoss(LinearLoss):
@@ -536,35 +612,14 @@ class TeacherLoss(LinearLoss):
     then fewer chunks, each of which reads and writes the accumulator of the weight's gradient.
     """
 
-    def __init__(
-        self,
-        linear: Linear,
-        needs: Needs,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        teacher_x: Tensor,
-        teacher_weight: Tensor,
-        *,
-        accum_dtype: torch.dtype,
-        memory_budget: int | None,
-        reduced: bool = True,
-    ) -> None:
-        plan = plan_of(
-            needs,
-            x,
-            weight,
-            accum_dtype=accum_dtype,
-            memory_budget=memory_budget,
-            reduced=reduced,
-            teacher_x=teacher_x,
-        )
-        super().__init__(linear, needs, x, weight, bias, plan, accum_dtype)
-        self.teacher_x, self.teacher_weight = teacher_x, teacher_weight
+    def __init__(self, linear: Linear, layer: Layer, teacher: Teacher) -> None:
+        super().__init__(linear, layer)
+        plan = layer.plan
+        self.teacher = teacher
         self.teacher_rows = self.rows
         if not plan.whole:
             self.rows = plan.chunk
-            if memory_budget is not None and not (needs[2] and is_wide(bias, x)):
+            if teacher.budgeted and not (layer.needs[2] and is_wide(layer.bias, layer.x)):
                 # The plan has room for three: the student's logits, their gradient, which here overwrites them, and the
                 # teacher's logits, half of whose room `add_product` may take.
                 self.rows += plan.chunk // 2 if self.takes_memory else plan.chunk
@@ -578,8 +633,8 @@ class TeacherLoss(LinearLoss):
         teacher: Any = None
         for start, end in self.linear.chunks(logits.memory.shape[0], self.teacher_rows):
             teacher = None
-            x = self.teacher_x[first + start : first + end]
-            teacher = self.linear.logits(x, self.teacher_weight, x.dtype, again=not results)
+            x = self.teacher.x[first + start : first + end]
+            teacher = self.linear.logits(x, self.teacher.weight, x.dtype)
             student = logits.rows(start, end)
             if results:
                 self.write(first + start, student, teacher)

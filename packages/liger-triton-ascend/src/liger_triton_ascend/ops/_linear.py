@@ -48,11 +48,13 @@ class _Linear(Linear):
     def takes_memory(self, x: Tensor, dtype: torch.dtype) -> bool:
         return dtype is torch.float32 and x.dtype is not torch.float32
 
-    def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    def add_product(self, total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, adds: bool = True) -> Tensor:
         (rows, columns), width = a.shape, b.shape[1]
         if self.takes_memory(a, dtype):
             if total is None:
                 total = torch.zeros((columns, width), dtype=dtype, device=b.device)
+            elif not adds:
+                total.zero_()
             room = rows * columns * a.element_size() // 4
             if a.device.type == "npu" and _FLOAT32_RESULT:
                 for first, last in self.chunks(columns, max(1, room // width)):
@@ -64,6 +66,8 @@ class _Linear(Linear):
             return total
         if total is None:
             return torch.mm(a.t(), b).to(dtype)
+        if not adds:
+            return total.copy_(torch.mm(a.t(), b))
         return total.addmm_(a.t(), b) if a.dtype is dtype else total.add_(torch.mm(a.t(), b))
 
 

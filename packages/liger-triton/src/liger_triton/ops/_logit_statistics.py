@@ -493,7 +493,6 @@ class _Found(NamedTuple):
     best_columns: Tensor | None
 
 
-@opaque(writes=("terms", "found"))
 def _launch_tiles(
     terms: Tensor | None,
     bases: Tensor | None,
@@ -540,7 +539,6 @@ def _bases(x: Tensor, weight: Tensor, labels: Labels) -> Tensor:
     return logits.amax(1).float() + RISE.value * (labels.options.temperature or 1.0)
 
 
-@opaque(writes=("terms", "scales"))
 def _launch_normalise(
     terms: Tensor,
     maxima: Tensor,
@@ -560,7 +558,6 @@ def _launch_normalise(
     )  # fmt: skip
 
 
-@opaque(writes=("results", "terms"))
 def _launch_join(
     results: Rows,
     found: _Found,

@@ -1,5 +1,6 @@
 """The host code of fused_moe, by kernels in PyTorch that take what a language's take."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from liger_core.autograd import differentiable
 from liger_core.host import fused_moe as host
 from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing, plan_of, route
 from liger_core.ops.fused_moe import fused_moe, temporary_memory
@@ -69,17 +71,16 @@ class Kernels(MoEKernels):
         activation: Activation,
     ) -> None:
         for expert, rows, slots in self.blocks(routing):
-            both = factors[rows].detach().requires_grad_()
-            gates, ups = both.chunk(2, 1)
+            gates, ups = factors[rows].chunk(2, 1)
             d, share = dy[slots // routing.per_token()] @ down[expert], expert_weights[slots, None]
-            with torch.enable_grad():
-                products = F.silu(gates) * ups
+            products = F.silu(gates) * ups
             if weighted is not None:
-                weighted[rows] = (share * products).detach()
+                weighted[rows] = share * products
             if sums is not None:
-                sums[slots] = (d * products).detach().float().view(len(rows), sums.shape[1], -1).sum(2)
+                sums[slots] = (d * products).float().view(len(rows), sums.shape[1], -1).sum(2)
             if dfactors is not None:
-                dfactors[rows] = torch.autograd.grad(products, both, d * share)[0]
+                dgates = torch.ops.aten.silu_backward(d * share * ups, gates)
+                dfactors[rows] = torch.cat((dgates, d * share * F.silu(gates)), 1)
 
     def parts(self, columns: int, x: Tensor) -> int:
         return 1
@@ -184,3 +185,32 @@ def test_slots_are_sorted_and_divided() -> None:
 def test_spans_cover_a_size_once() -> None:
     assert host.spans(5, 7) == [(0, 5)]
     assert host.spans(5, 2) == [(0, 2), (2, 4), (4, 5)]
+
+
+def test_one_graph_is_for_any_number_of_chunks() -> None:
+    """With a budget the loops are custom ops: these kernels, which read the tables, can't be traced."""
+    moe = FusedMoE(Kernels())
+    run = differentiable(fused_moe, SimpleNamespace(forward=moe.forward, backward=moe.backward), "toy")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def call(given: dict[str, Any]) -> Tensor:
+        given = fused_moe.bind((), given)
+        return run(given, (True,) * 4, {option: given[option] for option in fused_moe.options})
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, backend=keep, fullgraph=True, dynamic=True)
+    given = arguments()
+    budget = budget_of(given, 7)
+    for times in (1, 2, 5):
+        more = {name: torch.cat([given[name]] * times) for name in ("x", "expert_indices", "expert_weights")}
+        leaves = {name: (given | more)[name].detach().requires_grad_() for name in NAMES}
+        each = given | more | leaves
+        expected, found = fused_moe.reference(**each), compiled(each | {"memory_budget": budget * times})
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(y.sum(), list(leaves.values())) for y in (expected, found)]
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-4)
+    assert len(graphs) == 1

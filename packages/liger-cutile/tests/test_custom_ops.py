@@ -17,6 +17,7 @@ def test_custom_ops_say_what_they_write_to(monkeypatch: pytest.MonkeyPatch) -> N
     for frozen in (False, True):
         given = {"case_id": "hundreds-of-rows", "dtype": torch.bfloat16, "frozen": frozen}
         ran |= custom_ops("fused_linear_logit_statistics", backend, monkeypatch, **given)
+    ran |= custom_ops("fused_moe", backend, monkeypatch, case_id="few-columns")
     ours = "liger_cutile_", "liger_core_"
     eager_alone = {"liger_cutile_ops__divergences_launch_scale"}  # it scales gradients that an eager forward has made
     assert ran == {name for name in DEFINED if name.startswith(ours)} - eager_alone

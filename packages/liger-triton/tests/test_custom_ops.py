@@ -18,5 +18,6 @@ def test_custom_ops_say_what_they_write_to(monkeypatch: pytest.MonkeyPatch) -> N
     for frozen in (False, True):
         given = {"case_id": "hundreds-of-rows", "dtype": torch.bfloat16, "frozen": frozen}
         ran |= custom_ops("fused_linear_logit_statistics", backend, monkeypatch, **given)
+    ran |= custom_ops("fused_moe", backend, monkeypatch, case_id="few-columns")
     ours = "liger_triton_", "liger_core_"
     assert ran == {name for name in DEFINED if name.startswith(ours)}

@@ -6,12 +6,14 @@ of their expert: their loads gather the rows. Then the slots' results are summed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
+from liger_core.opaque import opaque
 from liger_core.ops.fused_moe import temporary_memory
 
 
@@ -231,11 +233,43 @@ def plan_of(needs: Needs, x: Tensor, gate_up_weight: Tensor, indices: Tensor, me
     return Plan(few, narrow // 16 * 16 if narrow > 16 else narrow, False)
 
 
+class Made(NamedTuple):
+    """Memory for the gradients; None for those that aren't wanted. expert_weights' is float32 ``[T·K]``."""
+
+    x: Tensor | None
+    gate_up_weight: Tensor | None
+    down_weight: Tensor | None
+    expert_weights: Tensor | None
+
+
+class Call(NamedTuple):
+    """What backward makes gradients from, except the factors.
+
+    Attributes:
+        needs: which gradients are wanted.
+        weights: expert_weights as ``[T·K]``, contiguous.
+        exact: whether expert_weights want a gradient, and have more digits than x.
+    """
+
+    needs: Sequence[bool]
+    x: Tensor
+    gate_up_weight: Tensor
+    down_weight: Tensor
+    weights: Tensor
+    routing: Routing
+    dy: Tensor
+    activation: Activation
+    exact: bool
+
+
 class FusedMoE:
     """`fused_moe` by a language's kernels."""
 
     def __init__(self, kernels: MoEKernels) -> None:
         self.kernels = kernels
+        module = type(kernels).__module__
+        self.go = opaque(writes=("y",), within=module)(self._go)
+        self.go_back = opaque(writes=("made",), within=module)(self._go_back)
 
     def forward(
         self,
@@ -251,29 +285,62 @@ class FusedMoE:
         memory_budget: int | None = None,
     ) -> tuple[Tensor, Saved]:
         """The contract's forward, for a kernel file."""
-        kernels, tokens = self.kernels, x.shape[0]
-        act = activation_of(activation, limit)
-        gate, up = gate_up_weight.chunk(2, 1)
         plan = plan_of(needs, x, gate_up_weight, expert_indices, memory_budget)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        weights = expert_weights.contiguous()
-        keeps = plan.keeps and True in needs
-        exact = keeps and _sums_wider(needs, x, expert_weights)
+        experts = gate_up_weight, down_weight
+        act, weights = activation_of(activation, limit), expert_weights.contiguous()
         routing = factors = None
-        for first, last in spans(tokens, plan.tokens):
-            some = x[first:last]
-            routing = self._route(expert_indices[first:last], gate, some)
-            factors = some.new_empty(routing.slots(), 2 * gate.shape[1]) if keeps else None
-            activated = some.new_empty(routing.slots(), gate.shape[1])
-            kernels.up(factors, activated, some, gate, up, routing, act, exact)
-            slots = kernels.product(None, activated, down_weight, routing, last=True)
-            del activated
-            kernels.sum_slots(y[first:last], slots, weights[first:last].view(-1), routing, marks=True)
-            del slots
+        if plan.tokens < x.shape[0]:
+            self.go(y, x, *experts, expert_indices, weights, act, plan.tokens)
+        else:
+            keeps = plan.keeps and True in needs
+            exact = keeps and _sums_wider(needs, x, expert_weights)
+            routing, factors = self._tokens(y, x, *experts, expert_indices, weights, act, keeps, exact)
         if True not in needs:
             return y, ()
-        kept = routing[:-1] if plan.tokens >= tokens and routing is not None else (None,) * 7
-        return y, (x, gate_up_weight, down_weight, expert_indices, expert_weights, factors, *kept)
+        kept = (None,) * 7 if routing is None else routing[:-1]
+        return y, (x, *experts, expert_indices, expert_weights, factors, *kept)
+
+    def _go(
+        self,
+        y: Tensor,
+        x: Tensor,
+        gate_up_weight: Tensor,
+        down_weight: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        activation: Activation,
+        most: int,
+    ) -> None:
+        """Write y, of at most so many tokens at a time. It is one custom op in a trace, as `LinearLoss.as_one` is."""
+        for first, last in spans(x.shape[0], most):
+            some = slice(first, last)
+            experts = gate_up_weight, down_weight
+            self._tokens(y[some], x[some], *experts, indices[some], weights[some], activation, False, False)
+
+    def _tokens(
+        self,
+        y: Tensor,
+        x: Tensor,
+        gate_up_weight: Tensor,
+        down_weight: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        activation: Activation,
+        keeps: bool,
+        exact: bool,
+    ) -> tuple[Routing, Tensor | None]:
+        """Write y of some tokens. Return their routing, and their factors if backward `keeps` those."""
+        kernels = self.kernels
+        gate, up = gate_up_weight.chunk(2, 1)
+        routing = self._route(indices, gate, x)
+        factors = x.new_empty(routing.slots(), 2 * gate.shape[1]) if keeps else None
+        activated = x.new_empty(routing.slots(), gate.shape[1])
+        kernels.up(factors, activated, x, gate, up, routing, activation, exact)
+        slots = kernels.product(None, activated, down_weight, routing, last=True)
+        del activated
+        kernels.sum_slots(y, slots, weights.view(-1), routing, marks=True)
+        return routing, factors
 
     def backward(
         self,
@@ -286,44 +353,87 @@ class FusedMoE:
         memory_budget: int | None,
     ) -> tuple[Tensor | None, ...]:
         """The contract's backward, for a kernel file."""
-        kernels = self.kernels
         x, gate_up_weight, down_weight, expert_indices, expert_weights, factors, *kept = saved
-        gate, up = gate_up_weight.chunk(2, 1)
-        act = activation_of(activation, limit)
         plan = plan_of(needs, x, gate_up_weight, expert_indices, memory_budget)
+        columns = gate_up_weight.shape[1] // 2
         if kept[0] is None:
-            routing = self._route(expert_indices, gate, x)
+            routing = self._route(expert_indices, gate_up_weight, x)
         else:
-            routing = Routing._make((*kept, kernels.rows(expert_indices.numel(), gate.shape[0], x)))
-        slots, columns = routing.slots(), gate.shape[1]
-        weights = expert_weights.contiguous().view(-1)
-        wants_x, wants_first, wants_second, wants_weights = needs
-        dfirst = dsecond = dslots = dweights = None
+            rows = self.kernels.rows(expert_indices.numel(), gate_up_weight.shape[0], x)
+            routing = Routing._make((*kept, rows))
+        weights, exact = expert_weights.contiguous().view(-1), _sums_wider(needs, x, expert_weights)
+        act = activation_of(activation, limit)
+        call = Call(needs, x, gate_up_weight, down_weight, weights, routing, dy, act, exact)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
         if plan.columns < columns:
-            dfirst = torch.empty_like(gate_up_weight) if wants_first else None
-            dsecond = torch.empty_like(down_weight) if wants_second else None
-        for first, last in spans(columns, plan.columns):
-            some_gate, some_up, some_down = gate[:, first:last], up[:, first:last], down_weight[:, :, first:last]
-            wide = last - first
-            if not plan.keeps:
-                factors = x.new_empty(slots, 2 * wide)
-                kernels.up(factors, None, x, some_gate, some_up, routing, act, _sums_wider(needs, x, expert_weights))
-            dfactors = x.new_empty(slots, 2 * wide) if wants_x or wants_first else None
-            weighted = x.new_empty(slots, wide) if wants_second else None
-            sums = None
-            if wants_weights:  # zeros: no kernel writes the sums of slots without an expert
-                sums = torch.zeros(slots, kernels.parts(wide, x), dtype=torch.float32, device=x.device)
-            kernels.gradient(dfactors, weighted, sums, dy, some_down, factors, weights, routing, act)
-            if sums is not None:
-                part = sums.sum(1)
-                dweights = part if dweights is None else dweights + part
-            if weighted is not None:
-                part = None if dsecond is None else dsecond[:, :, first:last]
-                part = kernels.weight_gradient(part, dy, weighted, routing, "left")
-                dsecond = part if dsecond is None else dsecond
-            del weighted
-            if dfactors is None:
-                continue
+            made = Made(
+                dx,
+                torch.empty_like(gate_up_weight) if needs[1] else None,
+                torch.empty_like(down_weight) if needs[2] else None,
+                weights.new_empty(weights.shape, dtype=torch.float32) if needs[3] else None,
+            )
+            self.go_back(made, call, plan.columns)
+        else:
+            made = Made(dx, None, None, None)
+            made, dslots = self._columns(made, call, factors if plan.keeps else None, 0, columns, None)
+            self._sum(dx, dslots, routing)
+        dweights = made.expert_weights
+        if dweights is not None:
+            dweights = dweights.view(expert_weights.shape).to(expert_weights.dtype)
+        return dx, made.gate_up_weight, made.down_weight, dweights
+
+    def _go_back(self, made: Made, call: Call, most: int) -> None:
+        """Write the gradients, of at most so many columns at a time. As `_go`."""
+        dslots = None
+        for first, last in spans(call.gate_up_weight.shape[1] // 2, most):
+            some, dslots = self._columns(made, call, None, first, last, dslots)
+            if made.expert_weights is not None and some.expert_weights is not None:
+                (made.expert_weights.add_ if first else made.expert_weights.copy_)(some.expert_weights)
+        self._sum(made.x, dslots, call.routing)
+
+    def _sum(self, dx: Tensor | None, dslots: Tensor | None, routing: Routing) -> None:
+        if dx is not None and dslots is not None:
+            self.kernels.sum_slots(dx, dslots, None, routing, marks=False)
+
+    def _columns(
+        self, made: Made, call: Call, factors: Tensor | None, first: int, last: int, dslots: Tensor | None
+    ) -> tuple[Made, Tensor | None]:
+        """Gradients from some columns.
+
+        Args:
+            made: weights' gradients are written there; None allocates them, for all columns.
+            call: the call.
+            factors: as forward kept them, or None.
+            first, last: the columns.
+            dslots: the slots' gradients of x from the columns before; None if there are none.
+
+        Returns:
+            What was made of the weights' and of expert_weights' gradients; and dslots, these columns' added.
+        """
+        kernels = self.kernels
+        needs, x, gate_up_weight, down_weight, weights, routing, dy, act, exact = call
+        wants_x, wants_first, wants_second, wants_weights = needs
+        gate, up = gate_up_weight.chunk(2, 1)
+        columns, slots, wide = gate.shape[1], routing.slots(), last - first
+        _, dfirst, dsecond, dweights = made
+        some_gate, some_up, some_down = gate[:, first:last], up[:, first:last], down_weight[:, :, first:last]
+        if factors is None:
+            factors = x.new_empty(slots, 2 * wide)
+            kernels.up(factors, None, x, some_gate, some_up, routing, act, exact)
+        dfactors = x.new_empty(slots, 2 * wide) if wants_x or wants_first else None
+        weighted = x.new_empty(slots, wide) if wants_second else None
+        sums = None
+        if wants_weights:  # zeros: no kernel writes the sums of slots without an expert
+            sums = torch.zeros(slots, kernels.parts(wide, x), dtype=torch.float32, device=x.device)
+        kernels.gradient(dfactors, weighted, sums, dy, some_down, factors, weights, routing, act)
+        if sums is not None:
+            dweights = sums.sum(1)
+        if weighted is not None:
+            part = None if dsecond is None else dsecond[:, :, first:last]
+            part = kernels.weight_gradient(part, dy, weighted, routing, "left")
+            dsecond = part if dsecond is None else dsecond
+        del weighted
+        if dfactors is not None:
             for half, (weight, from_row) in enumerate(((some_gate, first), (some_up, columns + first))):
                 both = dfactors[:, half * wide : (half + 1) * wide]
                 if wide == columns:  # both halves at once
@@ -336,14 +446,7 @@ class FusedMoE:
                     dfirst = part if dfirst is None else dfirst
                 if wants_x:
                     dslots = kernels.product(dslots, both, weight.transpose(1, 2), routing, last=wide == columns)
-            del dfactors
-        dx = None
-        if dslots is not None:
-            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            kernels.sum_slots(dx, dslots, None, routing, marks=False)
-        if dweights is not None:
-            dweights = dweights.view(expert_weights.shape).to(expert_weights.dtype)
-        return dx, dfirst, dsecond, dweights
+        return Made(None, dfirst, dsecond, dweights), dslots
 
     def _route(self, indices: Tensor, weight: Tensor, x: Tensor) -> Routing:
         experts = weight.shape[0]

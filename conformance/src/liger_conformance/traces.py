@@ -148,13 +148,14 @@ class Writes(TorchDispatchMode):
         before = [each.clone() if isinstance(each, Tensor) else None for each in args]
         name = func.name().removeprefix("liger::")
         with self:  # one op may run others
-            DEFINED[name](*args, **(kwargs or {}))
+            result = DEFINED[name](*args, **(kwargs or {}))
         self.ran.add(name)
         for argument, old, new in zip(func._schema.arguments, before, args, strict=True):
             if old is None or (argument.alias_info is not None and argument.alias_info.is_write):
                 continue
             if not torch.equal(_bytes(old), _bytes(new)):
                 raise AssertionError(f"{func.name()} writes to {argument.name}, and doesn't say so")
+        return result
 
 
 def _traces() -> bool:

@@ -19,5 +19,7 @@ def test_custom_ops_say_what_they_write_to(monkeypatch: pytest.MonkeyPatch) -> N
         given = {"case_id": "hundreds-of-rows", "dtype": torch.bfloat16, "frozen": frozen}
         ran |= custom_ops("fused_linear_logit_statistics", backend, monkeypatch, **given)
     ran |= custom_ops("fused_moe", backend, monkeypatch, case_id="few-columns")
+    monkeypatch.setattr("liger_triton.ops.fused_moe.is_hopper", lambda device: True)
+    ran |= custom_ops("fused_moe", backend, monkeypatch, case_id="dropped", dtype=torch.bfloat16)
     ours = "liger_triton_", "liger_core_"
     assert ran == {name for name in DEFINED if name.startswith(ours)}

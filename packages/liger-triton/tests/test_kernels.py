@@ -282,6 +282,25 @@ def test_products_by_pytorch_take_rows_of_whole_vectors(
     assert not fused_moe._grouped(16, memory.half().as_strided((16, 16), (64, 1)))
 
 
+def test_products_by_pytorch_in_a_trace_take_operands_that_start_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo doesn't know where a tensor starts."""
+    monkeypatch.setattr(fused_moe, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fused_moe.modes, "compiling", lambda: True)
+    left, right = torch.randn(4, 16), torch.randn(2, 16, 8)
+    starts, memory = torch.tensor([0, 3, 4]), torch.zeros(99, dtype=torch.bfloat16)
+    elsewhere = memory[3:].as_strided((4, 16), (24, 1)).copy_(left)
+    assert fused_moe._grouped(8, elsewhere)
+    copy = fused_moe._at_16_bytes(elsewhere)
+    assert copy.stride() == (24, 1)
+    assert copy.data_ptr() % 16 == 0
+    assert fused_moe._at_16_bytes(copy) is copy
+    found = fused_moe._grouped_product(elsewhere, right.bfloat16(), starts)
+    expected = torch.cat(
+        (elsewhere[:3].float() @ right[0].bfloat16().float(), elsewhere[3:].float() @ right[1].bfloat16().float())
+    )
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+
+
 STATISTICS: dict[str, dict[str, Any]] = {
     "plain": {"rows": 37, "vocabulary": 45},
     "several-tiles": {"rows": 130, "vocabulary": 300, "ignored": 0.2, "elsewhere": 0.2, "first": 5},

@@ -15,7 +15,7 @@ def test_host_code_is_traced_with_sizes_that_vary() -> None:
     names = [name for name in sorted(ops) if backend.has_kernel(name)]
     names += [f"fused_linear_{loss}@chunks" for loss in ("cross_entropy", "distillation", "jsd", "kl_div")]
     names += ["rope@gradients", "qwen2vl_mrope@gradients"]
-    names += ["fused_linear_logit_statistics@frozen"]
+    names += ["fused_linear_logit_statistics@frozen", "fused_moe@products"]
     trace(names)
 
 

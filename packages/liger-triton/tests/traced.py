@@ -29,10 +29,14 @@ from liger_conformance.running import complete, kept_gradients, present
 from liger_conformance.traces import GRADIENTS, as_traced, backward_operators, check_copies_no_gradient
 from liger_core.contract import ops
 
+TARGETS: list[str] = []
+"""What the graphs call, by name."""
+
 
 def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
     """A backend that runs nothing, and refuses a graph that writes to its inputs."""
     for node in graph.graph.nodes:
+        TARGETS.append(str(node.target))
         if node.target is triton_kernel_wrapper_mutation:
             check_writes(**node.kwargs)
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
@@ -65,14 +69,16 @@ CHUNKS = "@chunks"
 """Behind an op: a case of padded chunks, for a teacher parts of them."""
 FROZEN = "@frozen"
 """Behind an op: x alone wants a gradient."""
+PRODUCTS = "@products"
+"""Behind fused_moe: a case whose products PyTorch makes on Hopper."""
 
 
 def trace(name: str, dtype: torch.dtype) -> None:
     """Forward of a case, for every gradient, then its backward."""
-    frozen, chunks = name.endswith(FROZEN), name.endswith(CHUNKS)
-    name = name.removesuffix(FROZEN).removesuffix(CHUNKS)
+    name, _, what = name.partition("@")
+    frozen, chunks, products = (f"@{what}" == each for each in (FROZEN, CHUNKS, PRODUCTS))
     op, kernel, found = ops[name], liger_triton.backend.kernel(name), cases_of(name)
-    chosen = "padded-chunks" if chunks else found.cases[0].id
+    chosen = "padded-chunks" if chunks else "dropped" if products else found.cases[0].id
     case = next(case for case in found.cases if case.id == chosen)
     arguments = complete(op, found.build(case, dtype, "cpu"))
     there = present(op, arguments)
@@ -87,7 +93,14 @@ def trace(name: str, dtype: torch.dtype) -> None:
     results = result if isinstance(result, tuple) else (result,)
     kept = kept_gradients(op, arguments, len(results))
     incoming = [r if r is None else torch.empty_like(r) for r in compress(results, kept)]
+    TARGETS.clear()
     run(lambda saved, incoming: kernel.backward(needs, saved, *incoming, **options), saved, incoming)
+    if products and not any("_grouped_product" in target for target in TARGETS):
+        raise RuntimeError(f"{name}: PyTorch makes no product in backward")
+
+
+def _always(device: torch.device) -> bool:
+    return True
 
 
 def main() -> int:
@@ -103,6 +116,9 @@ def main() -> int:
                     check_copies_no_gradient(op, liger_triton.backend)
                 elif layout in LAYOUTS:
                     backward_operators(op, liger_triton.backend, layout, dynamic=True)
+                elif name.endswith(PRODUCTS):
+                    with mock.patch("liger_triton.ops.fused_moe.is_hopper", _always):
+                        trace(name, torch.bfloat16)
                 else:
                     for dtype in (torch.float32, torch.bfloat16):
                         trace(name, dtype)

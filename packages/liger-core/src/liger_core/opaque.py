@@ -8,23 +8,26 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from liger_core import modes
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 # What torch.library.custom_op makes runs Python around each call, for gradients and versions that a launch in a compiled graph
 # has no use for.
 _library = torch.library.Library("liger", "FRAGMENT")
 
-DEFINED: dict[str, Callable[..., None]] = {}
+DEFINED: dict[str, Callable[..., Any]] = {}
 """The custom ops that there are, by their names without the namespace, ``liger``; and what each runs."""
 
 
-def opaque(*, writes: tuple[str, ...], within: str | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def opaque(
+    *, writes: tuple[str, ...], within: str | None = None, fake: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Hide a kernel launch from torch.compile, for languages that Dynamo can't trace.
 
     Eager calls go straight to the function. A traced call becomes one custom op that writes to the tensors named in
@@ -40,15 +43,17 @@ def opaque(*, writes: tuple[str, ...], within: str | None = None) -> Callable[[C
     And it is for a launch that is repeated: of each traced launch, torch compiles the kernel anew to see what it writes to.
 
     The function takes and annotates tensors, ints, floats, bools, strings, sequences and None of those, and NamedTuples of all
-    that, which are given by place; it returns nothing.
+    that, which are given by place; it returns nothing, or with a `fake` one tensor.
 
     Args:
         writes: names of the tensors that the launch writes to, or of NamedTuples of them.
         within: a module in whose name the op is, where several have the same function: a graph that is kept on disk calls it by
             name in the next process as well.
+        fake: takes what the function takes, of tensors without values, and returns a tensor like the function's. Such a
+            function takes no NamedTuples.
     """
 
-    def decorate(launch: Callable[P, None]) -> Callable[P, None]:
+    def decorate(launch: Callable[P, R]) -> Callable[P, R]:
         name = re.sub(r"\W", "_", f"{within or launch.__module__}.{launch.__qualname__}")
         while name in DEFINED:  # by "a.b" for "a_b", or by another function that the same code made
             name += "_"
@@ -63,23 +68,23 @@ def opaque(*, writes: tuple[str, ...], within: str | None = None) -> Callable[[C
 
         flat = launch if all(inner.fields is None for inner in tree.values()) else gathering
         DEFINED[name] = flat
-        gathering.__signature__ = inspect.Signature(parameters, return_annotation=None)
+        returns = None if fake is None else torch.Tensor
+        gathering.__signature__ = inspect.Signature(parameters, return_annotation=returns)
         written = [leaf.name for given in writes for leaf in tree[given].leaves(given) if _is_tensor(leaf.annotation)]
         schema = torch.library.infer_schema(gathering, mutates_args=written)  # pyright: ignore[reportUnknownMemberType]
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # pyright: ignore[reportUnknownMemberType]
         _library.impl(name, flat, "CompositeExplicitAutograd")  # pyright: ignore[reportUnknownMemberType]
-        fake = f"liger::{name}", _writes_nothing
-        torch.library.register_fake(*fake, lib=_library)  # pyright: ignore[reportUnknownMemberType]
+        stand_in = f"liger::{name}", fake or _writes_nothing
+        torch.library.register_fake(*stand_in, lib=_library)  # pyright: ignore[reportUnknownMemberType]
         custom = getattr(torch.ops.liger, name).default
 
         @functools.wraps(launch)
-        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if not modes.compiling():
-                launch(*args, **kwargs)
-            elif flat is launch:
-                custom(*args, **kwargs)
-            else:
-                custom(*_spread(args, paths))
+                return launch(*args, **kwargs)
+            if flat is launch:
+                return custom(*args, **kwargs)
+            return custom(*_spread(args, paths))
 
         return call
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core import fused_moe
+from liger_core import fused_moe, modes
 from liger_core.contract import implements
 from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing, route
 from liger_core.opaque import opaque
@@ -587,12 +587,30 @@ def _in_rows(operand: Tensor) -> bool:
         return False
     *outer, row, column = operand.stride()
     apart = row if column == 1 else column if row == 1 else 1
-    return not (apart % 8 or any(stride % 8 for stride in outer) or operand.storage_offset() % 8)
+    # Dynamo doesn't know where a tensor starts: what it traces copies an operand that starts elsewhere.
+    starts = 0 if modes.compiling() else operand.storage_offset()
+    return not (apart % 8 or any(stride % 8 for stride in outer) or starts % 8)
 
 
 def _multiply(left: Tensor, right: Tensor, routing: Routing) -> Tensor:
     """PyTorch's product of each expert's rows, or over them. It leaves the rows of slots without an expert unwritten."""
-    return torch._grouped_mm(left, right, offs=routing.starts[1:].int())
+    return _grouped_product(left, right, routing.starts)
+
+
+def _product_like(left: Tensor, right: Tensor, starts: Tensor) -> Tensor:
+    return torch._grouped_mm(left, right, offs=starts[1:].int())
+
+
+@opaque(writes=(), fake=_product_like)
+def _grouped_product(left: Tensor, right: Tensor, starts: Tensor) -> Tensor:
+    return torch._grouped_mm(_at_16_bytes(left), _at_16_bytes(right), offs=starts[1:].int())
+
+
+def _at_16_bytes(operand: Tensor) -> Tensor:
+    """The operand, or a copy with its strides, which starts at an address that PyTorch's product takes."""
+    if operand.data_ptr() % 16 == 0:
+        return operand
+    return operand.new_empty_strided(operand.shape, operand.stride()).copy_(operand)
 
 
 WIDTHS = {"up": (128, 64), "product": (128, 128), "gradient": (64, 32), "weight_gradient": (128, 128)}

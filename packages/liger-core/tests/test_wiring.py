@@ -681,3 +681,20 @@ print(sorted(new & kernel_languages), [name for name in sys.modules if name.star
 def test_import_brings_no_kernel_language_and_no_dynamo() -> None:
     out = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[] []"
+
+
+def test_a_hidden_function_may_return_a_tensor() -> None:
+    """What torch.compile knows of it is its fake's; it may look at values, which can't be traced."""
+
+    def like(x: Tensor, places: Tensor) -> Tensor:
+        return x.new_empty(places.shape[0], x.shape[1])
+
+    @opaque(writes=(), fake=like)
+    def rows_at(x: Tensor, places: Tensor) -> Tensor:
+        return torch.stack([x[place] for place in places.tolist()])
+
+    x, places = torch.randn(4, 3), torch.tensor([2, 0, 3])
+    torch.compiler.reset()
+    found = torch.compile(lambda x, places: rows_at(x, places) + 1, backend="aot_eager", fullgraph=True)(x, places)
+    assert torch.equal(found, x[places] + 1)
+    assert torch.equal(rows_at(x, places), x[places])

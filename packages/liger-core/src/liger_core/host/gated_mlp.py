@@ -62,7 +62,7 @@ class GatedMLP:
     def __init__(self, linear: Linear, silu: Activation, gelu_tanh: Activation) -> None:
         self.linear = linear
         self.activations = {"silu": silu, "gelu_tanh": gelu_tanh}
-        module = type(linear).__module__
+        module = silu.forward.__module__
         self.go = opaque(writes=("y",), within=module)(self._go)
         self.go_back = opaque(writes=("made",), within=module)(self._go_back)
 

@@ -36,6 +36,12 @@ UNREACHED = {
     "interpreted fused_moe._grouped: * is false": _HOPPER,
     "interpreted fused_moe._in_rows": _HOPPER,
     "interpreted fused_moe._multiply": _HOPPER,
+    "interpreted fused_moe._grouped_product": _HOPPER,
+    "* fused_moe._product_like": _TRACED,
+    "interpreted fused_moe._at_16_bytes": _HOPPER,
+    "compiled* fused_moe._at_16_bytes: operand.data_ptr() % 16 == 0 is false": (
+        "eager calls take no such operands: tests/test_kernels.py"
+    ),
     "interpreted mhc_pre._Kernels.gradients: is_hopper(x.device) is true": "an interpreter's device is the CPU",
     "compiled-sm_90 mhc_pre._Kernels.gradients: is_hopper(x.device) is false": "each device is Hopper",
     "interpreted _logit_statistics._Kernels.product*": _NOT_HELD,

@@ -4,6 +4,7 @@ _FLOAT32 = "with torch 2.10 an NPU multiplies into float32: the other way is tha
 _ON_CPU = "an interpreter's device is the CPU, whose torch.mm takes no other dtype for its result"
 
 UNREACHED = {
+    "* _linear._Linear.add_product: total is None* is true": "core's host code gives memory: another's needn't",
     "compiled* fused_neighborhood_attention._launch: rows > 1 and rows // 2 >= length is true": (
         "more than 8 short sequences for each of a chip's cores; the interpreter has 2"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections import Counter
 from typing import Any
@@ -273,8 +274,12 @@ def step(monkeypatch: pytest.MonkeyPatch, kind: str, **options: Any) -> tuple[Se
     liger_transformers.apply(model, **options)
     checkpoint(model, kind)
     ids = torch.randint(8, 99, (2, 512), generator=torch.Generator().manual_seed(0))
-    with toy_language(monkeypatch), Seen() as seen:
-        found = run(model, {"input_ids": ids, "labels": ids, "use_cache": False})
+    gc.disable()  # when it frees what refers to itself depends on what ran before, and with it the peak
+    try:
+        with toy_language(monkeypatch), Seen() as seen:
+            found = run(model, {"input_ids": ids, "labels": ids, "use_cache": False})
+    finally:
+        gc.enable()
     return seen, found
 
 
@@ -306,7 +311,7 @@ def test_a_step_takes_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     after, found = step(monkeypatch, "not reentrant", lean=True, mlp=True)
     assert_same(want, found)
     assert before.peak >= 5 * branch
-    assert whole.peak <= before.peak + branch // 4
+    assert whole.peak <= before.peak + branch // 8
     assert after.peak <= before.peak - 3 * branch
 
 

@@ -444,3 +444,17 @@ def test_products_of_a_vocabulary_that_eight_does_not_divide(name: str, budget: 
     with Aligned() as products:
         flops_of(op, host, (flowing,), given)
     assert products.rests > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_of_logits_has_nothing_of_what_lies_behind_them(transposed: bool, dtype: torch.dtype) -> None:
+    """A product on a CPU may read on behind a row: with bfloat16 and AMX, torch 2.13 multiplies what is there by 0."""
+    rows, columns = 131, 4200
+    memory = torch.full((rows, padded_columns(columns)), torch.nan, dtype=dtype)
+    logits = Logits(memory, columns)
+    logits.tensor().fill_(1.0)
+    b = torch.ones((rows if transposed else columns, 72), dtype=dtype)
+    y = torch.empty((columns if transposed else rows, 72), dtype=dtype)
+    Linear().write_product_of(y, logits, b, transposed=transposed)
+    torch.testing.assert_close(y, torch.full_like(y, rows if transposed else columns))

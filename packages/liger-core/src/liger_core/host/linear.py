@@ -112,7 +112,11 @@ def _product_of(y: Tensor, logits: Tensor, columns: int, b: Tensor, transposed: 
     else:
         # The rest first: what is rounded twice is then a sum of few terms.
         for part in reversed(parts):
-            (_add if adds else _write)(y, logits[:, part], b[part])
+            a = logits[:, part]
+            if a.device.type == "cpu":
+                # oneDNN reads on behind the columns, where there may be NaN (bfloat16 with AMX, torch 2.13).
+                a = a.contiguous()
+            (_add if adds else _write)(y, a, b[part])
             adds = True
 
 

@@ -18,6 +18,7 @@ from liger_conformance.cases.grpo_loss import build as build_grpo_loss
 from liger_conformance.cases.jsd import build as build_jsd
 from liger_conformance.cases.logit_statistics import ALL
 from liger_conformance.cases.logit_statistics import build as build_logit_statistics
+from liger_conformance.cases.mhc_pre import build as build_mhc_pre
 from liger_conformance.compare import compare
 from liger_conformance.running import baseline_and_truth, errors_nearby, evaluate
 from liger_conformance.traces import LAYOUTS, check_memory_of_gradients
@@ -36,6 +37,7 @@ from liger_triton.ops import (
     _totals,
     attn_res,
     fused_moe,
+    mhc_pre,
     rope,
 )
 from liger_triton.ops._linear import LINEAR
@@ -267,6 +269,23 @@ def test_products_by_pytorch(
     products = {None: 5, ("down_weight",): 2}.get(wanted, 3)
     # A float32 router's gradient is made of a product that is not rounded.
     assert len(taken) == products - (router is torch.float32 and wanted != ("down_weight",))
+
+
+@pytest.mark.parametrize("streams", [2, 4])  # tiles of 16 and 32 rows of weight
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+def test_hyper_connections_on_hopper(parameters: torch.dtype, streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of rows and two of columns, the second of each not full: the right values and gradients."""
+    monkeypatch.setattr(mhc_pre, "is_hopper", lambda device: True)
+    monkeypatch.setattr(mhc_pre, "PRODUCT_ROWS", None)  # the other tile's: no launch could take it
+    arguments = build_mhc_pre(
+        Make(torch.bfloat16, DEVICE),
+        rows=70,
+        streams=streams,
+        width=192 // streams,
+        iterations=2,
+        parameters=parameters,
+    )
+    check(ops["mhc_pre"], arguments)
 
 
 @pytest.mark.parametrize(("stride", "fits"), [((64, 1), True), ((1, 64), True), ((60, 1), False), ((64, 2), False)])

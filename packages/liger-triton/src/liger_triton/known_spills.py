@@ -14,8 +14,8 @@ KNOWN_SPILLS = {
         "the longest row that is held in registers: 64 columns of y and dy a thread, which has 128 registers",
     ),
     "fused_add_rms_norm-triton-sm_90 rms_norm._backward[*BLOCK=8192*, i32, i32, i32, i32*": (18, _PIECES),
-    "mhc_pre-triton-sm_120 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (28, _NO_TENSOR_CORES),
-    "mhc_pre-triton-gfx942 mhc_pre._multiply[ROWS=128, COUNT=32, *fp32:16*": (36, _NO_TENSOR_CORES),
+    "mhc_pre-triton-sm_120 mhc_pre._multiply[PARTS=False, ROWS=128, COUNT=32, *fp32:16*": (28, _NO_TENSOR_CORES),
+    "mhc_pre-triton-gfx942 mhc_pre._multiply[PARTS=False, ROWS=128, COUNT=32, *fp32:16*": (36, _NO_TENSOR_CORES),
     "fused_moe-triton-sm_90 fused_moe._gradient[*EVEN=False, WHOLE=False, ROWS=128*": (262, _ODD_EXPERTS),
     "fused_moe-triton-sm_90 fused_moe._up[*EVEN=False, WHOLE=False, ROWS=128*": (112, _ODD_EXPERTS),
     "sparsemax-triton-sm_100 sparsemax._forward_packed[BLOCK=65536*": (

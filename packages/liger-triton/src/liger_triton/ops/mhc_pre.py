@@ -19,14 +19,22 @@ from liger_triton.ops._rows import as_rows, in_vectors, multiply, power_of_2
 from liger_triton.ops._three_parts import product, split
 
 PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_WARPS = 128, 64, 8
-"""A tile of x in the forward product, and its warps. On an H100 (triton 3.6), 16384 rows of 4 streams of 7168 columns take 0.36
-ms in bfloat16; reading x alone takes 0.31. With half the rows and warps, which read the weight twice as often, they take 0.39."""
+"""A tile of x in the forward product, and its warps. With half the rows and warps, the weight is read twice as often."""
+
+HOPPER_PRODUCT_ROWS, HOPPER_PRODUCT_COLUMNS, HOPPER_PRODUCT_WARPS = 64, 128, 4
+"""The same on Hopper for a bfloat16 x. If the weight has another dtype, its parts are made first: no program has to split it, and
+wgmma takes two parts at once. On an H200 (triton 3.6), forward of 16384 rows of 4 streams of 7168 columns takes 0.55 ms, and 0.61
+with the tile above; 8192 x 4 x 4096 takes 0.173 and 0.192 ms. Other chips would spill registers, or lack the shared memory."""
 
 GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_WARPS = 32, 64, 4
-"""The same for the products of backward. There they take 1.16 ms."""
+"""The same for the products of backward."""
+
+GRADIENT_STAGES = 3
+"""Tiles in flight in backward, including the one that is taken. All of a tile's loads are ahead, also of what no product takes.
+On an H200 (triton 3.6), 16384 x 4 x 7168 takes 0.77 ms, and 0.95 if only the products' loads are ahead."""
 
 HOPPER_ROWS = 64
-"""The rows on Hopper, whose wgmma multiplies so many: 0.99 ms. Other chips would spill registers."""
+"""The rows on Hopper, whose wgmma multiplies so many. With 32, they take 0.83 ms. Other chips would spill registers."""
 
 FEW = 32
 """Rows and columns of the forward tile for more than four streams, or if each element has its own address in registers. The
@@ -34,6 +42,9 @@ backward tile then has half as many rows, in float32 as well."""
 
 PRODUCT_PROGRAMS = 4
 """Programs of the forward product per multiprocessor. Twice as many make more partial sums and take 3 % longer."""
+
+HOPPER_PRODUCT_PROGRAMS = 2
+"""The same for Hopper's tile. With twice as many, 8192 x 4 x 4096 takes 0.178 ms."""
 
 GRADIENT_PROGRAMS = 16
 """The same for backward. With half as many it takes 10 % longer."""
@@ -112,24 +123,51 @@ def _scaled(m, alpha, bias, which, first, places, inside):
 
 
 @kernel
+def _split_weight(parts, weight, columns, count, weight_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    number = tl.arange(0, COUNT).to(tl.int64)[:, None]
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = column < columns
+    high, middle, low = split(tl.load(weight + number * weight_stride + column, (number < count) & inside, other=0.0))
+    at = parts + number * columns + column
+    tl.store(at, high, inside)
+    tl.store(at + COUNT * columns, middle, inside)
+    tl.store(at + 2 * COUNT * columns, low, inside)
+
+
+@kernel
 def _multiply(
     partial, x, weight, rows, columns, count, share, splits, x_stride, weight_stride,
-    ROWS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """PARTS: `weight` is what `_split_weight` wrote, and x is bfloat16."""
     part = tl.program_id(0) % splits
     row = (tl.program_id(0) // splits).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     number = tl.arange(0, COUNT).to(tl.int64)
     sums = tl.zeros((ROWS, COUNT), tl.float32)
     squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    if PARTS:
+        high_sums = tl.zeros((ROWS, 2 * COUNT), tl.float32)
     for start in range(part * share, tl.minimum(columns, part * share + share), BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         xs = tl.load(x + row[:, None] * x_stride + column[None, :], inside, other=0.0)
-        at = weight + number[None, :] * weight_stride + column[:, None]
-        ws = tl.load(at, (number < count)[None, :] & (column < columns)[:, None], other=0.0)
         wide = xs.to(tl.float32)
         squares += wide * wide
-        sums = product(split(xs), split(ws), sums)
+        if PARTS:
+            # The two large parts are one operand, since a wider product reads its tile of x once for both. Each product's sum
+            # starts at zero, as in `product`.
+            high = tl.arange(0, 2 * COUNT).to(tl.int64)
+            exists = (column < columns)[:, None]
+            low_ws = tl.load(weight + (2 * COUNT + number)[None, :] * columns + column[:, None], exists, other=0.0)
+            high_ws = tl.load(weight + high[None, :] * columns + column[:, None], exists, other=0.0)
+            sums += tl.dot(xs, low_ws, sums * 0.0)
+            high_sums += tl.dot(xs, high_ws, high_sums * 0.0)
+        else:
+            at = weight + number[None, :] * weight_stride + column[:, None]
+            ws = tl.load(at, (number < count)[None, :] & (column < columns)[:, None], other=0.0)
+            sums = product(split(xs), split(ws), sums)
+    if PARTS:
+        sums += tl.sum(tl.reshape(high_sums, (ROWS, 2, COUNT)), 1)
     at = partial + (row * splits + part) * (count + 1)
     tl.store(at[:, None] + number[None, :], sums, (row < rows)[:, None] & (number < count)[None, :])
     tl.store(at + count, tl.sum(squares, 1), row < rows)
@@ -294,7 +332,7 @@ def _coefficients_backward(
 @kernel
 def _gradients(
     dx, partial, dh, x, weight, plan, rest, rows, streams, width, count, splits, dh_stride, x_stride, weight_stride,
-    ROUGH: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROUGH: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # All streams of a block of columns at once: they read the same of dh.
     stream, block = tl.program_id(0) % streams, tl.program_id(0) // streams
@@ -308,7 +346,7 @@ def _gradients(
         at = weight + number[:, None] * weight_stride + column[None, :]
         ws = split(tl.load(at, counted[:, None] & within[None, :], other=0.0))
     dweight = tl.zeros((BLOCK, COUNT), tl.float32)
-    for tile in range(part, tl.cdiv(rows, ROWS), splits):
+    for tile in tl.range(part, tl.cdiv(rows, ROWS), splits, num_stages=STAGES):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         there = row < rows
         inside = there[:, None] & within[None, :]
@@ -318,12 +356,11 @@ def _gradients(
         middle = tl.load(planned + COUNT, there[:, None], other=0.0)
         gs = (high, middle, tl.load(planned + 2 * COUNT, there[:, None], other=0.0))
         if dx is not None:
-            # One sum of what isn't a product: its tile's layout is another one, and changes once.
-            rests = -tl.load(rest + row * (streams + 1) + streams, there, other=0.0)[:, None] * xs.to(tl.float32)
+            dxs = product(gs, ws, tl.zeros((ROWS, BLOCK), tl.float32), ROUGH)
+            dxs -= tl.load(rest + row * (streams + 1) + streams, there, other=0.0)[:, None] * xs.to(tl.float32)
             if dh is not None:
                 dhs = tl.load(dh + row[:, None] * dh_stride + of_stream[None, :], inside, other=0.0).to(tl.float32)
-                rests += tl.load(rest + row * (streams + 1) + stream, there, other=0.0)[:, None] * dhs
-            dxs = product(gs, ws, tl.zeros((ROWS, BLOCK), tl.float32), ROUGH) + rests
+                dxs += tl.load(rest + row * (streams + 1) + stream, there, other=0.0)[:, None] * dhs
             tl.store(dx + row[:, None] * (streams * width) + column[None, :], dxs, inside)
         if partial is not None:
             dweight = product(split(tl.trans(xs)), gs, dweight)
@@ -356,10 +393,19 @@ class _Kernels(MHCPreKernels):
         x, x_stride = as_rows(x.flatten(-2))
         weight, weight_stride = as_rows(weight)
         tile_rows, block, warps = PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_WARPS
+        programs, padded_count, parts = PRODUCT_PROGRAMS, power_of_2(count), False
         if count > 32 or not in_vectors(columns, x_stride, weight_stride):
             tile_rows, block, warps = FEW, FEW, 4
+        elif x.dtype is torch.bfloat16 and is_hopper(x.device):
+            tile_rows, block, warps = HOPPER_PRODUCT_ROWS, HOPPER_PRODUCT_COLUMNS, HOPPER_PRODUCT_WARPS
+            programs, parts = HOPPER_PRODUCT_PROGRAMS, weight.dtype is not torch.bfloat16
+            if parts:
+                whole, weight = weight, x.new_empty((3 * padded_count, columns))
+                _split_weight[((columns + block - 1) // block,)](
+                    weight, whole, columns, count, weight_stride, COUNT=padded_count, BLOCK=block, num_warps=4
+                )
         tiles = (rows + tile_rows - 1) // tile_rows
-        splits = max(1, min(sm_count(x.device) * PRODUCT_PROGRAMS // tiles, columns // FEWEST_COLUMNS))
+        splits = max(1, min(sm_count(x.device) * programs // tiles, columns // FEWEST_COLUMNS))
         share = ((columns + splits - 1) // splits + block - 1) // block * block
         splits = (columns + share - 1) // share
         # Rows and splits are one dimension: torch.compile can't tell that there is a split, and torch 2.11 fails if an inner size
@@ -367,7 +413,7 @@ class _Kernels(MHCPreKernels):
         partial = x.new_empty((rows * splits, count + 1), dtype=torch.float32)
         _multiply[(tiles * splits,)](
             partial, x, weight, rows, columns, count, share, splits, x_stride, weight_stride,
-            ROWS=tile_rows, COUNT=power_of_2(count), BLOCK=block, num_warps=warps,
+            PARTS=parts, ROWS=tile_rows, COUNT=padded_count, BLOCK=block, num_warps=warps,
         )  # fmt: skip
         padded, coefficient_rows = power_of_2(streams, 1), _coefficient_rows(streams)
         _coefficients[((rows + coefficient_rows - 1) // coefficient_rows,)](
@@ -432,7 +478,8 @@ class _Kernels(MHCPreKernels):
         partial = x.new_empty((splits, count, streams * width), dtype=torch.float32) if dweight else None
         _gradients[(blocks * splits,)](
             dx, partial, dh, x, weight, plan, rest, rows, streams, width, count, splits, dh_stride, x_stride, weight_stride,
-            ROUGH=x.dtype is not torch.float32, COUNT=padded_count, ROWS=tile_rows, BLOCK=block, num_warps=warps,
+            ROUGH=x.dtype is not torch.float32, COUNT=padded_count, ROWS=tile_rows, BLOCK=block, STAGES=GRADIENT_STAGES,
+            num_warps=warps,
         )  # fmt: skip
         return partial
 

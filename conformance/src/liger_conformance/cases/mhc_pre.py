@@ -73,7 +73,7 @@ CASES = (
     Case("vector", "edge", rows=(), streams=2, width=17, iterations=2),
     Case("one-iteration", "option", rows=4, streams=4, width=48, iterations=1),
     Case("float32-parameters", "option", rows=4, streams=4, width=48, iterations=2, parameters=torch.float32),
-    Case("head", "option", rows=5, streams=4, width=24, head=True),
+    Case("head", "option", rows=3, streams=4, width=24, head=True),
     Case("head-float32-parameters", "option", rows=5, streams=3, width=31, head=True, parameters=torch.float32),
     Case("norm-eps", "option", rows=4, streams=2, width=24, iterations=2, norm_eps=0.5, scale=0.1),
     Case("sinkhorn-eps", "option", rows=4, streams=3, width=24, iterations=3, sinkhorn_eps=0.05),

@@ -4,6 +4,7 @@ _INTERPRETED = "Triton interprets a function, and no Kernel is made of it: tests
 _COMPILED = "a compiler that launches nothing gives nothing to remember: tests/test_launch.py"
 _HOPPER = "PyTorch's grouped product is taken on Hopper alone: tests/test_kernels.py"
 _NOT_HELD = "logits' products are made here on Hopper alone: tests/test_kernels.py"
+_PARTS = "Hopper alone has a tile for a weight in parts: tests/test_kernels.py"
 _TRACED = "what torch.compile's graphs call isn't watched: tests/test_kernels.py"
 _AT_IMPORT = "called when a kernel's file is imported, before any test"
 
@@ -42,9 +43,9 @@ UNREACHED = {
     "compiled* fused_moe._at_16_bytes: operand.data_ptr() % 16 == 0 is false": (
         "eager calls take no such operands: tests/test_kernels.py"
     ),
-    "interpreted mhc_pre._Kernels.forward: x.dtype is torch.bfloat16 and is_hopper(x.device) is true": (
-        "an interpreter's device is the CPU: tests/test_kernels.py"
-    ),
+    "interpreted mhc_pre._Kernels.forward: x.dtype is torch.bfloat16 and is_hopper(x.device) is true": _PARTS,
+    "interpreted mhc_pre._Kernels.forward: parts is *": _PARTS,
+    "interpreted mhc_pre._split_weight": _PARTS,
     "interpreted mhc_pre._Kernels.gradients: is_hopper(x.device) is true": "an interpreter's device is the CPU",
     "compiled-sm_90 mhc_pre._Kernels.gradients: is_hopper(x.device) is false": "each device is Hopper",
     "interpreted _logit_statistics._Kernels.product*": _NOT_HELD,

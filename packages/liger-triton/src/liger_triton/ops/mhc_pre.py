@@ -29,7 +29,7 @@ with the tile above; 8192 x 4 x 4096 takes 0.173 and 0.192 ms. Other chips would
 GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_WARPS = 32, 64, 4
 """The same for the products of backward."""
 
-GRADIENT_STAGES = 3
+GRADIENT_STAGES = tl.constexpr(3)
 """Tiles in flight in backward, including the one that is taken. All of a tile's loads are ahead, also of what no product takes.
 On an H200 (triton 3.6), 16384 x 4 x 7168 takes 0.77 ms, and 0.95 if only the products' loads are ahead."""
 
@@ -122,16 +122,22 @@ def _scaled(m, alpha, bias, which, first, places, inside):
     return scale * m + tl.load(bias + first + places, inside, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _store_parts(at, values, inside, apart):
+    """The parts of some numbers, each so far behind the one before."""
+    high, middle, low = split(values)
+    tl.store(at, high, inside)
+    tl.store(at + apart, middle, inside)
+    tl.store(at + 2 * apart, low, inside)
+
+
 @kernel
 def _split_weight(parts, weight, columns, count, weight_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     number = tl.arange(0, COUNT).to(tl.int64)[:, None]
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < columns
-    high, middle, low = split(tl.load(weight + number * weight_stride + column, (number < count) & inside, other=0.0))
-    at = parts + number * columns + column
-    tl.store(at, high, inside)
-    tl.store(at + COUNT * columns, middle, inside)
-    tl.store(at + 2 * COUNT * columns, low, inside)
+    ws = tl.load(weight + number * weight_stride + column, (number < count) & inside, other=0.0)
+    _store_parts(parts + number * columns + column, ws, inside, COUNT * columns)
 
 
 @kernel
@@ -243,15 +249,6 @@ def _sum_streams(
     tl.store(dots + row * streams + stream, tl.sum(sums, 1), stream < streams)
 
 
-@triton.jit
-def _store_parts(at, values, inside, COUNT: tl.constexpr):
-    """The parts of some of a row's numbers."""
-    high, middle, low = split(values)
-    tl.store(at, high, inside)
-    tl.store(at + COUNT, middle, inside)
-    tl.store(at + 2 * COUNT, low, inside)
-
-
 @kernel
 def _coefficients_backward(
     plan, rest, partial, dots, dpre, dpost, dres, m, bias, alpha, rows, streams, width, count, iterations, sinkhorn_eps, pre_eps,
@@ -332,7 +329,7 @@ def _coefficients_backward(
 @kernel
 def _gradients(
     dx, partial, dh, x, weight, plan, rest, rows, streams, width, count, splits, dh_stride, x_stride, weight_stride,
-    ROUGH: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ROUGH: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # All streams of a block of columns at once: they read the same of dh.
     stream, block = tl.program_id(0) % streams, tl.program_id(0) // streams
@@ -346,7 +343,7 @@ def _gradients(
         at = weight + number[:, None] * weight_stride + column[None, :]
         ws = split(tl.load(at, counted[:, None] & within[None, :], other=0.0))
     dweight = tl.zeros((BLOCK, COUNT), tl.float32)
-    for tile in tl.range(part, tl.cdiv(rows, ROWS), splits, num_stages=STAGES):
+    for tile in tl.range(part, tl.cdiv(rows, ROWS), splits, num_stages=GRADIENT_STAGES):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         there = row < rows
         inside = there[:, None] & within[None, :]
@@ -400,10 +397,11 @@ class _Kernels(MHCPreKernels):
             tile_rows, block, warps = HOPPER_PRODUCT_ROWS, HOPPER_PRODUCT_COLUMNS, HOPPER_PRODUCT_WARPS
             programs, parts = HOPPER_PRODUCT_PROGRAMS, weight.dtype is not torch.bfloat16
             if parts:
-                whole, weight = weight, x.new_empty((3 * padded_count, columns))
+                split_weight = x.new_empty((3 * padded_count, columns))
                 _split_weight[((columns + block - 1) // block,)](
-                    weight, whole, columns, count, weight_stride, COUNT=padded_count, BLOCK=block, num_warps=4
+                    split_weight, weight, columns, count, weight_stride, COUNT=padded_count, BLOCK=block, num_warps=4
                 )
+                weight = split_weight
         tiles = (rows + tile_rows - 1) // tile_rows
         splits = max(1, min(sm_count(x.device) * programs // tiles, columns // FEWEST_COLUMNS))
         share = ((columns + splits - 1) // splits + block - 1) // block * block
@@ -478,8 +476,7 @@ class _Kernels(MHCPreKernels):
         partial = x.new_empty((splits, count, streams * width), dtype=torch.float32) if dweight else None
         _gradients[(blocks * splits,)](
             dx, partial, dh, x, weight, plan, rest, rows, streams, width, count, splits, dh_stride, x_stride, weight_stride,
-            ROUGH=x.dtype is not torch.float32, COUNT=padded_count, ROWS=tile_rows, BLOCK=block, STAGES=GRADIENT_STAGES,
-            num_warps=warps,
+            ROUGH=x.dtype is not torch.float32, COUNT=padded_count, ROWS=tile_rows, BLOCK=block, num_warps=warps,
         )  # fmt: skip
         return partial
 

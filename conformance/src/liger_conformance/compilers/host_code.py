@@ -23,18 +23,17 @@ FIRST = 2
 def compiled_cases(target: Target) -> list[tuple[Case, torch.dtype]]:
     """What is compiled of an op for a chip, so that all ops take minutes for all chips.
 
-    For the language's first chip every case in bfloat16, every second option and the sizes of models in float32 too, and the
-    first case in float16. What the other chips have otherwise, fewer registers or less shared memory, shows in large tiles: they
-    get the first case and the largest ones in bfloat16, and the latter in float32. Where the compiler is slow, the first chip
-    gets the odd cases, options and the sizes of models, and the larger of these in float32; and the others nothing in float32.
+    For the language's first chip every case in bfloat16, options and the sizes of models in float32 too, and the first case
+    in float16. What the other chips have otherwise, fewer registers or less shared memory, shows in large tiles: they get the
+    first case and the largest ones in bfloat16, and the latter in float32. Where the compiler is slow, the first chip gets the
+    odd cases, options and the sizes of models, and the larger of these in float32; and the others nothing in float32.
     """
     found = cases_of(target.op.name)
     everything = (*found.cases, *([found.huge] if found.huge else []))
     first, slow = _is_first_chip(target), _compiler(target).slow
     if first and not slow:
         narrow = list(everything)
-        wide = [case for case in everything if case.group == "option"][1::2]
-        wide += [case for case in everything if case.group in TIMED]
+        wide = [case for case in everything if case.group in ("option", *TIMED)]
     elif first:
         narrow = [case for case in everything if case in found.cases[:FIRST] or case.group in ("odd", "option", *TIMED)]
         wide = [case for case in found.cases if case.group in TIMED[1:]]

@@ -1,9 +1,60 @@
-"""What host code makes of tensors before a launch."""
+"""What host code makes of tensors before a launch, and the context of the thread that launches."""
+
+import os
+import subprocess
+import sys
+import threading
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from liger_cutile import _stream, backend
 from liger_cutile.ops import _rows
+
+FIRST_OF_ITS_THREAD = """
+import torch
+import liger_core
+x = torch.randn(4, 64, device="cuda", requires_grad=True)
+weight, dy = torch.ones(64, device="cuda"), torch.ones(4, 64, device="cuda")
+with liger_core.use("cutile"):
+    liger_core.rms_norm(x, weight).backward(dy)
+torch.cuda.synchronize()
+print(x.grad.isfinite().all().item())
+"""
+
+
+def test_the_first_launch_of_a_thread_has_a_context() -> None:
+    """Where PyTorch's allocations make none: in backward, which autograd runs in a thread of its own."""
+    if not torch.cuda.is_available():
+        pytest.skip("a context needs a CUDA device")
+    if why := backend.missing("cuda"):
+        pytest.skip(why)
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_OF_ITS_THREAD], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_thread_makes_its_context_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(NamedTuple):
+        device: int
+
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: made.append(threading.get_ident()))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 2, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", Stream, raising=False)
+
+    def launch_twice() -> None:
+        assert [_stream.current_stream(), _stream.current_stream()] == [Stream(2), Stream(2)]
+
+    threads = [threading.Thread(target=launch_twice) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == sorted(thread.ident or 0 for thread in threads)
 
 
 def test_rows_are_a_view_where_strides_allow() -> None:

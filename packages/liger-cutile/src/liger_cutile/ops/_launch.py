@@ -26,8 +26,9 @@ import os
 from typing import Any
 
 import cuda.tile as ct
-import torch
 from torch import Tensor
+
+from liger_cutile._stream import current_stream
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -47,7 +48,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None
         grid: numbers of blocks, 1 to 3.
         arguments: the kernel's, in order.
     """
-    stream = 0 if _INTERPRETED else torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+    stream = 0 if _INTERPRETED else current_stream()
     ct.launch(stream, grid, kernel, tuple(() if argument is None else argument for argument in arguments))
 
 

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from liger_conformance.case import cases_of
-from liger_conformance.dividing import check_divided, declared, divisible
+from liger_conformance.case import Blank, cases_of
+from liger_conformance.dividing import check_divided, declared, divisible, ends_of, place_of_rows, select_rows
+from liger_conformance.running import complete
 from liger_core import rms_norm
 from liger_core.contract import Op, ops
 from liger_core.dimensions import independent, parse
+
+FEW = 600_000_000
+"""Elements of the rows that are checked of a huge case: 4.8 GB in float64. Backward takes some times as much."""
 
 LARGEST = 1 << 12
 """Elements of an argument: a case of more is for a kernel's branches, and the reference has none."""
@@ -53,6 +57,18 @@ def test_parts_are_those_of_the_whole(name: str) -> None:
             divided.add(over.rstrip("0123456789"))
     written = {part for names in declared(op).tensors.values() for part in names if independent(part)}
     assert divided == {part.rstrip("'") for part in written}, "no case has more than one element of the others"
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(ops) if cases_of(name).huge])
+def test_the_ends_of_a_huge_case_are_small(name: str) -> None:
+    """Four rows, not all of them, are computed in float64; a GPU alone runs the case, and may run out of memory."""
+    op, found = ops[name], cases_of(name)
+    assert found.huge is not None
+    arguments = complete(op, found.make(found.huge, Blank(torch.bfloat16, "meta")))
+    rows = place_of_rows(op, arguments)
+    few = select_rows(arguments, rows.arguments, ends_of(rows, "meta"))
+    assert rows.number >= 8, f"{rows.number} rows have no four ends"
+    assert sum(few[name].numel() for name in rows.arguments) <= FEW
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_conformance.running import Arguments, Outcome, complete, evaluate, incoming_of, widen
+from liger_conformance.running import Arguments, Outcome, complete, evaluate, has_rows, incoming_of, widen
 from liger_core.contract import Op
 from liger_core.dimensions import Dimensions, independent
 
@@ -43,6 +43,48 @@ def divisible(op: Op[..., Any], arguments: Arguments) -> dict[str, int]:
             if independent(name) and not name.endswith("'"):
                 sizes[name] = max(size, sizes.get(name, 0))
     return {name: size for name, size in sizes.items() if size > 1}
+
+
+class Rows(NamedTuple):
+    """The rows of a call: how many there are, and in which dimension each argument and each result has them, by name."""
+
+    number: int
+    arguments: dict[str, int]
+    results: dict[str, int]
+
+
+def place_of_rows(op: Op[..., Any], arguments: Arguments, results: Mapping[str, Tensor | None] | None = None) -> Rows:
+    """Rows are the first dimension of the first argument. Where that isn't independent, they are its first one that is.
+
+    Args:
+        op: the contract. Without a declaration, the first dimension counts as independent.
+        arguments: by name, all of them.
+        results: by name, if their places are wanted.
+    """
+    results, first = results or {}, op.names[0]
+    names = names_of(op, arguments) if op.dimensions else {}
+    if not names or independent(names[first][0]):
+        number = arguments[first].shape[0]
+        leading = [{name: 0 for name, v in values.items() if has_rows(v, number)} for values in (arguments, results)]
+        return Rows(number, *leading)
+    made = {
+        name: declared(op).of_result(i, value.dim(), arguments)
+        for i, (name, value) in enumerate(results.items())
+        if value is not None
+    }
+    rows = next(name for name in names[first] if independent(name))
+    places = [{name: dims.index(rows) for name, dims in found.items() if rows in dims} for found in (names, made)]
+    return Rows(arguments[first].shape[places[0][first]], *places)
+
+
+def ends_of(rows: Rows, device: str) -> Tensor:
+    """The first two rows, and the last two: those that are checked of a huge tensor."""
+    return torch.tensor([0, 1, rows.number - 2, rows.number - 1], device=device)
+
+
+def select_rows(values: Mapping[str, Any], places: Mapping[str, int], rows: Tensor) -> dict[str, Any]:
+    """Those rows of each value that has rows, and the other values as they are."""
+    return {n: v.index_select(places[n], rows) if n in places else v for n, v in values.items()}
 
 
 def check_divided(op: Op[..., Any], arguments: Arguments, over: str) -> None:

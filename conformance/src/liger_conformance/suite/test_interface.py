@@ -15,9 +15,11 @@ import liger_core
 from liger_conformance import interpreters
 from liger_conformance.case import QUICK, Bad, Case, Make, cases_of
 from liger_conformance.compare import compare, same_bits
+from liger_conformance.dividing import ends_of, place_of_rows, select_rows
 from liger_conformance.known import KnownFailures, Unclaimed
 from liger_conformance.running import (
     Arguments,
+    Outcome,
     Target,
     baseline_and_truth,
     complete,
@@ -242,25 +244,26 @@ def test_huge(target: Target, dtype: torch.dtype) -> None:
     if target.device == "cpu":
         pytest.skip("more than 2^31 elements need an accelerator")
     arguments = complete(op, arguments_of(target, huge, dtype))
-    rows = arguments[op.names[0]].shape[0]
-    ends = torch.tensor([0, 1, rows - 2, rows - 1], device=target.device)
-
-    def of_ends(values: dict[str, Any]) -> dict[str, Any]:
-        return {n: v.index_select(0, ends) if has_rows(v, rows) else v for n, v in values.items()}
-
-    few = of_ends(arguments)
-    wanted = tuple(name for name in present(op, arguments) if has_rows(arguments[name], rows))
+    rows = place_of_rows(op, arguments)
+    ends = ends_of(rows, target.device)
+    few = select_rows(arguments, rows.arguments, ends)
+    wanted = tuple(name for name in present(op, arguments) if name in rows.arguments)
     try:
         with torch.no_grad(), only(target):
-            incoming = incoming_for(op, arguments, name_results(op, op(**arguments)))
-        few_incoming = of_ends(incoming)
+            results = name_results(op, op(**arguments))
+        rows, incoming = place_of_rows(op, arguments, results), incoming_for(op, arguments, results)
+        del results
+        few_incoming = select_rows(incoming, rows.results, ends)
         with only(target):
             actual = evaluate(op, op, arguments, wanted, incoming)
     except torch.OutOfMemoryError:
         pytest.skip("the device has too little memory")
     del arguments, incoming
     baseline, truth = baseline_and_truth(op, few, wanted, few_incoming)
-    for name, value in of_ends(actual.items()).items():
+    found = Outcome(
+        select_rows(actual.results, rows.results, ends), select_rows(actual.gradients, rows.arguments, ends)
+    )
+    for name, value in found.items().items():
         compare(name, value, baseline.items()[name], truth.items()[name])
 
 

@@ -13,14 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 import liger_core
 from liger_conformance.case import QUICK, Case
 from liger_conformance.compare import same_bits
-from liger_conformance.dividing import names_of
+from liger_conformance.dividing import place_of_rows
 from liger_conformance.running import (
     Poison,
     Target,
     complete,
     differentiable_results,
     evaluate,
-    has_rows,
     incoming_for,
     name_results,
     only,
@@ -30,8 +29,7 @@ from liger_conformance.running import (
 )
 from liger_conformance.suite.test_values import arguments_of, need_accelerator
 from liger_core import lean
-from liger_core.contract import Op, Remade
-from liger_core.dimensions import independent
+from liger_core.contract import Remade
 from liger_core.remade import active
 
 
@@ -283,27 +281,12 @@ def test_empty(target: Target) -> None:
     op = target.op
     from liger_conformance.case import cases_of
 
-    arguments = empty_rows(op, cases_of(op.name).build(cases_of(op.name).cases[0], torch.bfloat16, target.device))
+    arguments = complete(op, cases_of(op.name).build(cases_of(op.name).cases[0], torch.bfloat16, target.device))
+    for name, at in place_of_rows(op, arguments).arguments.items():
+        arguments[name] = arguments[name].narrow(at, 0, 0)
     with liger_core.use(target.language):
         actual = evaluate(op, op, arguments)
     for name, value in actual.items().items():
         assert value is not None, f"{name} is None for zero rows"
         require(not value.isnan().any(), f"{name} is NaN for zero rows")
         require(not value.any(), f"{name} is not zero for zero rows")
-
-
-def empty_rows(op: Op[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with zero rows: those that share their number of rows with the first, whose first dimension they are.
-
-    Where its first dimension isn't independent, rows are the first one that is.
-    """
-    first = op.names[0]
-    names = names_of(op, complete(op, arguments)) if op.dimensions else {}
-    if names and not independent(names[first][0]):
-        rows = next(name for name in names[first] if independent(name))
-        return {
-            name: value.narrow(names[name].index(rows), 0, 0) if rows in names.get(name, ()) else value
-            for name, value in arguments.items()
-        }
-    rows = arguments[first].shape[0]
-    return {name: value[:0] if has_rows(value, rows) else value for name, value in arguments.items()}

@@ -74,10 +74,10 @@ def _member_at(member, step, k1, k2, m1, m2):
 def _forward(
     y, inverse_rms, x, weight, scale, shift, runs, tiles, members, step, k1, k2, m1, m2, x_stride,
     scale_0, scale_1, scale_2, shift_0, shift_1, shift_2, eps, offset,
-    ROUND: tl.constexpr, NATIVE: tl.constexpr,
+    ROUND: tl.constexpr, NATIVE: tl.constexpr, IN_ORDER: tl.constexpr,
     RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ROWS rows of a run, or a row of each of RUNS runs."""
+    """A program takes ROWS rows of a run, or a row of each of RUNS runs. If IN_ORDER, see `_in_order`."""
     column = tl.arange(0, BLOCK)[None, :]
     exists = column < COLUMNS
     # Never more than `runs`, and as wide: so many that they take 64 bits are rare.
@@ -86,11 +86,18 @@ def _forward(
     if RUNS > 1:
         run = run * RUNS + tl.arange(0, RUNS)[:, None]
     first_row, scale_at = _group_at(run, k1, k2, m1, m2, scale_0, scale_1, scale_2)
-    row = first_row + member.to(tl.int64) * step
     there, inside, scale_inside = None, exists, exists
-    if RUNS * ROWS > 1:
-        there = (run < runs) & (member < members)
-        inside, scale_inside = there & exists, (run < runs) & exists
+    if IN_ORDER:
+        # The load of x then waits for none of the divisions above, which are made one after another.
+        row = tl.program_id(0).to(tl.int64) * (RUNS * ROWS) + tl.arange(0, RUNS * ROWS)[:, None]
+        if RUNS > 1:
+            there = row < runs
+            inside, scale_inside = there & exists, there & exists
+    else:
+        row = first_row + member.to(tl.int64) * step
+        if RUNS * ROWS > 1:
+            there = (run < runs) & (member < members)
+            inside, scale_inside = there & exists, (run < runs) & exists
     xs = tl.load(x + row * x_stride + column, inside, other=0.0)
     r = inverse_rms_of(tl.sum(square(xs, NATIVE, BLOCK), 1, keep_dims=True), COLUMNS, eps, xs.dtype, NATIVE)
     if inverse_rms is not None:
@@ -436,8 +443,10 @@ def _forward_plan(places: Places, columns: int, x_stride: int, size: int) -> _Pl
     if tile_rows > 1 and tile_rows >= 2 * members:
         tile_rows, tile_runs = 1, tile_rows
     tiles = (members + tile_rows - 1) // tile_rows
-    numbers = runs, tiles, members, _step(places), *places.kept[1:], *places.shared[1:]
+    step = _step(places)
+    numbers = runs, tiles, members, step, *places.kept[1:], *places.shared[1:]
     constants = {"RUNS": tile_runs, "ROWS": tile_rows, "COLUMNS": columns, "BLOCK": block, "num_warps": warps}
+    constants |= {"IN_ORDER": _in_order(members, step, tile_rows, tile_runs)}
     return _Plan((runs + tile_runs - 1) // tile_runs * tiles, numbers, constants)
 
 
@@ -483,6 +492,11 @@ def _runs_of(places: Places) -> Places:
             kept[dim], shared[dim] = 1, kept[dim]
             break
     return Places.of(tuple(kept), tuple(shared), places.scale, places.shift)
+
+
+def _in_order(members: int, step: int | None, tile_rows: int, tile_runs: int) -> bool:
+    """Whether a program's number tells its rows: they lie side by side in full tiles, or each run is one row."""
+    return members == 1 or (step == 1 and tile_runs == 1 and members % tile_rows == 0)
 
 
 def _step(places: Places) -> int | None:

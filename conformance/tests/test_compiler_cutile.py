@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -249,6 +251,19 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     compile_row("sm_100", 4096, 4096)
     compile_row("sm_90", 4001, 4096)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_nobody_reads_leaves_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutile, "CACHE", cutile.swept(tmp_path / "new"))
+    monkeypatch.setattr(cutile, "_made", {})
+    compile_row("sm_90", 4096, 4096)
+    compile_row("sm_90", 4001, 4096)
+    long_ago = time.time() - (cutile.DAYS + 1) * 24 * 3600
+    for file in cutile.CACHE.iterdir():
+        os.utime(file, (long_ago, long_ago))
+    cutile._made.clear()
+    compile_row("sm_90", 4096, 4096)
+    assert len(list(cutile.swept(cutile.CACHE).iterdir())) == 1
 
 
 def test_errors_are_the_compilers_own() -> None:

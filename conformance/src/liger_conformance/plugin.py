@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from platformdirs import user_cache_path
 
 import liger_core
 from liger_conformance import interpreters, reach, running
@@ -214,8 +215,7 @@ def _targets_of_chips(config: pytest.Config) -> tuple[list[Target], Report]:
     """What is compiled and doesn't run; a target's device is then a chip."""
     if option(config, "--device"):
         raise pytest.UsageError("--compile runs on no device: leave out --device")
-    if cache := getattr(config, "cache", None):  # with -p no:cacheprovider there is none
-        cutile.CACHE = cache.mkdir("tileiras")
+    cutile.CACHE = cutile.swept(user_cache_path("liger-conformance", appauthor=False) / "tileiras")
     execute = option(config, "--execute")
     asked = option(config, "--compile").split(",")
     targets: list[Target] = []

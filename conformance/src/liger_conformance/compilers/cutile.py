@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 import zipfile
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -43,7 +44,10 @@ from liger_conformance.interpreters.tileir.bytecode import Module, Op
 from liger_conformance.reach import untraced
 
 CACHE: Path | None = None
-"""Where what tileiras made is kept, for other processes and runs: a file for each bytecode, chip and version of it."""
+"""Where what tileiras made is kept, for other processes, runs and checkouts: a file for each bytecode, chip and version of it."""
+
+DAYS = 30
+"""After which what nobody has read leaves `CACHE`."""
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "int32": "i32", "int64": "i64"}
 
@@ -96,6 +100,7 @@ class CutileCompiler:
             mock.patch.object(cuda.tile, "launch", launch),
             mock.patch.object(torch._C, "_cuda_getDevice", return_value=device, create=True),
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
+            mock.patch.object(torch.cuda, "mem_get_info", return_value=(0, 0)),
             torch_on(CHIPS[chip]),
             FakeTensorMode(),
         ):
@@ -167,6 +172,7 @@ def _run_tileiras(code: bytes, chip: str, name: str) -> tuple[bytes, str]:
     if CACHE is not None:
         kept = CACHE / hashlib.sha256(b"\0".join((_version(), chip.encode(), code))).hexdigest()
         if kept.exists():
+            os.utime(kept)
             with zipfile.ZipFile(kept) as archive:
                 return archive.read("cubin"), archive.read("remarks").decode()
     with tempfile.TemporaryDirectory() as folder:
@@ -186,6 +192,16 @@ def _run_tileiras(code: bytes, chip: str, name: str) -> tuple[bytes, str]:
             archive.writestr("remarks", said)
         part.replace(kept)
     return made, said
+
+
+def swept(folder: Path) -> Path:
+    """A folder for `CACHE`, made if there is none, without the files that nobody has read for `DAYS`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process sweeps, too
+            if file.stat().st_mtime < time.time() - DAYS * 24 * 3600:
+                file.unlink()
+    return folder
 
 
 @functools.cache

@@ -81,6 +81,35 @@ def test_what_a_condition_keeps_from_an_access() -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "way", "between", "other", "right"),
+    [
+        ("S2R R2, SR_TID.X", "@!P3 BRA 0x30", "NOP", "MOV R2, 0x8", True),
+        ("S2R R2, SR_TID.X", "@!P3 BRA 0x30", "ISETP.EQ.AND P3, PT, R6, RZ, PT", "MOV R2, 0x8", False),
+        ("S2R R2, SR_TID.X", "@!P2 BRA 0x30", "NOP", "MOV R2, 0x8", False),
+        ("S2R R2, SR_TID.X", "@P3 BRA 0x30", "NOP", "MOV R2, 0x8", False),
+        ("S2R R2, SR_TID.X", "@!P3 BRA 0x30", "VIADD R2, R2, 0x4", "MOV R2, 0x8", False),
+        ("MOV R2, 0x8", "@P3 BRA 0x30", "NOP", "S2R R2, SR_TID.X", True),
+        ("MOV R2, 0x8", "@!P3 BRA 0x30", "NOP", "S2R R2, SR_TID.X", False),
+    ],
+)
+def test_ways_that_meet_and_part_again(before: str, way: str, between: str, other: str, right: bool) -> None:
+    """By the same condition: what one of them brings never comes to the other."""
+    access = "LDS.64 R4, [R2]"
+    lines = before, way, other, between, "@!P3 BRA 0x60", access, "EXIT"
+    assert unaligned(disassembly(*lines)) == (() if right else (access,))
+
+
+def test_ways_that_meet_in_a_loop() -> None:
+    access = "LDS.64 R4, [R2]"
+    for other, right in (("MOV R2, 0x8", True), ("VIADD R2, R2, 0x8", False)):
+        lines = (
+            *("MOV R2, RZ", "@!P3 BRA 0x30", other, "NOP", "@!P3 BRA 0x60", access),
+            *("VIADD R2, R2, 0x4", "@P1 BRA 0x10", "EXIT"),
+        )
+        assert unaligned(disassembly(*lines)) == (() if right else (access,))
+
+
+@pytest.mark.parametrize(
     ("lines", "wrong"),
     [
         (("PRMT R0, R5.reuse, 0x7610, R0",), True),

@@ -510,6 +510,27 @@ def test_scan_of_a_tuple():
     torch.testing.assert_close(out, torch.stack(expected))
 
 
+# Histograms
+
+
+@triton.jit
+def histogram_kernel(x_ptr, out_ptr, n, MASKED: tl.constexpr, BINS: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    counts = tl.histogram(tl.load(x_ptr + i), BINS, mask=i < n if MASKED else None)
+    tl.store(out_ptr + tl.arange(0, BINS), counts)
+
+
+@not_on_ascend("tl.histogram takes no mask")
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64], ids=str)
+def test_histogram(dtype, masked):
+    """Its elements have 4 bytes: a store of others would be outside of `out`. A bin counts more than an int8 can."""
+    x = torch.randint(2, 8, (1024,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    n, out = 1000, torch.full((8,), -1, dtype=torch.int32)
+    histogram_kernel[(1,)](x, out, n, masked, 8, 1024)
+    equal(out, torch.bincount(x[: n if masked else None].long(), minlength=8).int())
+
+
 # Atomics
 
 

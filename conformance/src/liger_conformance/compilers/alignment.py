@@ -53,6 +53,8 @@ class Bits(NamedTuple):
     unless: str = ""
     """A condition: where it is true, the register still has what it had `before`."""
     before: Bits | None = None
+    met: bool = False
+    """Two ways met with one of these each. Otherwise an instruction has written under a condition, whose users have it, too."""
 
 
 _ALIGNED = Bits()
@@ -228,9 +230,10 @@ def _widen(state: _State, other: _State) -> bool:
     """Let a state hold what another holds, too; whether it didn't. A register that one doesn't name may hold the other's.
 
     What is known to be true has to be so in both. A register to which it matters has what it has where that is known, unless it
-    matters in both alike.
+    matters in both alike. Where the opposite is known in the other, which of the two a register has is known from then on.
     """
     lost = [name for name in state if name.startswith(_KNOWN) and name not in other]
+    apart = next((name[1:] for name in lost if f"@{_opposite(name[1:])}" in other), "")
     for register, bits in state.items():
         if f"@{bits.unless}" in lost and other.get(register, _ALIGNED).unless != bits.unless:
             state[register] = _held(register, state)
@@ -241,20 +244,42 @@ def _widen(state: _State, other: _State) -> bool:
         held = state.get(register)
         if held is bits or (register.startswith(_KNOWN) and (held is None or register.startswith("@"))):
             continue
-        if held is None or held.unless != bits.unless:
+        if held is None or (held.unless, held.met) != (bits.unless, bits.met):
             bits = _held(register, other)
         if held is None:
             state[register], changed = bits, True
             continue
-        joined = _joined(held, bits)
-        known, either, *_ = joined or held
-        if held.before and bits.before and held.unless == bits.unless:
-            before = _joined(held.before, bits.before)
+        if apart and not held.before and not bits.before and _finest(held) != _finest(bits):
+            state[register], changed = Bits(bits.known, bits.either, apart, held, True), True
+            continue
+        side = _side(held, other) if held.met and not bits.before else ""
+        joined = None if side == "before" else _joined(held, bits)
+        now = held._replace(known=joined.known, either=joined.either) if joined else held
+        if held.before and (bits.before or side):
+            before = None if side == "now" else _joined(held.before, bits.before or bits)
             if joined or before:
-                state[register], changed = Bits(known, either, held.unless, before or held.before), True
+                state[register], changed = now._replace(before=before or held.before), True
         elif joined or held.before:
-            state[register], changed = Bits(known, either), True
+            state[register], changed = _plain(now), True
     return changed
+
+
+def _side(held: Bits, state: _State) -> str:
+    """Which of the two that a register holds is that of a state; empty if the state doesn't tell."""
+    if f"@{held.unless}" in state:
+        return "before"
+    return "now" if f"@{_opposite(held.unless)}" in state else ""
+
+
+def _finest(bits: Bits) -> int:
+    """The lowest bit that may be set, in any thread."""
+    may = bits.known | bits.either
+    return _lowest(may if isinstance(may, int) else int(np.bitwise_or.reduce(may)))
+
+
+def _plain(bits: Bits) -> Bits:
+    """What a register holds where the condition isn't known: either of the two, if two ways met."""
+    return (bits.met and bits.before and _joined(bits, bits.before)) or Bits(bits.known, bits.either)
 
 
 def _joined(held: Bits, other: Bits) -> Bits | None:
@@ -278,7 +303,7 @@ def _run(instruction: _Instruction, state: _State) -> None:
         state.pop(f"@!{predicate}", None)
         for register, bits in state.items():
             if bits.unless and bits.unless.removeprefix("!") == predicate:
-                state[register] = Bits(bits.known, bits.either)
+                state[register] = _plain(bits)
     if compared and instruction.operands[0] != "PT":
         state[instruction.operands[0]] = compared
     if not instruction.registers:
@@ -380,7 +405,12 @@ def _maybe(condition: str, state: _State) -> Any:
 
 def _held(register: str, state: _State) -> Bits:
     bits = state.get(register, _ALIGNED)
-    return bits.before if bits.before and f"@{bits.unless}" in state else bits
+    if not bits.before:
+        return bits
+    side = _side(bits, state)
+    if side == "before":
+        return bits.before
+    return _plain(bits) if bits.met and not side else bits
 
 
 @functools.lru_cache(maxsize=1 << 16)

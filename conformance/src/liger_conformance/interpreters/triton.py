@@ -65,6 +65,7 @@ _REPAIRS: tuple[tuple[_Repair, tuple[int, int] | None], ...] = (
 )
 _OF_TRITON: tuple[_Repair, ...] = (
     triton_types.compare_at_once,
+    triton_operations.repair_histogram,
     triton_operations.repair_libdevice,
     triton_values.repair_tf32_dot,
 )

@@ -1,4 +1,4 @@
-"""Repairs of the operations in Triton's interpreter: minimum and maximum, fma, erf, libdevice, reductions and scans."""
+"""Repairs of the operations in Triton's interpreter: minimum and maximum, fma, erf, libdevice, histograms, reductions, scans."""
 
 from __future__ import annotations
 
@@ -103,6 +103,19 @@ def bind_builtin(interpreter: Any, builtin: Callable[..., Any]) -> Callable[...,
 
     bound.__name__ = bound.__qualname__ = builtin.__name__
     return bound
+
+
+def repair_histogram(interpreter: Any) -> None:
+    """tl.histogram counts in int32, but the elements have 8 bytes, and a store of them writes past its end. Until 3.5. Later
+    ones are of the input's dtype, in which counts may overflow. All releases.
+    """
+
+    def histogram(self: Any, values: Any, bins: int, mask: Any) -> Any:
+        counted = values.data if mask is None else values.data[mask.data]
+        counts = np.histogram(counted, bins=bins, range=(0, bins))[0]
+        return interpreter.TensorHandle(counts.astype(np.int32), interpreter.tl.int32)
+
+    interpreter.InterpreterBuilder.create_histogram = histogram
 
 
 def repair_reductions(interpreter: Any) -> None:

@@ -449,4 +449,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if "LOCAL_RANK" in os.environ:
+        import parallel
+
+        parallel.leave(status)
+    sys.exit(status)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,3 +154,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    # Python's own end would abort this process where a thread of gloo drops its last tensor after it. FSDP keeps the group, so
+    # the threads outlive destroy_process_group.
+    os._exit(0)

@@ -329,7 +329,19 @@ def saved_when_compiled(function: Callable[..., Tensor], *args: Any) -> tuple[li
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("around", ["the-compiled-function", "the-call-in-it"])
-@pytest.mark.parametrize("language", ["toy-traced", "toy-opaque"])
+@pytest.mark.parametrize(
+    "language",
+    [
+        "toy-traced",
+        pytest.param(
+            "toy-opaque",
+            marks=pytest.mark.skipif(
+                torch.__version__ < (2, 10),
+                reason="torch 2.9 keeps what a custom op has written to, also where a checkpointed region says otherwise",
+            ),
+        ),
+    ],
+)
 def test_compiled(toys: None, language: str, around: str) -> None:
     """The partitioner runs the kernel again in backward, where lean is on; by default it keeps what a kernel gave."""
     x, weight, head = draw(3, 8).requires_grad_(), draw(8).requires_grad_(), draw(4, 8).requires_grad_()

@@ -110,6 +110,47 @@ def test_what_is_in_flight_is_plain(entries: dict[str, list[Any]]) -> None:
     assert entries["looked"] == []
 
 
+class Sent(torch.autograd.Function):
+    """What a DTensor's redistribution does: its result is in flight, and what is inside of that has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        return AsyncCollectiveTensor(tensor.detach().clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+@pytest.mark.parametrize("language", ["toy-traced", "toy-opaque", "torch"])
+def test_what_is_in_flight_keeps_its_gradient(entries: dict[str, list[Any]], language: str) -> None:
+    """For each use of it, in several ops and in PyTorch's own."""
+    sent = [X.clone().requires_grad_(), W.clone().requires_grad_()]
+    plain = [X.clone().requires_grad_(), W.clone().requires_grad_()]
+    flying = [Sent.apply(tensor) for tensor in sent]
+    for x, weight in (plain, flying):
+        with liger_core.use(language):
+            y = liger_core.rms_norm(x, weight) + 3 * liger_core.rms_norm(x, None)
+        (y * torch.tensor([1.0, 5.0]) * x).sum().backward()
+    for tensor, expected in zip(sent, plain, strict=True):
+        assert tensor.grad.abs().min() > 0  # type: ignore[union-attr]
+        torch.testing.assert_close(tensor.grad, expected.grad)
+
+
+def test_what_is_in_flight_has_second_derivatives(entries: dict[str, list[Any]]) -> None:
+    """Of the reference, as what has arrived does."""
+    x, found = X.clone().requires_grad_(), []
+    for given in (x, Sent.apply(x)):
+        with liger_core.use("torch"):
+            y = liger_core.rms_norm(given, W) * torch.tensor([1.0, 5.0])
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        found += torch.autograd.grad(first.square().sum(), x)
+    assert found[0].abs().min() > 0
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.fixture
 def dtensor(monkeypatch: pytest.MonkeyPatch, entries: dict[str, list[Any]]) -> type[Known]:
     """A type of DTensor's name; importing the real one takes seconds."""

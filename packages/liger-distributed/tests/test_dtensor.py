@@ -334,6 +334,40 @@ def test_a_gather_in_flight_keeps_its_gradient(pool: Pool) -> None:
     assert pool.run(in_flight)[0] == ["AsyncCollectiveTensor"] * 2
 
 
+def in_flight_into_a_compiled_function() -> None:
+    """A gather that eager code has begun, into what torch.compile makes of an op."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor_autograd
+
+    op = ops["rms_norm"]
+    arguments = arguments_of(op)
+    whole = torch.cat([arguments["x"]] * dist.get_world_size()).requires_grad_()
+    op.reference(whole, arguments["weight"]).sum().backward()
+    x = arguments["x"].clone().requires_grad_()
+    flying = all_gather_tensor_autograd(x, 0, mesh())
+    assert isinstance(flying, AsyncCollectiveTensor)
+    compiled = torch.compile(lambda *given: op(*given), backend="aot_eager", fullgraph=True)
+    compiled(flying, arguments["weight"]).sum().backward()
+    expected = whole.grad.chunk(dist.get_world_size())[dist.get_rank()] * dist.get_world_size()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gather_in_flight_keeps_its_gradient_in_a_compiled_function(pool: Pool) -> None:
+    pool.run(in_flight_into_a_compiled_function)
+
+
+def explain_strided_parts() -> str:
+    """Rows 0, 1, 4 and 5 on the first process: how FSDP leaves a weight whose rows tensor parallelism has divided before."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    x = DTensor.from_local(torch.ones(4, 2), mesh(), [_StridedShard(0, split_factor=2)], run_check=False)
+    return str(liger_core.explain("rms_norm", x, None))
+
+
+def test_strided_parts_are_gathered(pool: Pool) -> None:
+    assert "divides nothing: every process makes the whole result" in pool.run(explain_strided_parts)[0]
+
+
 def logged() -> list[str]:
     said: list[str] = []
     handler = logging.Handler()

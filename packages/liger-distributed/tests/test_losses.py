@@ -155,6 +155,46 @@ def test_compiled(pool: Pool, name: str) -> None:
     assert first == second
 
 
+def differentiate_twice(case: str) -> list[str]:
+    """What differentiating the gradient of each tensor says, on the reference."""
+    call, said = CASES[case], []
+    tensors, target, options = given(call, torch.float64)
+    leaves = {n: mine(n, t, call.vocabulary).clone().requires_grad_() for n, t in tensors.items()}
+    options |= {"bias": leaves["bias"]} if "bias" in leaves else {}
+    options |= {"group": dist.group.WORLD, "vocabulary": call.vocabulary}
+    function = getattr(liger_distributed, call.name)
+    found = results(function(*[leaf for name, leaf in leaves.items() if name != "bias"], target, **options))
+    loss = torch.stack([one.sum() for one in found if one.requires_grad]).sum()
+    first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+    for gradient in first:
+        try:
+            torch.autograd.grad(gradient.square().sum(), list(leaves.values()), retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+    return said
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mean",
+        "everything",
+        "a-process-without-columns",
+        "fused-uneven",
+        "fused-everything",
+        "logprobs",
+        "fused-logprobs",
+    ],
+)
+def test_a_second_derivative_is_refused(pool: Pool, name: str) -> None:
+    """It would lack what the other processes' columns add."""
+    for said in pool.run(differentiate_twice, name):
+        assert said == ["a loss of a vocabulary that is divided among processes has no second derivative"] * len(said)
+        assert said
+
+
 def send(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """What a call sends, forward and backward, in float32."""
     call = Call(name, 12, options)
@@ -196,6 +236,29 @@ def without_gradient_of_x() -> Any:
 
 def test_a_frozen_x_sends_nothing_backward(pool: Pool) -> None:
     assert pool.run(without_gradient_of_x) == [["all_gather_into_tensor"]] * 2
+
+
+def in_flight() -> None:
+    """A sequence-parallel block's rows, whose gather isn't waited for, as the input of a divided head."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    call = Call("fused_linear_cross_entropy", 12, {})
+    tensors, target, _ = given(call, torch.float64)
+    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+    x = distribute_tensor(tensors["x"], mesh, [Shard(0)]).requires_grad_()
+    flying = x.redistribute(mesh, [Replicate()], async_op=True).to_local()
+    assert type(flying).__name__ == "AsyncCollectiveTensor"
+    weight = mine("linear_weight", tensors["linear_weight"], 12).clone().requires_grad_()
+    liger_distributed.fused_linear_cross_entropy(flying, weight, target, group=dist.group.WORLD).backward()
+    whole = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    fused_linear_cross_entropy(**whole, target=target).backward()
+    found: Any = x.grad
+    torch.testing.assert_close(found.full_tensor(), whole["x"].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_an_input_in_flight_keeps_its_gradient(pool: Pool) -> None:
+    pool.run(in_flight)
 
 
 def allocate() -> tuple[int, int]:

@@ -7,7 +7,7 @@ It has an entry point of the group ``liger.tensors``. The entry point's name is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,13 +61,31 @@ find_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def land(op: Any, demand: str | None, arguments: dict[str, Any]) -> Any:
     """Call an op with what collectives in flight arrive as: plain tensors."""
-    # Not their method `wait`, which drops the gradient.
-    wait = torch.ops._c10d_functional.wait_tensor
     landed = {
-        name: wait(value) if isinstance(value, Tensor) and full_name(type(value)) == IN_FLIGHT else value
+        name: arrived(value) if isinstance(value, Tensor) and full_name(type(value)) == IN_FLIGHT else value
         for name, value in arguments.items()
     }
     return op.call(demand, (), landed)
+
+
+class _Arrival(torch.autograd.Function):
+    """Waits. Before torch 2.11 its operator for that has no derivative, and the gradient was lost; the method `wait` has none."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        # Another tensor than that inside of what is in flight, which would get this node for its own.
+        return torch.ops._c10d_functional.wait_tensor(tensor).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The result of a collective in flight as a plain tensor, which autograd records. This waits for it."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return cast("Any", _Arrival).apply(tensor)
+    return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def refusal(op: str, name: str, kind: type, first: str | None) -> str:

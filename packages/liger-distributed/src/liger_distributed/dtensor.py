@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 from liger_core import tensors
@@ -22,7 +23,6 @@ from liger_core.calling import MOST_REMEMBERED
 from liger_core.contract import Needs, Op, compiling
 from liger_core.dimensions import independent
 from liger_distributed.rules import RULES, Call, Rule, Spread
-from liger_distributed.vocabulary import landed
 
 log = logging.getLogger("liger_distributed")
 _said: set[tuple[Any, ...]] = set()
@@ -359,7 +359,7 @@ def _choose(
         for name, tensor in given.items():
             if isinstance(tensor, DTensor):
                 at = tensor.placements[number]
-                along: int | None = cast("Any", at).dim if type(at) is Shard else None
+                along: int | None = cast("Any", at).dim if _in_order(at) else None
                 if along is not None and tensor.shape[along] > (0 if names[name][along] in more else 1):
                     dim = names[name][along].rstrip("'")
                     if (independent(dim) or dim in more) and not (dim in more and dim in chosen):
@@ -370,6 +370,15 @@ def _choose(
                 most = dim
         chosen.append(most)
     return chosen
+
+
+def _in_order(at: Placement) -> bool:
+    """Whether a tensor is divided, and its parts follow each other as the processes do.
+
+    Those of a `_StridedShard`, which in torch 2.9 is a `Shard`, don't.
+    `type(at) is Shard` would say the same, but Dynamo of torch 2.12 doesn't trace it.
+    """
+    return isinstance(at, Shard) and not isinstance(at, _StridedShard)
 
 
 def _leaves_nothing(size: int, counts: list[int]) -> bool:
@@ -415,7 +424,7 @@ def _arrived(local: Tensor) -> Tensor:
     kind = type(local)
     if kind is Tensor or kind is Parameter:
         return local
-    return landed(local) if tensors.full_name(kind) == tensors.IN_FLIGHT else local
+    return tensors.arrived(local) if tensors.full_name(kind) == tensors.IN_FLIGHT else local
 
 
 def _stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -430,7 +439,7 @@ def _say(op: str, name: str, tensor: Tensor, wanted: tuple[Placement, ...]) -> N
     """Log once which tensor is gathered because the op needs it whole."""
     if not isinstance(tensor, DTensor) or compiling():
         return
-    gathered = any(type(a) is Shard and b.is_replicate() for a, b in zip(tensor.placements, wanted, strict=True))
+    gathered = any(_in_order(a) and b.is_replicate() for a, b in zip(tensor.placements, wanted, strict=True))
     if gathered and (key := (op, name, tensor.placements, wanted)) not in _said:
         _said.add(key)
         log.warning("%s gathers %s: it is placed %s, and taken %s", op, name, tensor.placements, wanted)

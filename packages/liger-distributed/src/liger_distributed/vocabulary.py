@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from liger_core import checks
+from liger_core import checks, modes
+from liger_core.autograd import without_second_derivatives
 from liger_core.contract import upcast
 from liger_core.ops.logit_statistics import LogitStatistics
 
@@ -119,7 +120,29 @@ def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     rank, size = group.rank(), group.size()
     sent = tensor.detach()[None].contiguous()
     parts = landed(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group.group_name))
-    return torch.cat((parts[:rank], tensor[None], parts[rank + 1 :]))
+    own: Tensor = tensor
+    # What torch.compile makes has no second derivative.
+    if torch.is_grad_enabled() and tensor.requires_grad and not modes.compiling():
+        own = cast("Any", _Own).apply(tensor)
+    return torch.cat((parts[:rank], own[None], parts[rank + 1 :]))
+
+
+NO_DOUBLE = "a loss of a vocabulary that is divided among processes has no second derivative"
+
+
+class _Own(torch.autograd.Function):
+    """A process's own part of what is gathered. Its gradient depends on the other parts, by which nobody differentiates."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not torch.is_grad_enabled():
+            return gradient
+        return without_second_derivatives(NO_DOUBLE, (gradient,), (*ctx.saved_tensors, gradient))[0]
 
 
 class _SumGradient(torch.autograd.Function):
@@ -131,9 +154,12 @@ class _SumGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        summed = torch.ops._c10d_functional.all_reduce(gradient.contiguous(), "sum", ctx.group.group_name)
-        return landed(summed), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.no_grad():
+            summed = landed(torch.ops._c10d_functional.all_reduce(gradient.contiguous(), "sum", ctx.group.group_name))
+        if modes.compiling() or not torch.is_grad_enabled():
+            return summed, None
+        return without_second_derivatives(NO_DOUBLE, (summed,), (gradient,))[0], None
 
 
 def shared(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -145,5 +171,5 @@ def shared(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def landed(tensor: Tensor) -> Tensor:
-    """The result of a collective in flight, with its gradient."""
+    """The result of a collective of ours that is in flight. Autograd doesn't record it."""
     return torch.ops._c10d_functional.wait_tensor(tensor)

@@ -105,8 +105,9 @@ CASES = (
     Case("reverse", "option", rows=5, hidden=32, vocabulary=96, beta=1.0, temperature=1.5),
     Case("beta-0.9", "option", rows=5, hidden=32, vocabulary=97, beta=0.9),
     Case("beta-near-0", "edge", rows=20, hidden=32, vocabulary=20, beta=1e-4, scale=10.0),
-    Case("cold", "option", rows=5, hidden=32, vocabulary=97, temperature=0.1, ignored=0.2),
-    Case("hot", "option", rows=5, hidden=32, vocabulary=97, temperature=10, beta=0),
+    # Scaled to logits that neither make a row's largest probability 1 nor leave the divergence to their rounding.
+    Case("cold", "option", rows=5, hidden=32, vocabulary=97, temperature=0.1, ignored=0.2, scale=0.2),
+    Case("hot", "option", rows=5, hidden=32, vocabulary=97, temperature=10, beta=0, scale=5.0),
     Case("chunks", "option", **CHUNKS, ignored=0.1, temperature=2.0),
     Case("chunks-forward", "option", **CHUNKS, ignored=0.1, beta=0.0),
     Case("chunks-reverse", "option", **CHUNKS, beta=1.0),

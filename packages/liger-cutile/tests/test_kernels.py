@@ -26,7 +26,7 @@ from liger_conformance.traces import LAYOUTS, check_memory_of_gradients
 from liger_core.contract import ops
 from liger_core.host.cross_entropy import Rows, labels_of, options_of
 from liger_cutile import backend
-from liger_cutile.ops import _cross_entropy, _divergences, _grid, _heads, _totals, embedding, rope
+from liger_cutile.ops import _cross_entropy, _divergences, _grid, _heads, _totals, embedding, mhc_pre, rope
 
 DEVICE = liger_core.infer_device()
 if why := backend.missing(DEVICE):
@@ -392,6 +392,15 @@ def test_a_float32_gradient_of_experts_is_a_sum_of_sums() -> None:
     found = actual.gradients["down_weight"]
     assert found is not None
     assert least <= found.item() <= most
+
+
+@pytest.mark.parametrize("streams", [2, 4])  # tiles of 16 and 32 rows of weight
+def test_hyper_connections_on_hopper(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of rows and two of columns, the second of each not full, of the product with a weight in parts."""
+    monkeypatch.setattr(mhc_pre, "is_hopper", lambda device: True)
+    monkeypatch.setattr(mhc_pre, "_multiply", None)  # the other product: no launch could take it
+    rows = case("mhc_pre", rows=70, streams=streams, width=320 // streams, iterations=2, parameters=torch.float32)
+    check("mhc_pre", rows, torch.bfloat16)
 
 
 def test_sums_of_many_equal_values() -> None:

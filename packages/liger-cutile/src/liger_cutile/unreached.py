@@ -6,11 +6,15 @@ _FAR = "tensors far apart, of which one is missing or has one sample: compiled, 
 _APART = "q's gradient of what k's result alone gets: compiled, where backward is called for each pair"
 _TRACED = "what torch.compile's graphs call isn't watched: tests/test_kernels.py"
 _NO_TMA = "a GPU without TMA: compiled, for sm_80"
+_NOT_HOPPER = "an interpreter's device is the CPU: tests/test_kernels.py"
 
 UNREACHED = {
     "interpreted _device._look_up_major": "an interpreter's device is the CPU",
     "interpreted attn_res._launch_backward: not loads_in_bulk(dy.device) is true": _NO_TMA,
     "interpreted attn_res._with_more_registers": _NO_TMA,
+    "interpreted mhc_pre._launch_forward: x.dtype is torch.bfloat16 is not weight.dtype *": _NOT_HOPPER,
+    "interpreted mhc_pre._split_weight": _NOT_HOPPER,
+    "interpreted mhc_pre._multiply_parts": _NOT_HOPPER,
     "* _heads.like: gradient and compiling() is true": _TRACED,
     "* rope._launch: y is not None and made is not None and (made is not y) is true": _TRACED,
     "* _heads.samples_of: count > 1 is true": _MANY,

@@ -26,6 +26,9 @@ from liger_cutile.ops._tiles import ZERO
 
 # A tile of x in the forward product: it reads the weight once for so many rows.
 PRODUCT_ROWS, PRODUCT_COLUMNS = 128, 128
+# The same on Hopper with a weight whose bfloat16 parts are made first. On an H200 (tileiras 13.4), forward of 16384 rows of 4
+# streams of 7168 columns takes 0.55 ms, and 0.61 with the tile above; 8192 x 4 x 4096 takes 0.181 and 0.197 ms.
+PARTS_ROWS, PARTS_COLUMNS = 64, 256
 # The same of the products of backward.
 GRADIENT_ROWS, GRADIENT_COLUMNS = 64, 128
 # Rows and columns of both in float32 and float16, whose elements have parts of their own, with many rows of weight, and where
@@ -33,8 +36,8 @@ GRADIENT_ROWS, GRADIENT_COLUMNS = 64, 128
 FEW = 32
 # Rows of weight up to which tiles have all rows.
 MOST_COUNT = 32
-# Blocks of the forward product, for each multiprocessor: more make more partial sums. And of backward's.
-PRODUCT_PROGRAMS, GRADIENT_PROGRAMS = 4, 16
+# Blocks for each multiprocessor, of the forward product: more make more partial sums. The same with parts, and of backward's.
+PRODUCT_PROGRAMS, PARTS_PROGRAMS, GRADIENT_PROGRAMS = 4, 2, 16
 # Columns of a block of the forward product: fewer make more partial sums than they save time.
 FEWEST_COLUMNS = 512
 # Partial sums of a row, which are added up at once.
@@ -127,6 +130,41 @@ def _multiply(products, squares, x, weight, splits, share, ROWS: ConstInt, COUNT
             of_squares += wide * wide
             sums = product(split(xs), transposed(split(ws)), sums)
         ct.store(products, (part, row, 0), ct.reshape(sums, (1, ROWS, COUNT)), allow_tma=False)
+        ct.store(squares, (part, row), ct.reshape(ct.sum(of_squares, axis=1), (1, ROWS)), allow_tma=False)
+
+
+@ct.kernel
+def _split_weight(parts, weight, COUNT: ConstInt, BLOCK: ConstInt):
+    column = ct.bid(0)
+    three = split(ct.load(weight, (0, column), (COUNT, BLOCK), padding_mode=ZERO))
+    for part in ct.static_iter(range(3)):
+        ct.store(parts, (part, column), three[part])
+
+
+@ct.kernel(occupancy=2)
+def _multiply_parts(products, squares, x, parts, splits, share, ROWS: ConstInt, COUNT: ConstInt, BLOCK: ConstInt):
+    """As `_multiply`, by what `_split_weight` wrote, and with a bfloat16 x.
+
+    The two large parts are one operand, since a wider product reads its tile of x once for both. Each product's sum starts at
+    zero, as in `product`.
+    """
+    number = block_number()
+    row, part = number // splits, number % splits
+    if row < ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)):
+        sums = ct.zeros((ROWS, 2 * COUNT), ct.float32)
+        low_sums = ct.zeros((ROWS, COUNT), ct.float32)
+        of_squares = ct.zeros((ROWS, BLOCK), ct.float32)
+        last = ct.minimum(ct.num_tiles(x, axis=1, shape=(ROWS, BLOCK)), (part + 1) * share)
+        for column in range(part * share, last):
+            xs = ct.load(x, (row, column), (ROWS, BLOCK), padding_mode=ZERO)
+            high = ct.load(parts, (0, column), (2 * COUNT, BLOCK), padding_mode=ZERO)
+            low = ct.load(parts, (2, column), (COUNT, BLOCK), padding_mode=ZERO)
+            wide = ct.astype(xs, ct.float32)
+            of_squares += wide * wide
+            low_sums += ct.mma(xs, ct.transpose(low), low_sums * 0.0)
+            sums += ct.mma(xs, ct.transpose(high), sums * 0.0)
+        low_sums += ct.sum(ct.reshape(sums, (ROWS, 2, COUNT)), axis=1)
+        ct.store(products, (part, row, 0), ct.reshape(low_sums, (1, ROWS, COUNT)), allow_tma=False)
         ct.store(squares, (part, row), ct.reshape(ct.sum(of_squares, axis=1), (1, ROWS)), allow_tma=False)
 
 
@@ -298,7 +336,8 @@ def _gradients(
         ws = split(
             ct.reshape(ct.load(weight, (0, stream, column), (COUNT, 1, BLOCK), padding_mode=ZERO), (COUNT, BLOCK))
         )
-    dweight = ct.zeros((COUNT, BLOCK), ct.float32)
+    # By columns: wgmma takes no operand of fewer than 64 rows, so not the numbers of a row.
+    dweight = ct.zeros((BLOCK, COUNT), ct.float32)
     for row in range(part, ct.num_tiles(plan, axis=0, shape=(ROWS, 1, COUNT)), splits):
         xs = ct.reshape(ct.load(x, (row, stream, column), (ROWS, 1, BLOCK), padding_mode=ZERO), (ROWS, BLOCK))
         gs = ()
@@ -315,9 +354,10 @@ def _gradients(
             dxs = ct.reshape(ct.astype(dxs, dx.dtype), (ROWS, 1, BLOCK))
             ct.store(dx, (row, stream, column), dxs, allow_tma=False)
         if given(partial):
-            dweight = product(transposed(gs), split(xs), dweight)
+            dweight = product(transposed(split(xs)), gs, dweight)
     if given(partial):
-        ct.store(partial, (part, 0, stream, column), ct.reshape(dweight, (1, COUNT, 1, BLOCK)), allow_tma=False)
+        sums = ct.reshape(ct.transpose(dweight), (1, COUNT, 1, BLOCK))
+        ct.store(partial, (part, 0, stream, column), sums, allow_tma=False)
 
 
 def _rows_of_coefficients(padded: int, splits: int) -> int:
@@ -366,18 +406,21 @@ def _launch_forward(
     streams, width = x.shape[-2:]
     count, columns, rows = weight.shape[0], streams * width, h.shape[0]
     whole, weight = as_rows(x.flatten(-2)), as_rows(weight)
-    tile_rows, block = _tile(x, count, _in_bulk(whole, weight), PRODUCT_ROWS, PRODUCT_COLUMNS)
+    padded, kernel, programs = power_of_2(count), _multiply, PRODUCT_PROGRAMS
+    in_bulk = _in_bulk(whole, weight)
+    tile_rows, block = _tile(x, count, in_bulk, PRODUCT_ROWS, PRODUCT_COLUMNS)
+    if x.dtype is torch.bfloat16 is not weight.dtype and count <= MOST_COUNT and in_bulk and is_hopper(x.device):
+        parts = torch.empty((3 * padded, columns), dtype=torch.bfloat16, device=x.device)
+        launch(_split_weight, (blocks(columns, PARTS_COLUMNS),), parts, weight, padded, PARTS_COLUMNS)
+        weight, kernel, programs, tile_rows, block = parts, _multiply_parts, PARTS_PROGRAMS, PARTS_ROWS, PARTS_COLUMNS
     tiles = blocks(rows, tile_rows)
-    splits = max(1, min(sm_count(x.device) * PRODUCT_PROGRAMS // tiles, columns // FEWEST_COLUMNS, MOST_SPLITS))
+    splits = max(1, min(sm_count(x.device) * programs // tiles, columns // FEWEST_COLUMNS, MOST_SPLITS))
     share = blocks(blocks(columns, block), splits)
     splits = blocks(blocks(columns, block), share)
     products = torch.empty((splits, rows, count), dtype=torch.float32, device=x.device)
     squares = torch.empty((splits, rows), dtype=torch.float32, device=x.device)
-    padded = power_of_2(count)
     products = as_rows(products.view(-1, count)).view(splits, rows, count)  # another stride for the head of one stream
-    launch(
-        _multiply, one_each(tiles * splits), products, squares, whole, weight, splits, share, tile_rows, padded, block
-    )
+    launch(kernel, one_each(tiles * splits), products, squares, whole, weight, splits, share, tile_rows, padded, block)
     at_once, most = power_of_2(splits, 1), power_of_2(streams, 1)
     some = _rows_of_coefficients(most, at_once)
     numbers = columns, iterations, float(norm_eps), float(sinkhorn_eps), float(pre_eps), float(post_multiplier)

@@ -16,7 +16,7 @@ from liger_core.contract import implements
 from liger_core.host.modulated_rms_norm import ModulatedRMSNorm, ModulatedRMSNormKernels, Modulation
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import loads_in_bulk, sm_count
-from liger_cutile.ops._hints import resident
+from liger_cutile.ops._hints import packed, resident
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rms import inverse_rms_of, load_weight, rounded, scaled, unscaled
 from liger_cutile.ops._rows import as_rows, blocks, long_block, whole_rows
@@ -365,7 +365,7 @@ def _launch_forward(
     if columns > LONGEST_FORWARD:
         launch(_forward_long, (rows,), *tensors, *numbers, *modes, long_block(columns))
     elif inside:
-        launch(_forward_inside, (rows,), *tensors, *numbers, *modes, block)
+        launch(packed(_forward_inside, block), (rows,), *tensors, *numbers, *modes, block)
     else:
         kernel, at_once = resident(_forward, tiling.rows * block, 2)
         grid = min(blocks(rows, tiling.rows), sm_count(x.device) * at_once)

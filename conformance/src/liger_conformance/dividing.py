@@ -54,27 +54,32 @@ class Rows(NamedTuple):
 
 
 def place_of_rows(op: Op[..., Any], arguments: Arguments, results: Mapping[str, Tensor | None] | None = None) -> Rows:
-    """Rows are the first dimension of the first argument. Where that isn't independent, they are its first one that is.
+    """Rows are the first independent dimension of the first argument. A tensor in which its size is 1 has none.
 
     Args:
-        op: the contract. Without a declaration, the first dimension counts as independent.
+        op: the contract. Without a declaration, all tensors with as many rows as the first argument have them.
         arguments: by name, all of them.
         results: by name, if their places are wanted.
     """
     results, first = results or {}, op.names[0]
-    names = names_of(op, arguments) if op.dimensions else {}
-    if not names or independent(names[first][0]):
+    if op.dimensions is None:
         number = arguments[first].shape[0]
         leading = [{name: 0 for name, v in values.items() if has_rows(v, number)} for values in (arguments, results)]
         return Rows(number, *leading)
+    names = names_of(op, arguments)
     made = {
         name: declared(op).of_result(i, value.dim(), arguments)
         for i, (name, value) in enumerate(results.items())
         if value is not None
     }
     rows = next(name for name in names[first] if independent(name))
-    places = [{name: dims.index(rows) for name, dims in found.items() if rows in dims} for found in (names, made)]
-    return Rows(arguments[first].shape[places[0][first]], *places)
+    number = arguments[first].shape[names[first].index(rows)]
+
+    def places(values: Mapping[str, Any], dims: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+        found = {name: each.index(rows) for name, each in dims.items() if rows in each}
+        return {name: at for name, at in found.items() if values[name].shape[at] == number}
+
+    return Rows(number, places(arguments, names), places(results, made))
 
 
 def ends_of(rows: Rows, device: str) -> Tensor:

@@ -24,7 +24,6 @@ from liger_conformance.running import (
     baseline_and_truth,
     complete,
     evaluate,
-    has_rows,
     incoming_for,
     name_results,
     only,
@@ -34,7 +33,7 @@ from liger_conformance.running import (
 )
 from liger_conformance.suite.test_values import arguments_of, check, traced
 from liger_core import dispatch
-from liger_core.contract import ops
+from liger_core.contract import Op, ops
 
 
 @pytest.mark.cases(kernels=True)
@@ -183,7 +182,7 @@ def check_compiled(target: Target, case: Case, dtype: torch.dtype, start: str) -
     compiled = traced(target, True if start == "dynamic" else None)
     repeats: tuple[Callable[[Arguments], Arguments], ...] = (
         lambda arguments: arguments,
-        lambda arguments: more_rows(arguments, op.names[0]),
+        lambda arguments: more_rows(op, arguments),
     )
     with liger_core.use(target.language):
         if start == "warm":
@@ -192,10 +191,10 @@ def check_compiled(target: Target, case: Case, dtype: torch.dtype, start: str) -
             check(target, lambda draw, repeat=repeat: repeat(arguments_of(target, case, dtype, draw)), call=compiled)
 
 
-def more_rows(arguments: Arguments, first: str) -> Arguments:
-    """The arguments twice over, along the rows that every tensor shares with the first."""
-    rows = arguments[first].shape[0]
-    return {name: torch.cat([value, value]) if has_rows(value, rows) else value for name, value in arguments.items()}
+def more_rows(op: Op[..., Any], arguments: Arguments) -> Arguments:
+    """The arguments twice over, along the rows."""
+    rows = place_of_rows(op, complete(op, arguments)).arguments
+    return {n: torch.cat([v, v], rows[n]) if n in rows else v for n, v in arguments.items()}
 
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)

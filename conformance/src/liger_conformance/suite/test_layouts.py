@@ -1,6 +1,7 @@
 """Any strides: of inputs, of incoming gradients, and of what comes back of what was saved."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,19 +10,20 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from liger_conformance.case import QUICK, Case
 from liger_conformance.compare import same_bits
+from liger_conformance.dividing import place_of_rows
 from liger_conformance.layouts import expanded, outermost_last, padded, shifted, sliced, transposed
 from liger_conformance.running import (
     Arguments,
     Target,
     complete,
     evaluate,
-    has_rows,
     incoming_for,
     name_results,
     only,
     require,
 )
 from liger_conformance.suite.test_values import arguments_of, check
+from liger_core.contract import Op
 
 
 def lazy(tensor: Tensor) -> Tensor:
@@ -122,12 +124,13 @@ def with_far_apart(arguments: Arguments, *names: str) -> Arguments:
     return {**arguments, **{name: view.copy_(arguments[name]) for name, view in views.items()}}
 
 
-def with_one_row(arguments: Arguments, first: str) -> Arguments:
+def with_one_row(op: Op[..., Any], arguments: Arguments) -> Arguments:
     """The first row alone, with a stride beyond 2^31 in the first argument: as `logits[:, -1]` of one long sequence has."""
-    rows = arguments[first].shape[0]
-    few = {name: value[:1] if has_rows(value, rows) else value for name, value in arguments.items()}
-    x = few[first]
-    return {**few, first: x.as_strided(x.shape, ((1 << 31) + 8, *x.stride()[1:]))}
+    rows = place_of_rows(op, complete(op, arguments)).arguments
+    few = {name: value.narrow(rows[name], 0, 1) if name in rows else value for name, value in arguments.items()}
+    x, strides = few[op.names[0]], list(few[op.names[0]].stride())
+    strides[rows[op.names[0]]] = (1 << 31) + 8
+    return {**few, op.names[0]: x.as_strided(x.shape, strides)}
 
 
 def with_rows(arguments: Arguments, dtype: torch.dtype) -> list[tuple[str, ...]]:
@@ -146,4 +149,4 @@ def test_offsets_beyond_32_bits(target: Target, case: Case, dtype: torch.dtype) 
     for names in with_rows(arguments, dtype):
         check(target, lambda draw, names=names: with_far_apart(arguments_of(target, case, dtype, draw), *names))
     if arguments[first].dtype is dtype and arguments[first].dim() > 1:
-        check(target, lambda draw: with_one_row(arguments_of(target, case, dtype, draw), first))
+        check(target, lambda draw: with_one_row(target.op, arguments_of(target, case, dtype, draw)))

@@ -398,7 +398,7 @@ def test_a_float32_gradient_of_experts_is_a_sum_of_sums() -> None:
 def test_hyper_connections_on_hopper(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tiles of rows and two of columns, the second of each not full, of the product with a weight in parts."""
     monkeypatch.setattr(mhc_pre, "is_hopper", lambda device: True)
-    monkeypatch.setattr(mhc_pre, "_multiply", None)  # the other product: no launch could take it
+    monkeypatch.setattr(mhc_pre, "PRODUCT_PROGRAMS", None)  # the other tile's: nothing could be divided by it
     rows = case("mhc_pre", rows=70, streams=streams, width=320 // streams, iterations=2, parameters=torch.float32)
     check("mhc_pre", rows, torch.bfloat16)
 

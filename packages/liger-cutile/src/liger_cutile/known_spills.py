@@ -35,7 +35,7 @@ KNOWN_SPILLS: dict[str, tuple[int, str]] = {
     "group_norm-cutile-sm_90 group_norm._backward[*, GROUPS=2, CHANNELS=16, *": (122, _SMALL_GROUPS),
     "group_norm-cutile-sm_100 group_norm._backward_long[*": (4, _ONCE_A_TILE),
     "group_norm-cutile-sm_120 group_norm._backward_long[*": (6, _ONCE_A_TILE),
-    "mhc_pre-cutile-sm_90 mhc_pre._multiply_parts[ROWS=64, COUNT=32, *": (2, _WEIGHT),
+    "mhc_pre-cutile-sm_90 mhc_pre._multiply[PARTS=True, ROWS=64, COUNT=32, *": (2, _WEIGHT),
     "qwen2vl_mrope-cutile-sm_80 qwen2vl_mrope._rotate[*": (8, _SIX_BLOCKS),
     "qwen2vl_mrope-cutile-sm_90 qwen2vl_mrope._rotate[BACKWARD=True, *": (4, _SIX_BLOCKS),
     "qwen2vl_mrope-cutile-sm_90 qwen2vl_mrope._rotate[BACKWARD=False, BATCHED=False, *": (4, _SIX_BLOCKS),

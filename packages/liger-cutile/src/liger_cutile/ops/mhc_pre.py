@@ -115,24 +115,6 @@ def _scaled(m, alpha, bias, which, place, valid):
     return scale * m + ct.astype(ct.gather(bias, place, mask=valid), ct.float32)
 
 
-@ct.kernel(occupancy=2)
-def _multiply(products, squares, x, weight, splits, share, ROWS: ConstInt, COUNT: ConstInt, BLOCK: ConstInt):
-    number = block_number()
-    row, part = number // splits, number % splits
-    if row < ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)):
-        sums = ct.zeros((ROWS, COUNT), ct.float32)
-        of_squares = ct.zeros((ROWS, BLOCK), ct.float32)
-        last = ct.minimum(ct.num_tiles(x, axis=1, shape=(ROWS, BLOCK)), (part + 1) * share)
-        for column in range(part * share, last):
-            xs = ct.load(x, (row, column), (ROWS, BLOCK), padding_mode=ZERO)
-            ws = ct.load(weight, (0, column), (COUNT, BLOCK), padding_mode=ZERO)
-            wide = ct.astype(xs, ct.float32)
-            of_squares += wide * wide
-            sums = product(split(xs), transposed(split(ws)), sums)
-        ct.store(products, (part, row, 0), ct.reshape(sums, (1, ROWS, COUNT)), allow_tma=False)
-        ct.store(squares, (part, row), ct.reshape(ct.sum(of_squares, axis=1), (1, ROWS)), allow_tma=False)
-
-
 @ct.kernel
 def _split_weight(parts, weight, COUNT: ConstInt, BLOCK: ConstInt):
     column = ct.bid(0)
@@ -142,29 +124,33 @@ def _split_weight(parts, weight, COUNT: ConstInt, BLOCK: ConstInt):
 
 
 @ct.kernel(occupancy=2)
-def _multiply_parts(products, squares, x, parts, splits, share, ROWS: ConstInt, COUNT: ConstInt, BLOCK: ConstInt):
-    """As `_multiply`, by what `_split_weight` wrote, and with a bfloat16 x.
-
-    The two large parts are one operand, since a wider product reads its tile of x once for both. Each product's sum starts at
-    zero, as in `product`.
-    """
+def _multiply(
+    products, squares, x, weight, splits, share, PARTS: ConstBool, ROWS: ConstInt, COUNT: ConstInt, BLOCK: ConstInt
+):  # fmt: skip
+    """PARTS: `weight` is what `_split_weight` wrote, and x is bfloat16."""
     number = block_number()
     row, part = number // splits, number % splits
     if row < ct.num_tiles(x, axis=0, shape=(ROWS, BLOCK)):
-        sums = ct.zeros((ROWS, 2 * COUNT), ct.float32)
-        low_sums = ct.zeros((ROWS, COUNT), ct.float32)
+        high_sums = ct.zeros((ROWS, 2 * COUNT), ct.float32) if PARTS else ()
+        sums = ct.zeros((ROWS, COUNT), ct.float32)
         of_squares = ct.zeros((ROWS, BLOCK), ct.float32)
         last = ct.minimum(ct.num_tiles(x, axis=1, shape=(ROWS, BLOCK)), (part + 1) * share)
         for column in range(part * share, last):
             xs = ct.load(x, (row, column), (ROWS, BLOCK), padding_mode=ZERO)
-            high = ct.load(parts, (0, column), (2 * COUNT, BLOCK), padding_mode=ZERO)
-            low = ct.load(parts, (2, column), (COUNT, BLOCK), padding_mode=ZERO)
+            high = ct.load(weight, (0, column), (2 * COUNT, BLOCK), padding_mode=ZERO) if PARTS else ()
+            ws = ct.load(weight, (2 if PARTS else 0, column), (COUNT, BLOCK), padding_mode=ZERO)
             wide = ct.astype(xs, ct.float32)
             of_squares += wide * wide
-            low_sums += ct.mma(xs, ct.transpose(low), low_sums * 0.0)
-            sums += ct.mma(xs, ct.transpose(high), sums * 0.0)
-        low_sums += ct.sum(ct.reshape(sums, (ROWS, 2, COUNT)), axis=1)
-        ct.store(products, (part, row, 0), ct.reshape(low_sums, (1, ROWS, COUNT)), allow_tma=False)
+            if PARTS:
+                # The two large parts are one operand, since a wider product reads its tile of x once for both. Each product's
+                # sum starts at zero, as in `product`.
+                sums += ct.mma(xs, ct.transpose(ws), sums * 0.0)
+                high_sums += ct.mma(xs, ct.transpose(high), high_sums * 0.0)
+            else:
+                sums = product(split(xs), transposed(split(ws)), sums)
+        if PARTS:
+            sums += ct.sum(ct.reshape(high_sums, (ROWS, 2, COUNT)), axis=1)
+        ct.store(products, (part, row, 0), ct.reshape(sums, (1, ROWS, COUNT)), allow_tma=False)
         ct.store(squares, (part, row), ct.reshape(ct.sum(of_squares, axis=1), (1, ROWS)), allow_tma=False)
 
 
@@ -406,13 +392,13 @@ def _launch_forward(
     streams, width = x.shape[-2:]
     count, columns, rows = weight.shape[0], streams * width, h.shape[0]
     whole, weight = as_rows(x.flatten(-2)), as_rows(weight)
-    padded, kernel, programs = power_of_2(count), _multiply, PRODUCT_PROGRAMS
-    in_bulk = _in_bulk(whole, weight)
+    padded, programs, in_bulk = power_of_2(count), PRODUCT_PROGRAMS, _in_bulk(whole, weight)
     tile_rows, block = _tile(x, count, in_bulk, PRODUCT_ROWS, PRODUCT_COLUMNS)
-    if x.dtype is torch.bfloat16 is not weight.dtype and count <= MOST_COUNT and in_bulk and is_hopper(x.device):
-        parts = torch.empty((3 * padded, columns), dtype=torch.bfloat16, device=x.device)
-        launch(_split_weight, (blocks(columns, PARTS_COLUMNS),), parts, weight, padded, PARTS_COLUMNS)
-        weight, kernel, programs, tile_rows, block = parts, _multiply_parts, PARTS_PROGRAMS, PARTS_ROWS, PARTS_COLUMNS
+    parts = x.dtype is torch.bfloat16 is not weight.dtype and count <= MOST_COUNT and in_bulk and is_hopper(x.device)
+    if parts:
+        tile_rows, block, programs = PARTS_ROWS, PARTS_COLUMNS, PARTS_PROGRAMS
+        whole_weight, weight = weight, torch.empty((3 * padded, columns), dtype=torch.bfloat16, device=x.device)
+        launch(_split_weight, (blocks(columns, block),), weight, whole_weight, padded, block)
     tiles = blocks(rows, tile_rows)
     splits = max(1, min(sm_count(x.device) * programs // tiles, columns // FEWEST_COLUMNS, MOST_SPLITS))
     share = blocks(blocks(columns, block), splits)
@@ -420,7 +406,20 @@ def _launch_forward(
     products = torch.empty((splits, rows, count), dtype=torch.float32, device=x.device)
     squares = torch.empty((splits, rows), dtype=torch.float32, device=x.device)
     products = as_rows(products.view(-1, count)).view(splits, rows, count)  # another stride for the head of one stream
-    launch(kernel, one_each(tiles * splits), products, squares, whole, weight, splits, share, tile_rows, padded, block)
+    launch(
+        _multiply,
+        one_each(tiles * splits),
+        products,
+        squares,
+        whole,
+        weight,
+        splits,
+        share,
+        parts,
+        tile_rows,
+        padded,
+        block,
+    )
     at_once, most = power_of_2(splits, 1), power_of_2(streams, 1)
     some = _rows_of_coefficients(most, at_once)
     numbers = columns, iterations, float(norm_eps), float(sinkhorn_eps), float(pre_eps), float(post_multiplier)

@@ -253,6 +253,29 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_a_kernel_is_the_same_program_in_every_checkout(tmp_path: Path) -> None:
+    """So that what was compiled for one is there for the others. Files keep their names, which remarks have."""
+    made, whole = set[bytes](), set[bytes]()
+    for folder in (tmp_path / "one", tmp_path / "another"):
+        folder.mkdir()
+        path = folder / "kernels.py"
+        path.write_text(
+            "import cuda.tile as ct\n\n\n@ct.kernel\ndef nothing(x):\n    ct.store(x, (0,), ct.full((16,), 0, x.dtype))\n"
+        )
+        spec = spec_from_file_location("kernels", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        signature = capture.signature(module.nothing, (torch.zeros(16),))
+        with capture.without_folders():
+            made.add(capture.bytecode(module.nothing, signature))
+        whole.add(capture.bytecode(module.nothing, signature))
+    (code,) = made
+    assert b"kernels.py" in code
+    assert len(whole) == 2, "the test shows nothing: these have no folders either"
+
+
 def test_what_nobody_reads_leaves_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutile, "CACHE", cutile.swept(tmp_path / "new"))
     monkeypatch.setattr(cutile, "_made", {})

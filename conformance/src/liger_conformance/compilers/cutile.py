@@ -124,7 +124,8 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
         RuntimeError: tileiras fails, with what it says; or what it makes would fail with a misaligned address, compute with
             addresses or with what hasn't arrived, store what was written after it, or never end.
     """
-    code = capture.bytecode(kernel, signature, chip)
+    with capture.without_folders():
+        code = capture.bytecode(kernel, signature, chip)
     name = kernel._pyfunc.__name__
     made, said = _run_tileiras(code, chip, name)
     registers, stack, shared = resource_usage(made)

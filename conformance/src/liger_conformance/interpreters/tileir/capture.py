@@ -10,15 +10,18 @@ Private to cuda.tile are the module `cuda.tile._load_libcuda` with one attribute
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import io
+import os
 import sys
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -177,6 +180,24 @@ def _keep_signatures() -> None:
 
     front_end: Any = hir2ir
     front_end.get_signature = functools.cache(front_end.get_signature)
+
+
+@contextlib.contextmanager
+def without_folders() -> Generator[None, None, None]:
+    """Bytecode names the files of operations without their folders, so that a kernel is the same program in every checkout."""
+    from cuda.tile._bytecode import debug_info
+
+    table: Any = debug_info.DebugAttrTable
+    file, place = table.file, table.loc
+
+    def file_alone(self: Any, name: str, folder: str) -> Any:
+        return file(self, name, "")
+
+    def place_alone(self: Any, program: Any, path: str, line: int, column: int) -> Any:
+        return place(self, program, os.path.basename(path), line, column)
+
+    with mock.patch.object(table, "file", file_alone), mock.patch.object(table, "loc", place_alone):
+        yield
 
 
 def bytecode(kernel: Any, signature: Any, architecture: str = ARCHITECTURE) -> bytes:

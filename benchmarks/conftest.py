@@ -76,6 +76,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(text)
         if directory is not None:
             head = records.head_of(config.getoption("--device") or liger_core.infer_device())
-            path = records.path_of(suite, head, directory)
-            for written in (records.write_json(path, head, rows), records.write_markdown(path, title, head, text)):
-                terminalreporter.write_line(f"written: {written}")
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            records.write(suite, head, rows, columns, title, text, directory)

@@ -1,12 +1,11 @@
 """Records of runs: what was measured, on which machine, with which versions, when and at which commit.
 
-A record is a table in a file for programs (CSV or JSON) and in one for people (Markdown), both with the same head.
+A record is a table in a file for programs (CSV) and in one for people (Markdown), both with the same head.
 """
 
 from __future__ import annotations
 
 import csv
-import json
 import os
 import platform
 import re
@@ -105,14 +104,6 @@ def path_of(name: str, head: Head, directory: Path = RECORDS) -> Path:
     first = re.sub(r"\((R|TM|C)\)|\(\d+ cores\)", "", head["machine"].split(",")[0])
     device = re.sub(r"[^a-z0-9]+", "-", first.lower()).strip("-")
     return directory / f"{head['date']}-{name}-{device}"
-
-
-def write_json(path: Path, head: Head, rows: Iterable[Row]) -> Path:
-    """Write ``{**head, "rows": [...]}``."""
-    path = path.parent / f"{path.name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**head, "rows": list(rows)}, indent=1) + "\n")
-    return path
 
 
 def comment(head: Head) -> str:

@@ -31,7 +31,6 @@ import pytest
 import records
 import report
 import small
-import tables
 import timing
 import torch
 from calls import arguments_of, make_call, shrunk
@@ -492,12 +491,6 @@ def test_both_launches_run_the_kernel(language: str, device: str) -> None:
         y = launch()
         torch.testing.assert_close(y, torch.full_like(y, 1 + 1 + 1e-6 + 0.5 + 8))
         y.zero_()
-
-
-@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.parent.name)
-def test_readmes_show_what_their_records_say(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert text == tables.filled(text), "run: python benchmarks/tables.py"
 
 
 class FakeDevice:

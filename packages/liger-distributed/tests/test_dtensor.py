@@ -26,7 +26,7 @@ from liger_core.dimensions import independent
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import sharding_table  # noqa: E402  a command of the repository, which is no package
+import pages  # noqa: E402  a command of the repository, which is no package
 
 
 @functools.cache
@@ -131,7 +131,7 @@ def independent_names() -> list[tuple[str, str]]:
 def test_a_divided_dimension(pool: Pool, name: str, over: str) -> None:
     """Nothing is sent forward, except for the count of the labels that a mean divides by."""
     forward, _ = pool.run(divided, name, over, {})[0]
-    assert forward == (["all_reduce"] if over in sharding_table.counted(ops[name]) else [])
+    assert forward == (["all_reduce"] if over in pages.counted(ops[name]) else [])
 
 
 GATHER = ["all_gather_into_tensor"]
@@ -384,12 +384,6 @@ def logged() -> list[str]:
 def test_what_is_gathered_is_said_once(pool: Pool) -> None:
     (said,) = pool.run(logged)[0]
     assert said == "softmax gathers x: it is placed (Shard(dim=2),), and taken (Replicate(),)"
-
-
-def test_the_readme_has_the_table_of_ops() -> None:
-    """From declarations and rules, which the tests above hold the ops to."""
-    text = sharding_table.README.read_text(encoding="utf-8")
-    assert text == sharding_table.written(text), "run: uv run python tools/sharding_table.py"
 
 
 def remembered() -> tuple[int, str]:

@@ -182,7 +182,7 @@ WRONG = {"recurrent_gemma": 0.01, "gemma2": None, "granite": None}
 
 @pytest.mark.parametrize("name", WRONG)
 def test_types_that_trl_gets_wrong(name: str, calls: Counter[str]) -> None:
-    """docs/trl.md has all of them, by tools/trl_table.py."""
+    """docs/trl.md has all of them, by tools/models.py --trl."""
     plain, swapped, ids = build(name), build(name), batch()["input_ids"]
     truth = plain(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     truth = truth.gather(-1, ids[:, 1:, None]).squeeze(-1)

@@ -22,7 +22,7 @@ Written. What you have now is y = x · weight, which passes its cases. To do, by
   2. the cases: {cases}
 {kernels}  {next}. benchmarks/traffic.py, benchmarks/peers.py, README.md (table of ops, and the number below it) and SMALL in
      packages/liger-core/tests/test_references_basic.py: an entry in each
-Then: uv run python tools/languages.py && uv run python tools/sharding_table.py
+Then: uv run python tools/pages.py
       uv run pytest conformance --impl=torch --op={name}
 docs/adding-an-op.md explains each step and ends with a checklist."""
 

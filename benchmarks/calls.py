@@ -11,7 +11,6 @@ from traffic import FORWARD
 
 from liger_conformance.case import Case, cases_of
 from liger_core.contract import Op
-from liger_core.tune import trained
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -42,6 +41,11 @@ def _shrink(value: Any) -> Any:
 def tensors_of(returned: Any) -> tuple[Tensor, ...]:
     """The tensors that a call returned."""
     return tuple(t for t in (returned if isinstance(returned, tuple) else (returned,)) if isinstance(t, Tensor))
+
+
+def trained(returned: Any) -> Any:
+    """The results that a trainer differentiates: `loss` alone if a result has that name. The others are for logs."""
+    return getattr(returned, "loss", returned) if isinstance(returned, tuple) else returned
 
 
 def make_call(

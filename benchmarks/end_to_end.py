@@ -14,8 +14,7 @@ with fused kernels. Each way is a process of its own:
 - `trl`: transformers' code under the head of TRL's trainers, which never holds the logits; TRL 1.16.
 - `LANGUAGE`: `liger_transformers.apply` with kernels of that language; `LANGUAGE-lean`: with ``lean=True``; `LANGUAGE-mlp` and
   `LANGUAGE-lean-mlp`: with ``mlp=True``, which differs with ``--checkpointing`` alone. Each may end in `-compile`.
-  `triton+rms_norm.swiglu-compile` leaves these ops to the reference. `measured` stands for the language that measured times
-  choose.
+  `triton+rms_norm.swiglu-compile` leaves these ops to the reference. `default` demands none.
 
 `plain` comes first, then ours, then the others, each with all models in turn. The record is written after each of them, so that a
 run which is cut off has what it measured.
@@ -289,7 +288,7 @@ def trainer(job: Job) -> tuple[Callable[..., torch.Tensor], Callable[[torch.Tens
 
         liger_transformers.apply(model, **{name: True for name in ("lean", "mlp") if name in extras})
         # Not before: swaps are proved on the CPU.
-        liger_core.use(None if way == "measured" else way, **dict.fromkeys(filter(None, left.split(".")), "torch"))
+        liger_core.use(None if way == "default" else way, **dict.fromkeys(filter(None, left.split(".")), "torch"))
     if rank:
         add_adapters(model, rank)
     if job.checkpointing:
@@ -465,7 +464,7 @@ def row_of(job: Job, found: dict[str, Any], plain: Sequence[float] | None) -> di
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a name that doesn't exist ends the program with those that do."""
-    languages = ["measured", "torch", *(backend.language for backend in backends())]
+    languages = ["default", "torch", *(backend.language for backend in backends())]
     extras = itertools.product(("", "-lean"), ("", "-mlp"), ("", "-compile"))
     kinds = [f"{language}{''.join(extra)}" for extra in extras for language in languages]
     command = Command(__doc__, smoke="of the reference")

@@ -26,7 +26,7 @@ import peers
 import records
 import report
 import torch
-from calls import Arguments, Function, arguments_of, gradient_into, make_call, shrunk, tensors_of
+from calls import Arguments, Function, arguments_of, gradient_into, make_call, shrunk, tensors_of, trained
 from command import Command
 from timing import host_time, release
 from torch import Tensor
@@ -37,7 +37,6 @@ from liger_conformance.case import Case, cases_of
 from liger_conformance.running import kept_gradients
 from liger_core.backend import backends
 from liger_core.contract import Once, Op, Saved, ops
-from liger_core.tune import trained
 
 COLUMNS = ("what", "language", "measure", "us", "note")
 

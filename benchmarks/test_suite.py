@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import budgets
-import choice
 import compare
 import divided_loss
 import dtensors
@@ -39,7 +38,6 @@ from traffic import FORWARD, FULL, MODES, MOVES, PRODUCTS, work_of
 
 import liger_core
 from liger_conformance.case import Case, cases_of
-from liger_core import tune
 from liger_core.backend import backends
 from liger_core.contract import Once, ops
 
@@ -399,41 +397,6 @@ def test_several_processes_are_started_by_torchrun(
     assert "torchrun --nproc-per-node 2 benchmarks/divided_loss.py" in capsys.readouterr().err
 
 
-def test_choice_makes_one_record_of_several(tmp_path: Path) -> None:
-    """The last of them counts; a call that nobody measured is left out."""
-    head = {"machine": "a chip, a host", "versions": "torch 1", "date": "2026-01-01", "commit": "aaa"}
-    row = dict.fromkeys(choice.COLUMNS, "") | {"op": "softmax", "case": "small", "how": "eager", "size": "8"}
-    files = []
-    for commit, rows in {
-        "aaa": [row | {"language": "triton", "us": "1.0"}, row | {"op": "dyt", "language": "torch", "note": "why"}],
-        "bbb": [row | {"language": "triton", "us": "2.0"}, row | {"language": "torch", "us": "9.0"}],
-    }.items():
-        files.append(str(records.write_csv(tmp_path / commit, head | {"commit": commit}, rows, choice.COLUMNS)))
-    rows = choice.main(["--render", *files, "--out", str(tmp_path)])
-    assert [(row["op"], row["language"], row["us"]) for row in rows] == [
-        ("softmax", "triton", "2.0"),
-        ("softmax", "torch", "9.0"),
-    ]
-    (made,) = tmp_path.glob("*choice*.csv")
-    assert records.read_csv(made)[0]["commit"] == "aaa, bbb"
-    records.write_csv(tmp_path / "other", head | {"machine": "another, a host"}, [row], choice.COLUMNS)
-    with pytest.raises(ValueError, match="the files differ in device: a chip; another"):
-        choice.main(["--render", files[0], str(tmp_path / "other.csv"), "--out", str(tmp_path)])
-
-
-def test_choice_reads_what_it_writes() -> None:
-    rows = choice.main(["--smoke", "--ops=softmax"])
-    assert [row["language"] for row in rows] == ["torch"]
-    (found,) = choice.found_in(rows)
-    assert (found.cell.op, found.cell.compiled, found.notes) == ("softmax", False, {})
-    assert choice.rows_of(found) == rows
-    figures = tune.Found(found.cell, found.size, {"triton": 9.0, "torch": 5.0}, {"cutile": "RuntimeError: no"})
-    assert choice.found_in(choice.rows_of(figures)) == [figures]
-    assert "| softmax | small | eager | 4194304 | 9.0        | 5.0       | torch  |" in choice.page(
-        [figures], ["triton", "torch"], ["triton"]
-    )
-
-
 def test_budgets_of_the_reference() -> None:
     rows = budgets.main(["--smoke"])
     assert [(row["accum_dtype"], row["memory_budget"] or None) for row in rows] == list(budgets.SETTINGS)
@@ -658,8 +621,8 @@ def test_each_way_has_the_memory_for_itself(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_ways_that_leave_ops_to_the_reference() -> None:
-    options = end_to_end.parse(["--smoke", "--ways=torch+rms_norm.rope-lean,measured-lean-mlp-compile"])
-    assert options.ways == ["torch+rms_norm.rope-lean", "measured-lean-mlp-compile"]
+    options = end_to_end.parse(["--smoke", "--ways=torch+rms_norm.rope-lean,default-lean-mlp-compile"])
+    assert options.ways == ["torch+rms_norm.rope-lean", "default-lean-mlp-compile"]
     with pytest.raises(SystemExit):
         end_to_end.parse(["--smoke", "--ways=nonsense+rms_norm"])
 

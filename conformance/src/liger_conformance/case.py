@@ -195,11 +195,6 @@ class OpCases:
         return getattr(self.module, "FLOAT16_APART", False)
 
     @property
-    def residual(self) -> str | None:
-        """The argument that is the sum of a residual stream in models. Compiled code is timed with the addition in front."""
-        return getattr(self.module, "RESIDUAL", None)
-
-    @property
     def dtypes_apart(self) -> bool:
         """Whether some kernels take only float32, or only bfloat16."""
         return getattr(self.module, "DTYPES_APART", False)

@@ -31,7 +31,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
         for op in contract.ops.values():
             op.forget_plans()
 
-    for variable in ("LANGUAGE", "STRICT", "MEASURED", "KERNEL_BACKEND", "KERNEL_STRICT", "KERNEL_CHECK"):
+    for variable in ("LANGUAGE", "STRICT", "KERNEL_BACKEND", "KERNEL_STRICT", "KERNEL_CHECK"):
         monkeypatch.delenv(f"LIGER_{variable}", raising=False)
     forget()
     yield pretend

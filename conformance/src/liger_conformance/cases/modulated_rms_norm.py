@@ -125,8 +125,6 @@ CASES = (
     Case("large", "large", rows=(4, 4096), hidden=8192),
 )
 
-RESIDUAL = "x"
-
 HUGE = Case("huge", "large", rows=(41, 6401), hidden=8192)
 
 

@@ -67,8 +67,6 @@ CASES = (
     Case("large", "large", rows=16384, hidden=8192),
 )
 
-RESIDUAL = "x"
-
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
 
 BAD = (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_core import dispatch, measured, tensors
+from liger_core import dispatch, tensors
 from liger_core.backend import BackendInfo, backends, broken_backends
 from liger_core.calling import Op, by_name, ops
 from liger_core.devices import type_of
@@ -48,15 +48,13 @@ class Candidate(NamedTuple):
 class Explanation(NamedTuple):
     """Every candidate for a call, in the order in which they are tried. `str()` makes a readable table of it.
 
-    `measured` says which times that order comes from; None: it is the declared one. `parts` says what a call on tensors that
-    are not plain divides and sends: a line for each; none for plain tensors.
+    `parts` has a line for each thing that a call on tensors that are not plain divides or sends; none for plain tensors.
     """
 
     op: str
     device: str
     demanded: str | None
     candidates: tuple[Candidate, ...]
-    measured: str | None = None
     parts: tuple[str, ...] = ()
 
     @property
@@ -75,8 +73,6 @@ class Explanation(NamedTuple):
             lines.append(f"{mark} {c.language}: {said}" + (f"  ({c.source})" if c.source else ""))
         if len(self.candidates) == 1 and self.demanded is None:
             lines.append("   no kernel language is installed: `liger doctor` prints how to install one")
-        if self.measured is not None:
-            lines.append(f"   measured: {self.measured}")
         lines += [f"   {part}" for part in self.parts]
         if self.chosen is None:
             lines.append("   the call raises Unsupported")
@@ -96,7 +92,6 @@ def explain(
     /,
     *args: Any,
     device: str | torch.device | None = None,
-    compiled: bool = False,
     **kwargs: Any,
 ) -> Explanation:
     """Say which kernel a call would run, and why not the others. Nothing is run.
@@ -105,7 +100,6 @@ def explain(
         name: the op, or its name.
         *args: the call's arguments; without any, kernels are not asked whether they refuse.
         device: the device or its type, when there are no arguments (default: `infer_device()`).
-        compiled: explain the call inside of torch.compile, where other times decide.
         **kwargs: the call's arguments by name.
 
     Raises:
@@ -116,9 +110,9 @@ def explain(
     ...
     """
     op = by_name(name)
-    arguments = refusal = size = None
+    arguments = refusal = None
+    empty = False
     parts: tuple[str, ...] = ()
-    _, _, number = str(device or "").partition(":")
     if args or kwargs:
         arguments = op.bind(args, kwargs)
         handler = tensors.handler_of([arguments[n] for n in op.tensors])
@@ -128,23 +122,14 @@ def explain(
             refusal = None  # kernels get plain tensors then
             if (told := getattr(handler, "explain", None)) is not None:
                 parts = tuple(told(op, given))
-        first: torch.Tensor = arguments[op.names[0]]
-        _, _, number = str(first.device).partition(":")
-        size = first.numel()
-    empty = size == 0
+        empty = arguments[op.names[0]].numel() == 0
     device = type_of(device)
-    index = int(number) if number else None
     language = dispatch.demanded_language(op.name, dispatch.state.demand)
     obstacles = {b.language: dispatch.obstacle(b, op.name, device) for b in backends()}
-    figure = None
-    if language is None and dispatch.settings().measured:
-        figure = measured.nearest(measured.figures(op.name, measured.chip(device, index), compiled), size)
-    able = [name for name, why in obstacles.items() if why is None]
-    defaults = [b.language for b in dispatch.default_backends(device) if b.language in able]
-    line = measured.order(figure, defaults, able) if language is None else [language]
+    line = [b.language for b in dispatch.default_backends(device)] if language is None else [language]
     candidates: list[Candidate] = []
     nothing_to_launch = False
-    for backend in _in_order(device, line):
+    for backend in sorted(backends(), key=lambda b: b.language not in line):
         tried = backend.language in line
         why, module, source = obstacles[backend.language], None, None
         try:
@@ -156,12 +141,7 @@ def explain(
                 raise
             why = f"{type(error).__name__}: {error}"
         if why is None and not tried:
-            if language:
-                why = f"{language} is demanded"
-            elif device in backend.default_devices:
-                why = f"{line[0]} was measured to be faster"
-            else:
-                why = f'only on demand: liger_core.use("{backend.language}")'
+            why = f"{language} is demanded" if language else f'only on demand: liger_core.use("{backend.language}")'
         if why is None and empty:
             why, nothing_to_launch = f"{op.names[0]} is empty; the reference makes the result", True
         if why is None and arguments is not None:
@@ -175,15 +155,5 @@ def explain(
         why = f"{dispatch.settings().of_strict}=1 forbids it" if dispatch.settings().strict else None
     else:
         why = f"{language} is demanded"
-    place = 0 if language is None and line == ["torch"] else len(candidates)
-    candidates.insert(place, Candidate("torch", why, source_of(op.reference)))
-    times = None if figure is None else f"{figure}, {op.names[0]} of {figure.size} elements"
-    return Explanation(op.name, device, language, tuple(candidates), times, parts)
-
-
-def _in_order(device: str, line: list[str]) -> list[BackendInfo]:
-    """The languages in the order in which they are tried; then the device's other defaults; then all others."""
-    defaults = dispatch.default_backends(device)
-    return sorted(
-        backends(), key=lambda b: (line.index(b.language) if b.language in line else len(line), b not in defaults)
-    )
+    candidates.append(Candidate("torch", why, source_of(op.reference)))
+    return Explanation(op.name, device, language, tuple(candidates), parts)

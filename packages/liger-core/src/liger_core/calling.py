@@ -68,8 +68,6 @@ class Op(Declaration[P, R]):
         functools.update_wrapper(self, reference)
         self._ready: dict[Any, Ready] = {}
         self._plans: dict[tuple[str, str | None], dispatch.Plan] = {}
-        self._by_size: dict[tuple[str, int | None, bool], dispatch.BySize] = {}
-        self._reference_route = dispatch.Route("torch", None, self._run_as_route)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.call(dispatch.state.demand, args, kwargs)
@@ -125,7 +123,7 @@ class Op(Declaration[P, R]):
         remembered, given = self._ready, arguments.copy()
         device, refusal, autocast = self.examine(arguments)
         if modes.compiling():
-            plan_while_tracing(self.name, device, arguments[self.names[0]].device.index, demand)
+            plan_while_tracing(self.name, device, demand)
         elif (
             self._check_values is not None
             and (device == "cpu" or dispatch.settings().check)
@@ -167,11 +165,6 @@ class Op(Declaration[P, R]):
             keeper.remember(self.remade, given, options, result, self.reference)
         return cast("R", result)
 
-    def _run_as_route(
-        self, arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /
-    ) -> Any:
-        return self._run_reference(arguments)
-
     def call_parts(self, demand: str | None, arguments: Arguments, parts: Parts) -> Any:
         """Run a kernel on plain parts of tensors that are not plain, and record it for these.
 
@@ -198,8 +191,6 @@ class Op(Declaration[P, R]):
             values = {name: arguments[name] for name in self.options}
             ready = self._ready[key] = Ready(route, device, needs, values, self._complex(arguments))
         route, device, _, values, of_complex = ready
-        if route.language == "torch":
-            return NotImplemented
         for name in of_complex:
             if arguments[name].is_conj():
                 return NotImplemented
@@ -217,7 +208,7 @@ class Op(Declaration[P, R]):
         """Whether a call with this metadata may run this kernel next time, on the arguments as they are given."""
         plan = self._plans.get((device, demand))
         # A kernel that another one has refused a call for may be the second choice for the next.
-        if plan is None or route is not self.routes(plan, device, arguments)[0]:
+        if plan is None or route is not plan.routes[0]:
             return False
         changed = any(arguments[name] is not given[name] for name in self.names)
         return not changed and not any(isinstance(arguments[name], Tensor) for name in self.options)
@@ -252,14 +243,11 @@ class Op(Declaration[P, R]):
     ) -> dispatch.Route | None:
         """The first planned route whose kernel doesn't refuse; None: the reference. `arguments` are checked already."""
         plan = self.plan_once(device, demand)
-        routes = self.routes(plan, device, arguments) if plan.measured else plan.routes
-        if routes:
+        if plan.routes:
             if arguments[self.names[0]].numel() == 0:
                 return None  # no rows: nothing to launch, in any language
             reasons = plan.reasons
-            for route in routes:
-                if route.language == "torch":
-                    return route
+            for route in plan.routes:
                 why = refusal
                 if why is None and route.refuses is not None:
                     why = route.refuses(**arguments)
@@ -272,27 +260,6 @@ class Op(Declaration[P, R]):
         elif not plan.demanded:
             dispatch.fall_back(self.name, device, plan.reasons)
         return None
-
-    def routes(self, plan: dispatch.Plan, device: str, arguments: Arguments) -> tuple[dispatch.Route, ...]:
-        """The plan's routes in the order that was measured for a call of this size on its device."""
-        if not plan.measured:
-            return plan.routes
-        first: Tensor = arguments[self.names[0]]
-        classes = self.by_size_once(plan, device, first.device.index, modes.compiling())
-        size = first.numel()
-        for below, routes in classes[:-1]:
-            if modes.surely_below(size, below):
-                return routes
-        return classes[-1][1]
-
-    def by_size_once(self, plan: dispatch.Plan, device: str, index: int | None, compiled: bool) -> dispatch.BySize:
-        """The routes for each class of sizes, found now or before."""
-        key = device, index, compiled
-        found = self._by_size.get(key)
-        if found is None:
-            found = dispatch.by_size(self, device, index, compiled, plan, self._reference_route)
-            self._by_size[key] = found
-        return found
 
     def plan_once(self, device: str, demand: str | None) -> dispatch.Plan:
         """The routes to try on a device, in order, found now or before."""
@@ -307,7 +274,7 @@ class Op(Declaration[P, R]):
     def forget_plans(self) -> None:
         """Look again at what is installed and asked for, at the next call."""
         # New ones: a call in another thread may be about to remember what it found in the old ones.
-        self._plans, self._ready, self._by_size = {}, {}, {}
+        self._plans, self._ready = {}, {}
 
     def _complex(self, arguments: Arguments) -> tuple[str, ...]:
         return tuple([name for name in self.tensors if (t := arguments[name]) is not None and t.is_complex()])
@@ -335,11 +302,9 @@ def _python_number(option: Any) -> Any:
     return option.item() if getattr(option, "shape", None) == () and not isinstance(option, Tensor) else option
 
 
-def plan_while_tracing(op: str, device: str, index: int | None, demand: str | None) -> bool:
+def plan_while_tracing(op: str, device: str, demand: str | None) -> bool:
     """Fill an op's tables of plans. Dynamo can't trace imports and file look-ups; it can run them, here."""
-    plan = ops[op].plan_once(device, demand)
-    if plan.measured:
-        ops[op].by_size_once(plan, device, index, compiled=True)
+    ops[op].plan_once(device, demand)
     return True
 
 
@@ -408,6 +373,5 @@ def get_op(name: Any, *, device: str | torch.device | None = None, language: str
                 raise Unsupported(f"{op.name} in {language}: {'; '.join(filter(None, obstacles))}")
     elif device is not None:
         plan = op.plan(device, dispatch.state.demand)
-        if not plan.measured:
-            language = plan.routes[0].language if plan.routes else "torch"
+        language = plan.routes[0].language if plan.routes else "torch"
     return BoundOp(op, device, language)

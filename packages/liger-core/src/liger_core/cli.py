@@ -10,14 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 
 import liger_core
-from liger_core import dispatch, measured, tune
 from liger_core.backend import absent_languages, absent_packages, backends
-from liger_core.calling import by_name, ops
-from liger_core.devices import infer_device
+from liger_core.calling import ops
 from liger_core.doctor import examine
 from liger_core.new_op import LANGUAGES, new_op
 
@@ -53,11 +50,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     where.set_defaults(run=lambda options: run_where(options.op, options.device))
     matrix = commands.add_parser("matrix", help="which language implements which op on which device")
     matrix.set_defaults(run=lambda options: run_matrix())
-    tuning = commands.add_parser("tune", help="measure on this machine which language runs each op, in a few minutes")
-    tuning.add_argument("--ops", default=",".join(sorted(ops)), help="joined by commas (default: all)")
-    tuning.add_argument("--device", default=infer_device(), help="a torch device type (default: this machine's)")
-    tuning.add_argument("--minutes", type=float, default=4.5, help="that it takes at most (default: 4.5)")
-    tuning.set_defaults(run=lambda options: run_tune(options.ops.split(","), options.device, options.minutes))
     new = commands.add_parser("new-op", help="write the files of a new op into a checkout, as a small op that works")
     new.add_argument("name", help="such as my_norm")
     new.add_argument(
@@ -119,38 +111,6 @@ def run_matrix() -> int:
         cells = ["yes" if b.has_kernel(op) else "-" for b, _ in columns] + ["yes"]
         print(op.ljust(width), *(cell.ljust(len(head)) for cell, head in zip(cells, heads, strict=True)), sep="  ")
     print("\ntorch is the PyTorch reference, on every device.")
-    return 0
-
-
-def run_tune(names: list[str], device: str, minutes: float) -> int:
-    """Measure the ops on this machine, and write which language is the fastest into the user's cache directory."""
-    for name in names:
-        by_name(name)
-    chip, languages = measured.chip(device, None), tune.able(device)
-    if chip is None or languages == ["torch"]:
-        raise liger_core.Unsupported(f"tune: on {device} there is nothing to choose from, for want of kernels")
-    tune.cases_of(names[0])
-    print(f"{len(names)} ops on {chip}: {', '.join(languages)}")
-    found: list[tune.Found] = []
-    cells = tune.cells_of(names)
-    processes = tune.processes_for(device)
-    with tune.shown(2 * len(cells)) as progress:
-        for one in tune.tune(cells, device, languages, 60 * minutes, processes, progress):
-            found.append(one)
-    defaults = [b.language for b in dispatch.default_backends(device) if b.language in languages]
-    for one in sorted(found):
-        figure = measured.Figure(one.size, one.times, "now")
-        first = [*measured.order(figure, defaults, languages), "torch"][0]
-        how = "compiled" if one.cell.compiled else "eager"
-        times = ", ".join(f"{name} {us:.1f} µs" for name, us in one.times.items())
-        print(f"{one.cell.op} {one.cell.group} {how}: {first}  ({times})")
-        for name, why in one.notes.items():
-            print(f"  {name}: not measured: {why}")
-    if missing := sorted(set(cells) - {one.cell for one in found}):
-        print(f"no time was left for {len(missing)} of {len(cells)} calls: --ops measures some alone, --minutes longer")
-    record = f"liger tune of {date.today()}"
-    tune.write_own(tune.table_of(chip, record, found, languages))
-    print(f"written: {measured.own_table()}")
     return 0
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from liger_core import measured, modes
+from liger_core import modes
 from liger_core.autograd import Parts, Run, differentiable
 from liger_core.backend import BackendInfo, Unsupported, backends, broken_backends, not_installed
 from liger_core.declaration import Arguments, Declaration, Needs, declared
@@ -34,17 +32,12 @@ class Route(NamedTuple):
 class Plan(NamedTuple):
     """The routes to try in order. `reasons` says why other candidates are out; a demand doesn't fall back.
 
-    A demand with no routes is a demand for the reference. If the op was `measured`, `by_size` has the routes instead.
+    A demand with no routes is a demand for the reference.
     """
 
     routes: tuple[Route, ...]
     reasons: tuple[str, ...]
     demanded: bool
-    measured: bool = False
-
-
-BySize = tuple[tuple[int, tuple[Route, ...]], ...]
-"""The routes to try, in order, for calls of less than so many elements; the last ones are for all larger calls."""
 
 
 class Settings(NamedTuple):
@@ -55,12 +48,11 @@ class Settings(NamedTuple):
     check: bool
     of_demand: str = "LIGER_LANGUAGE"
     of_strict: str = "LIGER_STRICT"
-    measured: bool = True
 
 
 @functools.cache
 def settings() -> Settings:
-    """LIGER_LANGUAGE, LIGER_STRICT, LIGER_MEASURED and LIGER_KERNEL_CHECK. Read once.
+    """LIGER_LANGUAGE, LIGER_STRICT and LIGER_KERNEL_CHECK. Read once.
 
     Where one of the first two is unset, the variable is read that users of liger-kernel know: that package reads those
     as well, and takes neither our languages nor a language per op.
@@ -70,16 +62,15 @@ def settings() -> Settings:
     demand = os.environ.get(of_demand, "").strip() or None
     if demand is not None:
         parse_demand(demand, of_demand)
-    chosen_by_time = _on("LIGER_MEASURED", "1")
-    return Settings(demand, _on(of_strict), _on("LIGER_KERNEL_CHECK"), of_demand, of_strict, chosen_by_time)
+    return Settings(demand, _on(of_strict), _on("LIGER_KERNEL_CHECK"), of_demand, of_strict)
 
 
 def _first_set(ours: str, theirs: str) -> str:
     return theirs if not os.environ.get(ours, "").strip() and os.environ.get(theirs, "").strip() else ours
 
 
-def _on(variable: str, default: str = "0") -> bool:
-    value = os.environ.get(variable, "").strip() or default
+def _on(variable: str) -> bool:
+    value = os.environ.get(variable, "").strip() or "0"
     if value not in ("0", "1"):
         raise ValueError(f"{variable} is {value!r}; it takes 0 or 1")
     return value == "1"
@@ -219,28 +210,7 @@ def make_plan(op: Declaration[..., Any], device: str, demand: str | None) -> Pla
             reasons.append(f"no installed language serves {device} by default; `liger doctor` lists the others")
     elif not routes:
         raise Unsupported(f"{op.name} on {device}: {'; '.join(reasons)}")
-    by_time = language is None and settings().measured and measured.mentions(op.name)
-    return Plan(tuple(routes), tuple(reasons), language is not None, by_time)
-
-
-def by_size(
-    op: Declaration[..., Any], device: str, index: int | None, compiled: bool, plan: Plan, reference: Route
-) -> BySize:
-    """The routes of a plan in the order that was measured on a device, for each class of sizes."""
-    found = measured.figures(op.name, measured.chip(device, index), compiled)
-    known = {"torch": reference, **{route.language: route for route in plan.routes}}
-    for backend in backends():
-        timed = any(backend.language in figure.times for figure in found)
-        if timed and backend.language not in known and obstacle(backend, op.name, device) is None:
-            known[backend.language] = _load(op, backend, device)
-    defaults = [route.language for route in plan.routes]
-    classes: list[tuple[int, tuple[Route, ...]]] = []
-    for figure, larger in itertools.zip_longest(found, found[1:]):
-        routes = tuple([known[language] for language in measured.order(figure, defaults, known)])
-        if classes and classes[-1][1] == routes:
-            classes.pop()
-        classes.append((sys.maxsize if larger is None else measured.between(figure, larger), routes))
-    return tuple(classes) or ((sys.maxsize, plan.routes),)
+    return Plan(tuple(routes), tuple(reasons), language is not None)
 
 
 def obstacle(backend: BackendInfo, op: str, device: str) -> str | None:

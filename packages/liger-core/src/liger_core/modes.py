@@ -59,15 +59,6 @@ def plain() -> bool:
     )
 
 
-def surely_below(size: int, bound: int) -> bool:
-    """Whether a size is below a bound; while Dynamo traces, whether every size is that the graph will be for. Guards nothing."""
-    if compiling():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        return statically_known_true(size < bound)
-    return size < bound
-
-
 def recording() -> str | None:
     """What records PyTorch's operators, and would miss a launch: then a kernel's results are memory that nothing wrote."""
     if _is_tracing():

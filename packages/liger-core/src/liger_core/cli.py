@@ -1,6 +1,4 @@
-"""The `liger` command: what is installed, which kernel runs, and what each language implements;
-and the files of a new op.
-"""
+"""The `liger` command: what is installed, which kernel runs, and what each language implements."""
 
 from __future__ import annotations
 
@@ -10,13 +8,11 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import liger_core
 from liger_core.backend import absent_languages, absent_packages, backends
 from liger_core.calling import ops
 from liger_core.doctor import examine
-from liger_core.new_op import LANGUAGES, new_op
 
 HINTS = {"liger-transformers": ": `liger-transformers MODEL_TYPE` prints what it swaps"}
 
@@ -50,13 +46,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     where.set_defaults(run=lambda options: run_where(options.op, options.device))
     matrix = commands.add_parser("matrix", help="which language implements which op on which device")
     matrix.set_defaults(run=lambda options: run_matrix())
-    new = commands.add_parser("new-op", help="write the files of a new op into a checkout, as a small op that works")
-    new.add_argument("name", help="such as my_norm")
-    new.add_argument(
-        "--language", action="append", choices=LANGUAGES, default=[], help="with a kernel; can be repeated"
-    )
-    new.add_argument("--root", type=Path, default=Path(), help="the checkout (default: this folder)")
-    new.set_defaults(run=lambda options: run_new_op(options.name, options.language, options.root))
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -111,12 +100,6 @@ def run_matrix() -> int:
         cells = ["yes" if b.has_kernel(op) else "-" for b, _ in columns] + ["yes"]
         print(op.ljust(width), *(cell.ljust(len(head)) for cell, head in zip(cells, heads, strict=True)), sep="  ")
     print("\ntorch is the PyTorch reference, on every device.")
-    return 0
-
-
-def run_new_op(name: str, languages: Sequence[str], root: Path) -> int:
-    """Write the files of an op, and print what is left to do."""
-    print(new_op(name, dict.fromkeys(languages), root))
     return 0
 
 

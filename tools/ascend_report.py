@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch fails where torch-npu is installed and CANN is not
 
 from liger_conformance.compilers import ascend_execute
+from liger_core.contract import ops
+from liger_triton_ascend import backend
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/npu-gates.md"
-OPS = sorted(path.stem for path in ROOT.glob("packages/liger-triton-ascend/src/liger_triton_ascend/ops/[!_]*.py"))
+OPS = sorted(op for op in ops if backend.has_kernel(op))
 
 
 class Gate(NamedTuple):

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, cast
 
+from liger_core import composed
+
 # Extras of liger-core whose packages hold no kernels.
 NO_LANGUAGES = ("transformers", "distributed")
 
@@ -28,7 +30,8 @@ class BackendInfo:
     """One kernel language: where it runs and which package holds its kernels.
 
     A package points to its instance with an entry point of the group ``liger.backends``. A file
-    ``<package>/ops/<op>.py`` is the declaration that the language implements that op; there is no other registration.
+    ``<package>/ops/<op>.py`` is the declaration that the language implements that op; there is no other registration. Ops that
+    core makes of a language's kernels need no file: `liger_core.composed` lists them.
 
     Args:
         language: name of the kernel language, such as ``"triton"``.
@@ -92,15 +95,12 @@ class BackendInfo:
         return None
 
     def has_kernel(self, op: str) -> bool:
-        """Whether the package has a file for `op`, and is not `broken`. Imports no kernel."""
-        if self.broken() is not None:
-            return False
-        ops = f"{self.package}.ops"
-        return find_spec(ops) is not None and find_spec(f"{ops}.{op}") is not None
+        """Whether the package has a kernel for `op`, and is not `broken`. Imports no kernel."""
+        return self.broken() is None and composed.has_kernel(self.package, op)
 
     def kernel(self, op: str) -> ModuleType:
         """The module that implements `op`, imported."""
-        return importlib.import_module(f"{self.package}.ops.{op}")
+        return composed.kernel_of(self.package, op)
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ class GatedMLP:
 
     Args:
         linear: the language's products.
-        silu: its `swiglu`.
-        gelu_tanh: its `geglu`.
+        silu: its `swiglu`: the kernel's module, or its two functions.
+        gelu_tanh: its `geglu`, in the same way.
     """
 
     def __init__(self, linear: Linear, silu: Activation, gelu_tanh: Activation) -> None:

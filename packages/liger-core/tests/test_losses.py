@@ -10,8 +10,8 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from liger_core import losses
-from liger_core.losses import policy, preference
+from liger_core import losses, policy
+from liger_core.losses import preference
 from liger_core.ops.grpo_loss import grpo_loss
 from liger_core.ops.logit_statistics import logit_statistics
 

@@ -8,8 +8,8 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from liger_core import fused_linear_cross_entropy, losses
-from liger_core.losses import policy, preference
+from liger_core import fused_linear_cross_entropy, losses, policy
+from liger_core.losses import preference
 
 Inputs = dict[str, Tensor]
 

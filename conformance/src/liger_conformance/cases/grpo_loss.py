@@ -6,8 +6,8 @@ import torch
 
 from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
-from liger_core.losses.policy import LEVELS, REDUCTIONS
 from liger_core.ops.grpo_loss import LOSS_TYPES
+from liger_core.policy import LEVELS, REDUCTIONS
 
 
 def build(

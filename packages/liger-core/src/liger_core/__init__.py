@@ -6,7 +6,6 @@ from liger_core.backend import BackendInfo, Unsupported, backends
 from liger_core.calling import get_op
 from liger_core.devices import infer_device
 from liger_core.dispatch import use
-from liger_core.losses.policy import GRPOOutput
 from liger_core.memory import lean
 from liger_core.ops.attn_res import attn_res
 from liger_core.ops.cross_entropy import CrossEntropyOutput, cross_entropy
@@ -24,7 +23,7 @@ from liger_core.ops.fused_neighborhood_attention import fused_neighborhood_atten
 from liger_core.ops.gated_mlp import gated_mlp
 from liger_core.ops.geglu import geglu
 from liger_core.ops.group_norm import group_norm
-from liger_core.ops.grpo_loss import grpo_loss
+from liger_core.ops.grpo_loss import GRPOOutput, grpo_loss
 from liger_core.ops.jsd import jsd
 from liger_core.ops.kl_div import kl_div
 from liger_core.ops.layer_norm import layer_norm

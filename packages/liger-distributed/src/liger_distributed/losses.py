@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from liger_core import checks, modes
-from liger_core.losses.logprobs import TokenLogprobsOutput, logprobs_of_statistics
+from liger_core.losses.logprobs import TokenLogprobsOutput
 from liger_core.ops.cross_entropy import CrossEntropyOutput, check_options, loss_of_statistics
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
-from liger_core.ops.logit_statistics import LogitStatistics, logit_statistics
+from liger_core.ops.logit_statistics import LogitStatistics, logit_statistics, logprobs_of_statistics
 from liger_distributed.vocabulary import Part, joined, of_nothing, part_of, shared
 
 

@@ -9,9 +9,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from liger_core import grpo_loss as op_of_the_whole
-from liger_core.losses.logprobs import logprobs_of_statistics
-from liger_core.losses.policy import GRPOOutput, policy_loss
-from liger_core.ops.grpo_loss import IGNORED, ids_that_count
+from liger_core.losses.policy import policy_loss
+from liger_core.ops.grpo_loss import IGNORED, GRPOOutput, ids_that_count
+from liger_core.ops.logit_statistics import logprobs_of_statistics
 from liger_distributed.losses import check_tokens, statistics_of_logits
 from liger_distributed.vocabulary import Part, part_of
 

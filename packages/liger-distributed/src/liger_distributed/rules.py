@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from liger_core import checks, modes
 from liger_core.contract import Op, upcast
-from liger_core.losses.policy import GRPOOutput
 from liger_core.ops.cross_entropy import CrossEntropyOutput
+from liger_core.ops.grpo_loss import GRPOOutput
 from liger_distributed.divergence import divergence_of_linear
 from liger_distributed.losses import loss_of, statistics_of_linear, statistics_of_logits
 from liger_distributed.policy import loss_of_columns

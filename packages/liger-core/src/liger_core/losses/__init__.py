@@ -11,7 +11,7 @@ from liger_core.losses.logprobs import (
     token_logprobs,
     topk_kl,
 )
-from liger_core.losses.policy import GRPOOutput, policy_loss
+from liger_core.losses.policy import policy_loss
 from liger_core.losses.preference import (
     KTOOutput,
     ORPOOutput,
@@ -22,6 +22,7 @@ from liger_core.losses.preference import (
     orpo_loss,
     simpo_loss,
 )
+from liger_core.ops.grpo_loss import GRPOOutput
 
 __all__ = [
     "GRPOOutput",

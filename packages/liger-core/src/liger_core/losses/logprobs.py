@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_core import checks, modes
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
-from liger_core.ops.logit_statistics import LogitStatistics, logit_statistics
+from liger_core.ops.logit_statistics import LogitStatistics, logit_statistics, logprobs_of_statistics
 
 
 class TokenLogprobsOutput(NamedTuple):
@@ -154,15 +154,6 @@ def _check_tokens(name: str, target: Tensor, vocabulary: int, ignore_index: int)
     """An accelerator would have to wait for the values: there such a token's log-probability is NaN."""
     if target.device.type == "cpu" and not modes.compiling() and not modes.without_values([target]):
         checks.indices_below(name, "target", target, vocabulary, ignore_index)
-
-
-def logprobs_of_statistics(statistics: LogitStatistics, target: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
-    """picked − lse: 0 where target is ignored, NaN, with a NaN gradient, where it is neither that nor in [0, V)."""
-    counted = target != ignore_index
-    no_token = counted & ((target < 0) | (target >= vocabulary))
-    lse = statistics.lse if target.dim() == 1 else statistics.lse[:, None]
-    logprobs = (statistics.picked - lse).masked_fill(~counted, 0.0)
-    return logprobs * torch.ones_like(logprobs).masked_fill(no_token, torch.nan)
 
 
 def _output(

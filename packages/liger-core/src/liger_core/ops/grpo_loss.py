@@ -1,22 +1,37 @@
 """Policy-gradient losses of group relative policy optimisation."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_core import checks
+from liger_core import checks, policy
 from liger_core.contract import op
-from liger_core.losses.logprobs import logprobs_of_statistics
-from liger_core.losses.policy import LOSS_TYPES as ALL_LOSS_TYPES
-from liger_core.losses.policy import MASK_DTYPES, GRPOOutput, check_options, policy_loss
-from liger_core.ops.logit_statistics import statistics_of_logits
+from liger_core.ops.logit_statistics import logprobs_of_statistics, statistics_of_logits
 
-LOSS_TYPES = tuple(name for name in ALL_LOSS_TYPES if name != "vespo")
+LOSS_TYPES = tuple(name for name in policy.LOSS_TYPES if name != "vespo")
 """vespo's weight of a token depends on the whole row: compose `token_logprobs` and `policy_loss`."""
 
 IGNORED = -1
 """Stands for the id of a masked token: no id that counts may be negative."""
+
+
+class GRPOOutput(NamedTuple):
+    """A policy-gradient loss and what is logged beside it, all float32.
+
+    Attributes:
+        loss: a scalar, or ``[B, L]`` when `reduction` is ``"none"``. The only field with a gradient.
+        kl: mean over unmasked tokens of the divergence that `beta` multiplies; None when `beta` is 0.
+        clip_ratio: share of the unmasked tokens, or of the rows at ``"sequence"`` level, whose ratio ρ is clipped to a
+            side that changes the loss: above 1 + eps_high (``"cispo"``: eps_high) with a positive advantage, below
+            1 − eps_low (not ``"cispo"``) with a negative one. 0 for ``"sapo"`` and ``"vespo"``.
+
+    When `reduction` is ``"none"``, kl and clip_ratio are ``[B, L]``, with 0 at masked tokens.
+    """
+
+    loss: Tensor
+    kl: Tensor | None
+    clip_ratio: Tensor
 
 
 @op(
@@ -113,12 +128,7 @@ def grpo_loss(
     rows = logits[:, :-1].reshape(-1, vocabulary)
     statistics = statistics_of_logits(rows, ids, ignore_index=IGNORED, temperature=temperature)
     logprobs = logprobs_of_statistics(statistics, ids, vocabulary, IGNORED).view(completion_ids.shape)
-    return policy_loss(
-        logprobs,
-        old_logps,
-        ref_logps,
-        advantages,
-        completion_mask,
+    options = policy.PolicyOptions(
         beta=beta,
         eps_low=eps_low,
         eps_high=eps_high,
@@ -126,13 +136,13 @@ def grpo_loss(
         loss_type=loss_type,
         importance_sampling_level=importance_sampling_level,
         max_completion_length=max_completion_length,
-        num_items_in_batch=num_items_in_batch,
         use_bias_correction_kl=use_bias_correction_kl,
-        importance_sampling_ratio=importance_sampling_ratio,
         sapo_temperature_pos=sapo_temperature_pos,
         sapo_temperature_neg=sapo_temperature_neg,
         reduction=reduction,
     )
+    inputs = old_logps, ref_logps, advantages, completion_mask, importance_sampling_ratio, num_items_in_batch
+    return GRPOOutput(*policy.loss_of_logprobs(logprobs, *inputs, options))
 
 
 def ids_that_count(
@@ -155,13 +165,14 @@ def _(
     completion_mask: Tensor | None,
     temperature: float,
     importance_sampling_ratio: Tensor | None,
+    num_items_in_batch: int | float | Tensor | None,
     **options: Any,
 ) -> None:
     name = "grpo_loss"
     floats = {"logits": logits, "old_logps": old_logps, "ref_logps": ref_logps, "advantages": advantages}
     checks.floating(name, **floats, importance_sampling_ratio=importance_sampling_ratio)
     checks.dtypes(name, (torch.int64,), completion_ids=completion_ids)
-    checks.dtypes(name, MASK_DTYPES, completion_mask=completion_mask)
+    checks.dtypes(name, policy.MASK_DTYPES, completion_mask=completion_mask)
     checks.ndim(name, 3, 3, logits=logits)
     rows, positions, vocabulary = logits.shape
     if positions == 0 or vocabulary == 0:
@@ -178,7 +189,8 @@ def _(
         checks.shape(name, which, tensor, tokens, "the shape of logits[:, :-1]")
     checks.shape(name, "advantages", advantages, (rows,), "an advantage per row of logits")
     checks.number(name, above=0, temperature=temperature)
-    check_options(name, tokens, ref_logps, importance_sampling_ratio, loss_types=LOSS_TYPES, **options)
+    inputs = ref_logps, importance_sampling_ratio, num_items_in_batch
+    policy.check_options(name, tokens, *inputs, policy.PolicyOptions(**options), LOSS_TYPES)
 
 
 @grpo_loss.checks_values

@@ -153,6 +153,15 @@ def statistics_of_logits(
     return LogitStatistics(lse.masked_fill(~row, 0.0), picked, entropy, total, log_sum_squares, best, best_index)
 
 
+def logprobs_of_statistics(statistics: LogitStatistics, target: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
+    """picked − lse: 0 where target is ignored, NaN, with a NaN gradient, where it is neither that nor in [0, V)."""
+    counted = target != ignore_index
+    no_token = counted & ((target < 0) | (target >= vocabulary))
+    lse = statistics.lse if target.dim() == 1 else statistics.lse[:, None]
+    logprobs = (statistics.picked - lse).masked_fill(~counted, 0.0)
+    return logprobs * torch.ones_like(logprobs).masked_fill(no_token, torch.nan)
+
+
 @logit_statistics.checks
 def _(logits: Tensor, target: Tensor, weight: Tensor | None, **options: Any) -> None:
     name = "logit_statistics"

@@ -1,0 +1,191 @@
+"""Policy-gradient losses of token log-probabilities: the formulas and options of `grpo_loss` and `losses.policy_loss`."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.contract import upcast
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+LEVELS = ("token", "sequence")
+REDUCTIONS = ("mean", "none")
+MASK_DTYPES = (torch.bool, torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LEAST_RATIO = 1e-8
+"""vespo: the least importance weight whose logarithm is taken as it is."""
+
+
+class PolicyOptions(NamedTuple):
+    """Options of a loss that are no tensors, by `grpo_loss`'s names."""
+
+    beta: float
+    eps_low: float
+    eps_high: float
+    delta: float | None
+    loss_type: str
+    importance_sampling_level: str
+    max_completion_length: int | None
+    use_bias_correction_kl: bool
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    reduction: str
+
+    # Methods and not properties: Dynamo of torch 2.9 doesn't trace those of a NamedTuple.
+    def by_sequence(self) -> bool:
+        """Whether a ratio belongs to a whole row."""
+        return self.importance_sampling_level == "sequence"
+
+    def uses_masked(self) -> bool:
+        """Whether masked tokens are in the mean."""
+        return self.loss_type == "luspo" and self.reduction == "mean"
+
+
+class VespoOptions(NamedTuple):
+    """Options of ``"vespo"`` alone, by `policy_loss`'s names."""
+
+    k_pos: float
+    lambda_pos: float
+    k_neg: float
+    lambda_neg: float
+
+
+def loss_of_logprobs(
+    logprobs: Tensor,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    advantages: Tensor,
+    completion_mask: Tensor | None,
+    importance_sampling_ratio: Tensor | None,
+    num_items_in_batch: int | float | Tensor | None,
+    options: PolicyOptions,
+    vespo: VespoOptions | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`losses.policy_loss` without its checks: the fields of `GRPOOutput`."""
+    (rows, length), loss_type = logprobs.shape, options.loss_type
+    low, high = 1 - options.eps_low, 1 + options.eps_high
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if completion_mask is None else completion_mask != 0
+    used = torch.ones_like(mask) if options.uses_masked() else mask
+
+    lp = upcast(logprobs).masked_fill(~used, 0.0)
+    old = lp.detach() if old_logps is None else upcast(old_logps.detach()).masked_fill(~used, 0.0)
+    log_ratio = lp - old
+    if options.by_sequence():
+        log_ratio = log_ratio.masked_fill(~mask, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    ratio = log_ratio.exp()
+
+    advantage = upcast(advantages.detach())
+    advantage = advantage[:, None] if advantage.dim() == 1 else advantage.masked_fill(~used, 0.0)
+    importance = None
+    if importance_sampling_ratio is not None:
+        importance = upcast(importance_sampling_ratio.detach())
+        importance = importance[:, None] if importance.dim() == 1 else importance
+    clipped = torch.zeros_like(mask)
+    if loss_type == "vespo":
+        assert vespo is not None
+        log_weight = log_ratio.detach().clamp(-20, 20).masked_fill(~mask, 0.0).sum(-1, keepdim=True)
+        if importance is not None:
+            log_importance = importance.log().clamp(math.log(LEAST_RATIO), 20)
+            if log_importance.shape[1] == length and length != 1:
+                log_importance = log_importance.masked_fill(~mask, 0.0)
+            log_weight = log_weight + log_importance.sum(-1, keepdim=True)
+        log_weight = log_weight.clamp(math.log(LEAST_RATIO), 20)
+        k = torch.full_like(advantage, vespo.k_neg).masked_fill(advantage >= 0, vespo.k_pos)
+        rate = torch.full_like(advantage, vespo.lambda_neg).masked_fill(advantage >= 0, vespo.lambda_pos)
+        rate = rate.clamp(min=1e-4)
+        loss = -(rate + k * log_weight - rate * log_weight.exp()).exp().nan_to_num(0.0, 0.0, 0.0) * advantage * lp
+    elif loss_type == "cispo":
+        loss = -ratio.clamp(max=options.eps_high).detach() * advantage * lp
+        clipped = (ratio > options.eps_high) & (advantage > 0)
+    elif loss_type == "sapo":
+        tau = torch.full_like(advantage, options.sapo_temperature_neg)
+        tau = tau.masked_fill(advantage > 0, options.sapo_temperature_pos)
+        loss = -4 * advantage * torch.sigmoid(tau * (ratio - 1)) / tau
+    else:
+        limited = ratio if options.delta is None else ratio.clamp(max=options.delta)
+        loss = -torch.minimum(limited * advantage, ratio.clamp(low, high) * advantage)
+        clipped = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
+    if importance is not None and loss_type != "vespo":
+        loss = loss * importance
+    kl = None
+    if options.beta != 0 and ref_logps is not None:
+        difference = upcast(ref_logps.detach()).masked_fill(~used, 0.0) - lp
+        kl = difference.exp() - difference - 1
+        if options.use_bias_correction_kl:
+            kl = kl * ratio
+        loss = loss + options.beta * kl
+        kl = kl.detach().masked_fill(~mask, 0.0)
+
+    masked = loss.masked_fill(~mask, 0.0)
+    clip = clipped.to(loss.dtype)
+    if options.reduction == "none":
+        return masked, kl, clip.masked_fill(~mask, 0.0)
+    row_tokens, tokens = mask.sum(-1), mask.sum().clamp(min=1)
+    if loss_type in ("grpo", "sapo"):
+        mean = (masked.sum(-1) / row_tokens.clamp(min=1)).sum() / max(rows, 1)
+    elif loss_type == "bnpo":
+        mean = masked.sum() / tokens
+    elif loss_type == "dr_grpo":
+        mean = masked.sum() / max(rows * (options.max_completion_length or length), 1)
+    elif loss_type == "luspo":
+        mean = (loss * row_tokens[:, None]).expand(rows, length).sum() / max(rows * length, 1)
+    elif num_items_in_batch is None:
+        mean = masked.sum() / tokens
+    elif isinstance(num_items_in_batch, Tensor):
+        mean = masked.sum() / num_items_in_batch.detach().to(masked.dtype).clamp(min=1)
+    else:
+        mean = masked.sum() / max(num_items_in_batch, 1)
+    if options.by_sequence() and clipped.shape[1] == 1:
+        clip_ratio = clip.sum() / max(rows, 1)
+    else:
+        clip_ratio = clip.masked_fill(~mask, 0.0).sum() / tokens
+    return mean, None if kl is None else kl.sum() / tokens, clip_ratio
+
+
+def check_options(
+    op: str,
+    tokens: tuple[int, ...],
+    ref_logps: Tensor | None,
+    importance_sampling_ratio: Tensor | None,
+    num_items_in_batch: int | float | Tensor | None,
+    options: PolicyOptions,
+    loss_types: tuple[str, ...] = LOSS_TYPES,
+) -> None:
+    """The options that a policy-gradient loss of ``[B, L]`` `tokens` has are of their types and in their ranges."""
+    if importance_sampling_ratio is not None:
+        got, accepted = tuple(importance_sampling_ratio.shape), (tokens[:1], (tokens[0], 1), tokens)
+        if all(got != shape for shape in accepted):  # Dynamo gets `in` wrong for sizes that change
+            takes = "{}, {} or {}".format(*accepted)
+            raise ValueError(f"{op}: importance_sampling_ratio has shape {got}; it takes {takes}")
+    beta, delta, loss_type, level = options.beta, options.delta, options.loss_type, options.importance_sampling_level
+    taus = {
+        "sapo_temperature_pos": options.sapo_temperature_pos,
+        "sapo_temperature_neg": options.sapo_temperature_neg,
+    }
+    checks.one_of(op, loss_types, loss_type=loss_type)
+    checks.one_of(op, LEVELS, importance_sampling_level=level)
+    checks.one_of(op, REDUCTIONS, reduction=options.reduction)
+    checks.number(op, above=0, **taus)
+    checks.number(op, least=0, beta=beta, eps_low=options.eps_low, eps_high=options.eps_high)
+    checks.flag(op, use_bias_correction_kl=options.use_bias_correction_kl)
+    if beta != 0 and ref_logps is None:
+        raise ValueError(f"{op}: ref_logps is None; it takes a tensor when beta is not 0, and beta is {beta!r}")
+    if delta is not None:
+        checks.number(op, above=0, delta=delta)
+    if options.max_completion_length is not None:
+        checks.integer(op, least=1, max_completion_length=options.max_completion_length)
+    if isinstance(num_items_in_batch, Tensor):
+        checks.dtypes(op, (*checks.INTEGERS, *checks.FLOATS), num_items_in_batch=num_items_in_batch)
+        checks.ndim(op, 0, 0, num_items_in_batch=num_items_in_batch)
+    elif num_items_in_batch is not None:
+        checks.number(op, num_items_in_batch=num_items_in_batch)
+    if loss_type in ("cispo", "sapo", "vespo"):
+        if delta is not None:
+            raise ValueError(f"{op}: delta is {delta!r}; it takes None when loss_type is {loss_type!r}")
+        if level != "token":
+            raise ValueError(
+                f"{op}: importance_sampling_level is {level!r}; it takes 'token' when loss_type is {loss_type!r}"
+            )

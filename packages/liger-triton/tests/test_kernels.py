@@ -33,8 +33,7 @@ from liger_triton.ops import (
     _divergences,
     _heads,
     _logit_statistics,
-    _partial_sums,
-    _totals,
+    _sums,
     attn_res,
     fused_moe,
     mhc_pre,
@@ -555,8 +554,8 @@ def test_sums_of_many_equal_values() -> None:
     assert abs(totals[1].item() - exact) <= 2 * unit * exact
     rows = n // 8
     exact = rows * value.double().item()
-    first, second, _ = _totals.totals(values, rows, 4, values[:4], values[:4])
-    for total in (first, second, _partial_sums.total(values.view(rows, 8), values[:8])):
+    first, second, _ = _sums.totals(values, rows, 4, values[:4], values[:4])
+    for total in (first, second, _sums.total(values.view(rows, 8), values[:8])):
         assert total is not None
         # NumPy, which interprets, adds up the last 128 numbers one after another.
         assert (total.double() - exact).abs().max() <= 16 * unit * exact
@@ -565,7 +564,7 @@ def test_sums_of_many_equal_values() -> None:
 @pytest.mark.parametrize("columns", [17, 64, 100, 768, 1408, 2500, 5632, 11008, 14336])
 def test_halves_of_rows_fill_their_tiles(columns: int) -> None:
     """Gate and up that are the halves of rows leave few lanes idle, and each row is in one tile."""
-    from liger_triton.ops.swiglu import divide
+    from liger_triton.ops._rows import divide
 
     rows = 4096
     tile_rows, block, blocks, programs = divide(rows, columns)
@@ -576,7 +575,7 @@ def test_halves_of_rows_fill_their_tiles(columns: int) -> None:
 
 
 def test_halves_at_model_sizes_take_a_row_at_a_time() -> None:
-    from liger_triton.ops.swiglu import divide
+    from liger_triton.ops._rows import divide
 
     for columns in (5632, 11008, 14336, 28672):
         assert divide(4096, columns)[:2] == (1, 1024)

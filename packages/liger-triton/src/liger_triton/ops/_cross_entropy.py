@@ -10,62 +10,14 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import add_up, as_rows, in_vectors
-
-
-@triton.jit
-def _exp(x):
-    # Results below 2^-126 become 0. tl.exp spends three more instructions per element to keep them.
-    return tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
-def _exp_like(x, logits):
-    """The exponential, accurate enough for the logits' dtype: in float32, a probability near 1 has no bit to lose."""
-    if logits.dtype.element_ty == tl.float32:
-        return libdevice.exp(x)
-    else:
-        return _exp(x)
-
-
-@triton.jit
-def _inverse_like(x, logits):
-    """1 / x, for x of 1 or more; rounded to nearest for float32 logits."""
-    if logits.dtype.element_ty == tl.float32:
-        return tl.math.div_rn(tl.minimum(x, 1.0), x)
-    else:
-        return 1.0 / x
-
-
-@triton.jit
-def _cap(x, softcap, logits):
-    """softcap · tanh(x / softcap), and its derivative; x and 1 without a softcap."""
-    if softcap is None:
-        return x, 1.0
-    else:
-        softcap = tl.cast(softcap, tl.float32)  # torch.compile passes floats as float64
-        u = x / softcap
-        q = _exp_like(-2.0 * tl.abs(u), logits)
-        r = _inverse_like(1.0 + q, logits)
-        # Near 0 no digit of `tail` is correct. The polynomial is a minimax fit of (tanh(u) - u) / u³.
-        square = u * u
-        series = 0.020639074966311455 - 0.005704974289983511 * square
-        series = series * square - 0.05373971164226532
-        series = series * square + 0.13331441581249237
-        series = series * square - 0.3333328068256378
-        series = series * square * u + u
-        tail = 1.0 - 2.0 * q * r
-        near = tl.abs(u) < 0.625
-        tanh = tl.where(near, series, tl.where(u < 0.0, -tail, tail))
-        # fma rounds the product. The compiler might fuse a plain product with a later subtraction, and it would then differ from
-        # itself.
-        return tl.fma(tanh, softcap, 0.0), tl.where(near, 1.0 - series * series, 4.0 * q * r * r)
+from liger_triton.ops._math import biased, cap, exp_like, fast_exp
+from liger_triton.ops._rows import as_rows, block_of, in_vectors
+from liger_triton.ops._sums import add_up
 
 
 @triton.jit
@@ -74,11 +26,6 @@ def _label_weight(weight, label, known):
         return 1.0
     else:
         return tl.load(weight + label, known, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _biased(x, bias, column, inside):
-    return x if bias is None else x + tl.load(bias + column, inside, other=0.0).to(tl.float32)
 
 
 @kernel(do_not_specialize=["first", "rows"])
@@ -108,8 +55,8 @@ def _rows(
 
     logits += local * row_stride
     known = (label >= 0) & (label < columns)
-    label_logit = _biased(tl.load(logits + label, known, other=0.0).to(tl.float32), bias, label, known)
-    label_logit = _cap(label_logit, softcap, logits)[0]
+    label_logit = biased(tl.load(logits + label, known, other=0.0).to(tl.float32), bias, label, known)
+    label_logit = cap(label_logit, softcap, logits)[0]
     # Sums of logits are relative to the label's logit, so that a large offset common to all logits doesn't cancel in them.
     pivot = tl.where(tl.abs(label_logit) < float("inf"), label_logit, 0.0)
 
@@ -130,24 +77,24 @@ def _rows(
         x = tl.load(logits + column, column < width, other=-float("inf")).to(tl.float32)
         if PADDED:
             x = tl.where(inside, x, -float("inf"))
-        x = _biased(x, bias, column, inside)
+        x = biased(x, bias, column, inside)
         if hits is not None or predicted is not None:
             block_best, place = tl.max(x, axis=1, return_indices=True)
             better = block_best > best
             best = tl.where(better, block_best, best)
             best_column = tl.where(better, start + tl.arange(0, GROUPS) * group_step + place * step, best_column)
         if softcap is not None:
-            x = tl.where(inside, _cap(x, softcap, logits)[0], -float("inf"))
+            x = tl.where(inside, cap(x, softcap, logits)[0], -float("inf"))
         if label_smoothing is not None:
             distance = tl.where(inside, x - pivot, 0.0)
             if weight is not None:
                 distance *= tl.load(weight + column, inside, other=0.0).to(tl.float32)
             weighted += tl.sum(distance, axis=1)
         higher = tl.maximum(maximum, tl.max(x, axis=1))
-        total = total * _exp(maximum - higher) + tl.sum(_exp_like(x - higher[:, None], logits), axis=1)
+        total = total * fast_exp(maximum - higher) + tl.sum(exp_like(x - higher[:, None], logits), axis=1)
         maximum = higher
     top = tl.max(maximum)
-    exp_sum = tl.where(known, tl.sum(total * _exp_like(maximum - top, logits)), float("nan"))
+    exp_sum = tl.where(known, tl.sum(total * exp_like(maximum - top, logits)), float("nan"))
     log_sum = tl.log(exp_sum)
 
     lse = top + log_sum
@@ -164,7 +111,7 @@ def _rows(
         z_loss = lse * lse * lse_square_scale
     if TOKEN_SCALING:
         # Computed from nll's parts: nll itself is rounded much more coarsely than they are.
-        probability = _exp_like(label_logit - top, logits) / exp_sum
+        probability = exp_like(label_logit - top, logits) / exp_sum
         loss *= probability
         z_loss *= probability
     if ADD_Z_LOSS:
@@ -209,7 +156,7 @@ def _gradient(
         return
 
     x = tl.load(logits + local * row_stride + column, column < width, other=0.0).to(tl.float32)
-    x = _biased(x, bias, first_column + column, inside)
+    x = biased(x, bias, first_column + column, inside)
     top = tl.load(statistics + row)
     exp_sum = tl.load(statistics + rows + row)
     scale = tl.load(dloss + row * dloss_stride) if dloss is not None else 1.0
@@ -220,8 +167,8 @@ def _gradient(
         z_scale = tl.math.div_rn(scale, tl.load(totals))
         scale = tl.math.div_rn(scale, tl.load(totals + 1))
 
-    capped, derivative = _cap(x, softcap, logits)
-    probability = _exp_like(capped - top, logits) * (1.0 / exp_sum)
+    capped, derivative = cap(x, softcap, logits)
+    probability = exp_like(capped - top, logits) * (1.0 / exp_sum)
     label_scale = scale * _label_weight(weight, label, (label >= 0) & (label < vocabulary))
     if label_smoothing is not None:
         label_scale *= 1.0 - label_smoothing
@@ -286,20 +233,12 @@ def _reduce(
             tl.store(accuracy, tl.sum(hit_sum) / count)
 
 
-def _block(columns: int, most: int) -> int:
-    """The power of two, up to `most`, that columns fill. Comparisons keep a dynamic size dynamic in a trace."""
-    block = 16
-    while block < columns and block < most:
-        block *= 2
-    return block
-
-
 @opaque(writes=("results",))
 def _launch_rows(results: Rows, logits: Logits, labels: Labels, first: int) -> None:
     (memory, row_stride), columns = as_rows(logits.memory), logits.columns
     n, width = memory.shape
     size, options = memory.element_size(), labels.options
-    block = _block(columns, 16384 // size)
+    block = block_of(columns, 16384 // size)
     group = 16 // size  # what a thread loads at once
     _rows[(n,)](
         memory, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, width,
@@ -324,7 +263,7 @@ def _launch_gradient(
     memory, row_stride = as_rows((logits or dlogits).memory)
     (n, width), columns = memory.shape, dlogits.columns
     options = labels.options
-    block = _block(columns, 4096)
+    block = block_of(columns, 4096)
     blocks = (columns + block - 1) // block
     _gradient[(n * blocks,)](
         dlogits.memory, memory, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, dloss, totals,

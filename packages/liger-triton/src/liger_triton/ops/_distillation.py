@@ -17,9 +17,9 @@ from triton.language.extra import libdevice
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
 from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
-from liger_triton.ops._cross_entropy import _biased, _cap
-from liger_triton.ops._divergences import above_mixture, count_of, exp, expm1_near, finite, total
+from liger_triton.ops._divergences import above_mixture, count_of, finite, total
 from liger_triton.ops._launch import kernel
+from liger_triton.ops._math import biased, cap, exp, expm1, expm1_near
 from liger_triton.ops._rows import as_rows, in_vectors
 
 # Bytes of each tensor's block in `_rows`, of which a thread has 64: with 32, jsd of 8192 x 128256 in bf16 takes a quarter longer.
@@ -54,9 +54,9 @@ def _load(logits, bias, softcap, column, columns, width, PADDED: tl.constexpr):
     x = tl.load(logits + column, column < width, other=-float("inf")).to(tl.float32)
     if PADDED:
         x = tl.where(inside, x, -float("inf"))
-    x = _biased(x, bias, column, inside)
+    x = biased(x, bias, column, inside)
     if softcap is not None:
-        x = tl.where(inside, _cap(x, softcap, logits)[0], -float("inf"))
+        x = tl.where(inside, cap(x, softcap, logits)[0], -float("inf"))
     return x
 
 
@@ -124,14 +124,6 @@ def _apart(q, p, difference):
     """abs(q − p). If the two are nearly equal, it is computed from the difference of their logarithms."""
     t = difference * LN_2
     return tl.abs(tl.where(tl.abs(t) < 0.25, p * expm1_near(t), q - p))
-
-
-@triton.jit
-def _expm1(x):
-    """exp(x) − 1, for x of −1 to 1."""
-    quarter = expm1_near(0.25 * x)
-    half = quarter * (2.0 + quarter)
-    return half * (2.0 + half)
 
 
 @triton.jit
@@ -206,7 +198,7 @@ def _rows(
             near = tl.abs(above) < 1.0
             if KIND == GIVEN:
                 near &= p >= beta
-            products += tl.sum(tl.where(near, p * _expm1(-above), exp(log_q, False)), axis=1)
+            products += tl.sum(tl.where(near, p * expm1(-above), exp(log_q, False)), axis=1)
             close += tl.sum(tl.where(near, p, 0.0), axis=1)
         elif KIND == COSINE:
             x, y = tl.where(inside, x, 0.0), tl.where(inside, y, 0.0)
@@ -251,9 +243,9 @@ def _rows(
     tl.store(soft + row, loss)
     if HARD:
         known = (label >= 0) & (label < columns)
-        z = _biased(tl.load(student + label, known, other=0.0).to(tl.float32), student_bias, label, known)
+        z = biased(tl.load(student + label, known, other=0.0).to(tl.float32), student_bias, label, known)
         if student_softcap is not None:
-            z = _cap(z, student_softcap, student)[0]
+            z = cap(z, student_softcap, student)[0]
         hard_log_sum = tl.where(known, hard_log_sum, float("nan"))
         tl.store(hard + row, (q_top - z) + hard_log_sum * LN_2)
     if KIND != COSINE or HARD:
@@ -299,7 +291,7 @@ def _gradient(
 
     scale = LOG2_E / temperature
     x = tl.load(student + local * student_stride + column, column < width, other=-float("inf")).to(tl.float32)
-    x, derivative = _cap(_biased(x, student_bias, first_column + column, inside), student_softcap, student)
+    x, derivative = cap(biased(x, student_bias, first_column + column, inside), student_softcap, student)
     if KIND != COSINE or by_hard is not None:
         q_top, q_log_sum = tl.load(statistics + row), tl.load(statistics + rows + row)
     gradient = tl.zeros([BLOCK], tl.float32)
@@ -309,7 +301,7 @@ def _gradient(
         gradient = tl.load(by_soft + row * SOFT_STEP) / temperature * (q * tl.load(statistics + 4 * rows + row) - p)
     elif by_soft is not None:
         y = tl.load(teacher + local * teacher_stride + column, column < width, other=-float("inf")).to(tl.float32)
-        y = _cap(_biased(y, teacher_bias, first_column + column, inside), teacher_softcap, teacher)[0]
+        y = cap(biased(y, teacher_bias, first_column + column, inside), teacher_softcap, teacher)[0]
         factor = tl.load(by_soft + row * SOFT_STEP)
         if KIND == COSINE:
             by_teacher, by_student = tl.load(statistics + 2 * rows + row), tl.load(statistics + 3 * rows + row)

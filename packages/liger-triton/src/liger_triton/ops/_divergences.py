@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from liger_triton.ops._device import sm_count
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import add_up
+from liger_triton.ops._math import expm1_near
+from liger_triton.ops._sums import add_up
 
 TILE = 1024
 """Elements of a tile; half as many if they are loaded one by one."""
@@ -44,17 +44,6 @@ def place(tile, rows, columns, blocks, WHOLE: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def exp(x, EXACT: tl.constexpr):
-    """The exponential. With EXACT it is right to a unit of rounding; otherwise its error doesn't add up in a sum of many."""
-    if EXACT:
-        return libdevice.exp(x)
-    else:
-        # log2(e) is in two parts: tl.exp rounds it to one, which makes every result too small by 1.3e-8 · |x|.
-        # Results below 2^-126 become 0.
-        return tl.exp2(tl.fma(x, 1.4426950216293335, x * 1.925963033500987e-8))
-
-
-@triton.jit
 def finite(logprob):
     """-1e30 for -inf: its exponential is 0 as well, and differences and products with it aren't NaN."""
     return tl.maximum(logprob, -1e30, propagate_nan=tl.PropagateNan.ALL)
@@ -72,13 +61,6 @@ def log_mean(e):
     r = tl.fma(t, r, 0.04184461012482643)
     r = tl.fma(t, r, 0.12498952448368073)
     return -t * tl.fma(t, r, 0.5000001192092896)
-
-
-@triton.jit
-def expm1_near(x):
-    """exp(x) − 1, for x from −0.25 to 0.25."""
-    series = x * (0.008333334 + x * 0.0013888889)
-    return x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + series))))
 
 
 @triton.jit

@@ -20,11 +20,11 @@ from liger_core import modes
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels, terms_columns
 from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
-from liger_triton.ops._cross_entropy import _biased, _block, _cap, _exp, _exp_like
 from liger_triton.ops._device import is_hopper, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._linear import TILES_IN_TURN, tile_in_turn
-from liger_triton.ops._rows import as_rows, in_vectors, power_of_2
+from liger_triton.ops._math import biased, cap, exp_like, fast_exp, tempered
+from liger_triton.ops._rows import as_rows, block_of, in_vectors, power_of_2
 
 MOST_TARGETS = 128
 """Targets of a row that are looked up at once."""
@@ -44,15 +44,6 @@ The terms of a part that is further above are relative to its own maximum. Other
 least e^-30: in bfloat16 neither they nor their products with the weight overflow, or lose what matters."""
 FEW_TARGETS = 64
 """Targets of a row whose logits are made once more. Each reads a row of the weight."""
-
-
-@triton.jit
-def _tempered(x, inverse):
-    """x / temperature, for a difference of logits: its rounding is then relative to the difference, not to the logits."""
-    if inverse is None:
-        return x
-    else:
-        return x * tl.cast(inverse, tl.float32)  # torch.compile passes floats as float64
 
 
 @triton.jit
@@ -108,8 +99,8 @@ def _store_row(
 ):  # fmt: skip
     """Write a row's results from the maxima and sums of its parts."""
     top = tl.max(maximum)
-    fall = _tempered(maximum - top, inverse)
-    rescale = _exp_like(fall, logits)
+    fall = tempered(maximum - top, inverse)
+    rescale = exp_like(fall, logits)
     sum_of_all = tl.sum(exp_sum * rescale)
     log_sum = tl.log(sum_of_all)
     tl.store(lse + row, _cooled(top, temperature) + log_sum)
@@ -150,7 +141,7 @@ def _rows(
         k = start + tl.arange(0, TARGETS)
         column, _, known = _labels(target, k, targets, k_stride, first_id, columns, ignore_index)
         z = tl.load(logits + column, known, other=0.0).to(tl.float32)
-        z = _cooled(_cap(_biased(z, bias, column, known), softcap, logits)[0], temperature)
+        z = _cooled(cap(biased(z, bias, column, known), softcap, logits)[0], temperature)
         tl.store(picked + k, tl.where(known, z, 0.0), k < targets)
     if counted == 0:
         _store_ignored(lse, entropy, total, log_sum_squares, best, best_index, kept, row, rows)
@@ -175,24 +166,24 @@ def _rows(
         x = tl.load(logits + column, column < width, other=-float("inf")).to(tl.float32)
         if PADDED:
             x = tl.where(inside, x, -float("inf"))
-        x = _biased(x, bias, column, inside)
+        x = biased(x, bias, column, inside)
         if best is not None:
             block_best, place = tl.max(x, axis=1, return_indices=True)
             better = block_best > highest
             highest = tl.where(better, block_best, highest)
             highest_column = tl.where(better, start + tl.arange(0, GROUPS) * group_step + place * step, highest_column)
         if softcap is not None:
-            x = tl.where(inside, _cap(x, softcap, logits)[0], -float("inf"))
+            x = tl.where(inside, cap(x, softcap, logits)[0], -float("inf"))
         if total is not None:
             part = tl.where(inside, x, 0.0)
             if weight is not None:
                 part *= tl.load(weight + column, inside, other=0.0).to(tl.float32)
             weighted += tl.sum(part, axis=1)
         higher = tl.maximum(maximum, tl.max(x, axis=1))
-        fall = _tempered(maximum - higher, inverse)
-        rescale = _exp_like(fall, logits)
-        depth = _tempered(x - higher[:, None], inverse)
-        term = _exp_like(depth, logits)
+        fall = tempered(maximum - higher, inverse)
+        rescale = exp_like(fall, logits)
+        depth = tempered(x - higher[:, None], inverse)
+        term = exp_like(depth, logits)
         if entropy is not None:
             # The maximum before the first logit leaves no sum, and the product with it could be infinite.
             product_sum = rescale * (product_sum + tl.where(rescale == 0.0, 0.0, fall) * exp_sum)
@@ -240,17 +231,17 @@ def _tell_part(
         x = tl.where(inside[None, :], x, -float("inf"))
     # The least float32 stands for -inf: the difference of two of them is 0, not NaN.
     top = tl.maximum(tl.max(x, axis=1), -3.4028234663852886e38)
-    depth = _tempered(x - top[:, None], inverse)
+    depth = tempered(x - top[:, None], inverse)
     # No other work hides this. A term is off by its depth's rounding, which among so many is less than their sum's.
-    term = _exp(depth)
+    term = fast_exp(depth)
     tl.store(maxima + at, top, here)
     tl.store(exp_sums + at, tl.sum(term, axis=1), here)
     if terms is not None:
         based = term
         if bases is not None:
             # This takes no second exponential per element, and the sums have the same bits without bases.
-            rise = _tempered(top - tl.load(bases + row, here, other=0.0), inverse)
-            based *= tl.where(rise <= RISE, _exp(rise), 1.0)[:, None]
+            rise = tempered(top - tl.load(bases + row, here, other=0.0), inverse)
+            based *= tl.where(rise <= RISE, fast_exp(rise), 1.0)[:, None]
         # By TMA: threads' own stores, of four bytes each, take longer.
         terms.store([first_row, first], based.to(terms.dtype))
     if product_sums is not None:
@@ -330,8 +321,8 @@ def _join(
             weighted += tl.load(weighted_sums + at, there, other=0.0)
         top = tl.load(maxima + at, there, other=-3.4028234663852886e38)
         higher = tl.maximum(maximum, top)
-        fall, own_fall = _tempered(maximum - higher, inverse), _tempered(top - higher, inverse)
-        rescale, own_rescale = _exp_like(fall, maxima), _exp_like(own_fall, maxima)
+        fall, own_fall = tempered(maximum - higher, inverse), tempered(top - higher, inverse)
+        rescale, own_rescale = exp_like(fall, maxima), exp_like(own_fall, maxima)
         own_sum = tl.load(exp_sums + at, there, other=0.0)
         if entropy is not None:
             # The maximum before the first logit leaves no sum, and the product with it could be infinite.
@@ -386,9 +377,9 @@ def _normalise(
     row_top = tl.load(kept + first_row + local)
     if bases is not None:
         base = tl.load(bases + local)
-        fall = _tempered(base - row_top, inverse)
+        fall = tempered(base - row_top, inverse)
         near = (exp_sum == -1.0) | (fall >= -RISE)
-        scale = tl.where(near, _tempered(_exp_like(fall, maxima) / exp_sum, inverse), 1.0)
+        scale = tl.where(near, tempered(exp_like(fall, maxima) / exp_sum, inverse), 1.0)
         tl.store(scales + first_row + local, tl.where(exp_sum == -1.0, 0.0, scale))
         parts = tl.where(near, 0, parts)
     for start in range(tl.program_id(0) % programs * PARTS, parts, programs * PARTS):
@@ -397,8 +388,8 @@ def _normalise(
         inside = column < columns
         top = tl.load(maxima + local * parts + part, part < parts, other=-3.4028234663852886e38)
         if bases is not None:
-            top = tl.where(_tempered(top - base, inverse) <= RISE, base, top)
-        factor = _tempered(_exp_like(_tempered(top - row_top, inverse), maxima) / exp_sum, inverse)
+            top = tl.where(tempered(top - base, inverse) <= RISE, base, top)
+        factor = tempered(exp_like(tempered(top - row_top, inverse), maxima) / exp_sum, inverse)
         if dlse is not None:
             factor *= tl.load(dlse + first_row + local)
         term = tl.load(terms + column, inside, other=0.0).to(tl.float32)
@@ -425,9 +416,9 @@ def _gradient(
         return
 
     x = tl.load(logits + local * row_stride + column, column < width, other=0.0).to(tl.float32)
-    x, derivative = _cap(_biased(x, bias, first_column + column, inside), softcap, logits)
-    depth = _tempered(x - tl.load(kept + row), inverse)
-    probability = _exp_like(depth, logits) * (1.0 / exp_sum)
+    x, derivative = cap(biased(x, bias, first_column + column, inside), softcap, logits)
+    depth = tempered(x - tl.load(kept + row), inverse)
+    probability = exp_like(depth, logits) * (1.0 / exp_sum)
     dz = tl.zeros([BLOCK], tl.float32)
     if dentropy is not None:
         by_entropy = tl.load(dentropy + row)
@@ -447,7 +438,7 @@ def _gradient(
             place = label - first_id - first_column - begin
             if (label != ignore_index) & (place >= 0) & (place < BLOCK):
                 dz += tl.where(column == begin + place, tl.load(dpicked + row * targets + k), 0.0)
-    tl.store(dlogits + column, _tempered(dz * derivative, inverse), column < width)
+    tl.store(dlogits + column, tempered(dz * derivative, inverse), column < width)
 
 
 @kernel
@@ -582,7 +573,7 @@ def _launch_rows(results: Rows, logits: Logits, labels: Labels, first_row: int) 
     (memory, row_stride), columns = as_rows(logits.memory), logits.columns
     n, width = memory.shape
     size, options, target = memory.element_size(), labels.options, labels.target
-    block = _block(columns, 16384 // size)
+    block = block_of(columns, 16384 // size)
     group = 16 // size  # what a thread loads at once
     _rows[(n,)](
         memory, labels.bias, target, labels.weight, *results, row_stride, target.stride(0), target.stride(1),
@@ -607,7 +598,7 @@ def _launch_gradient(
     (n, width), columns = memory.shape, dlogits.columns
     options, target = labels.options, labels.target
     dlse, dpicked, dentropy, dtotal = incoming
-    block = _block(columns, 4096)
+    block = block_of(columns, 4096)
     blocks = (columns + block - 1) // block
     _gradient[(n * blocks,)](
         dlogits.memory, memory, labels.bias, target, labels.weight, kept, dlse, dpicked, dentropy, dtotal,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from liger_triton.ops._rows import multiply
+from liger_triton.ops._sums import multiply
 
 
 @triton.jit

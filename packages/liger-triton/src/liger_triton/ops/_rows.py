@@ -8,43 +8,26 @@ from liger_core.host.rows import adjacent as adjacent
 from liger_core.host.rows import as_rows as as_rows
 from liger_core.host.rows import without_gaps as without_gaps
 
-
-@triton.jit
-def multiply(a, b, BLOCK: tl.constexpr):
-    """a · b, to be added up along rows of BLOCK columns, with the same result in each thread that has the row's sum.
-
-    A thread that has one column of a row would otherwise fuse its own unrounded product with a neighbour's rounded one, and the
-    neighbour would do the opposite.
-    """
-    return tl.fma(a, b, 0.0) if BLOCK <= 32 else a * b
+# Elements of a program of a kernel that works element by element, eight per thread: one 16-byte load of bf16 from each tensor.
+TILE = 1024
+# If more than this share of a tile's columns would be outside the row, the tile is narrower. A tile of 1024 would use 75 % of
+# its lanes for 768 columns. So a program takes 256 columns of four rows at a time, and uses all lanes.
+MOST_OUTSIDE = 1 / 8
 
 
 @triton.jit
-def add_two(a1, b1, a2, b2):
-    """For `tl.reduce`, as the next ones: several sums in one, so that a program's threads wait for each other only once."""
-    return a1 + a2, b1 + b2
-
-
-@triton.jit
-def add_three(a1, b1, c1, a2, b2, c2):
-    return a1 + a2, b1 + b2, c1 + c2
-
-
-@triton.jit
-def add_four(a1, b1, c1, d1, a2, b2, c2, d2):
-    return a1 + a2, b1 + b2, c1 + c2, d1 + d2
-
-
-@triton.jit
-def add_up(total, lost, values):
-    """Running totals with more values, and what rounding has added to them, to be subtracted from the next values.
-
-    Where many values are equal, they are rounded alike, and the error would grow with their number. Source: Kahan, Further
-    Remarks on Reducing Truncation Errors, 1965.
-    """
-    values -= lost
-    result = total + values
-    return result, tl.where(tl.abs(result) < float("inf"), (result - total) - values, 0.0)
+def place(rows, columns, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's row or rows, ``[ROWS, 1]``; its first column; the columns from there on; and which of them are inside."""
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    first = (program % blocks).to(tl.int64) * BLOCK
+    column = tl.arange(0, BLOCK)
+    inside = column < columns - first
+    if ROWS > 1:
+        row = row * ROWS + tl.arange(0, ROWS)[:, None]
+        column = column[None, :]
+        inside = inside[None, :] & (row < rows)
+    return row, first, column, inside
 
 
 @triton.jit
@@ -119,3 +102,21 @@ def tile_of(columns: int) -> tuple[int, int, int]:
     """
     block = power_of_2(columns)
     return max(1, 2048 // block), block, min(max(4, block // 512), 16)
+
+
+def block_of(columns: int, most: int) -> int:
+    """The power of two, up to `most`, that columns fill. Comparisons keep a dynamic size dynamic in a trace."""
+    block = 16
+    while block < columns and block < most:
+        block *= 2
+    return block
+
+
+def divide(rows: int, columns: int) -> tuple[int, int, int, int]:
+    """For a kernel that works element by element: rows and columns of a tile, tiles along a row, and tiles in all."""
+    block = TILE
+    if rows > 1:
+        while block > 16 and (-columns) % block > columns * MOST_OUTSIDE:
+            block //= 2
+    tile_rows, blocks = TILE // block, (columns + block - 1) // block
+    return tile_rows, block, blocks, (rows + tile_rows - 1) // tile_rows * blocks

@@ -13,8 +13,8 @@ from liger_core.contract import implements
 from liger_core.host.attn_res import AttnRes, AttnResKernels
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._partial_sums import total
-from liger_triton.ops._rows import add_three, add_two, in_vectors, multiply, power_of_2, tile_of
+from liger_triton.ops._rows import in_vectors, power_of_2, tile_of
+from liger_triton.ops._sums import add_three, add_two, multiply, total
 
 # Longer rows are read in blocks. Elements that are loaded one by one need an address each, so their limit is half.
 LONGEST = 8192

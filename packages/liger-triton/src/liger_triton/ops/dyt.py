@@ -10,7 +10,7 @@ from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import as_rows, power_of_2
-from liger_triton.ops._totals import totals
+from liger_triton.ops._sums import totals
 
 # Eight columns per thread, one 16-byte load of bf16. A program takes several rows, so that several such loads are in flight.
 MOST_COLUMNS = 1024

@@ -18,12 +18,8 @@ from torch import Tensor
 from liger_core import fused_neighborhood_attention
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
+from liger_triton.ops._math import fast_exp
 from liger_triton.ops._rows import adjacent, power_of_2
-
-
-@triton.jit
-def _exp(x):
-    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -137,8 +133,8 @@ def _forward(
         )
         scores = tl.where(_seen(query, asks, key, here, reach), scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, 1))
-        weights = _exp(scores - higher[:, None])
-        shrink = _exp(maximum - higher)
+        weights = fast_exp(scores - higher[:, None])
+        shrink = fast_exp(maximum - higher)
         maximum = higher
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None] + _dot(weights.to(v.dtype.element_ty), v_tile)
@@ -164,7 +160,7 @@ def _dscores(
     at = query.to(tl.int64) * apart
     maximum = tl.load(statistics + at, asks, other=0.0)
     seen = _seen(query, asks, key, here, reach)
-    weights = _exp(scores - maximum[:, None])
+    weights = fast_exp(scores - maximum[:, None])
     # These products may be rounded in another order than forward's. For large scores the weights would then differ by too much.
     # So a block with whole windows makes its own sum: if weights didn't add up to 1, the gradient of a score would be off by a
     # part of the mean. A position that sees only itself has a weight of 1.

@@ -8,8 +8,7 @@ from torch import Tensor
 from liger_core import geglu
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows
-from liger_triton.ops.swiglu import _place, divide
+from liger_triton.ops._rows import as_rows, divide, place
 
 
 @triton.jit
@@ -28,7 +27,7 @@ def _gelu(xs):
 def _forward(
     y, gate, up, rows, columns, blocks, gate_stride, up_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    row, first, column, inside = _place(rows, columns, blocks, ROWS, BLOCK)
+    row, first, column, inside = place(rows, columns, blocks, ROWS, BLOCK)
     xs = tl.load(gate + (row * gate_stride + first) + column, inside, other=0.0).to(tl.float32)
     us = tl.load(up + (row * up_stride + first) + column, inside, other=0.0).to(tl.float32)
     tl.store(y + (row * columns + first) + column, _gelu(xs)[0] * us, inside)
@@ -39,7 +38,7 @@ def _backward(
     dgate, dup, dy, gate, up, rows, columns, blocks, dy_stride, gate_stride, up_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, first, column, inside = _place(rows, columns, blocks, ROWS, BLOCK)
+    row, first, column, inside = place(rows, columns, blocks, ROWS, BLOCK)
     at = (row * columns + first) + column
     # All loads come before the first store: after it, they would wait for it.
     dys = tl.load(dy + (row * dy_stride + first) + column, inside, other=0.0).to(tl.float32)

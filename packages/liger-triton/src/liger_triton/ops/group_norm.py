@@ -12,8 +12,8 @@ from liger_core import group_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import sm_count, warp_size
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import add_two, as_rows, multiply, power_of_2
-from liger_triton.ops._totals import totals
+from liger_triton.ops._rows import as_rows, power_of_2
+from liger_triton.ops._sums import add_two, multiply, totals
 
 LONGEST = 8192
 """Elements of a group, its sizes rounded up to powers of two, that a program keeps in registers."""

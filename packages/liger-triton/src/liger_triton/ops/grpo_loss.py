@@ -13,8 +13,8 @@ from triton.language.extra import libdevice
 
 from liger_core.contract import Needs, Saved, implements
 from liger_core.ops.grpo_loss import grpo_loss
-from liger_triton.ops._cross_entropy import _exp, _exp_like
 from liger_triton.ops._launch import kernel
+from liger_triton.ops._math import exp_like, fast_exp, tempered
 from liger_triton.ops._rows import power_of_2
 
 GROUP_BYTES = 16
@@ -24,15 +24,6 @@ FORWARD_BYTES, FORWARD_WARPS, FORWARD_STAGES = 16384, 8, 3
 GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
 TILE, TILE_WARPS = 2048, 16
 """Tokens that a program takes at once, between the two passes over the logits."""
-
-
-@triton.jit
-def _tempered(x, inverse):
-    """x / temperature, for a difference of logits: its rounding is then relative to the difference, not to the logits."""
-    if inverse is None:
-        return x
-    else:
-        return x * tl.cast(inverse, tl.float32)  # torch.compile passes floats as float64
 
 
 @kernel(do_not_specialize=["length", "tokens"])
@@ -62,15 +53,15 @@ def _log_probabilities(
         column = start + lanes
         x = tl.load(logits + column, column < columns, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(x, axis=1))
-        terms = _exp_like(_tempered(x - higher[:, None], inverse), logits)
-        total = total * _exp(_tempered(maximum - higher, inverse)) + tl.sum(terms, axis=1)
+        terms = exp_like(tempered(x - higher[:, None], inverse), logits)
+        total = total * fast_exp(tempered(maximum - higher, inverse)) + tl.sum(terms, axis=1)
         maximum = higher
     top = tl.max(maximum)
     depth = top - label_logit
     if temperature is not None:
         depth = tl.math.div_rn(depth, tl.cast(temperature, tl.float32))
     tl.store(state + token, tl.where(known, depth, float("nan")))
-    tl.store(state + tokens + token, tl.sum(total * _exp_like(_tempered(maximum - top, inverse), logits)))
+    tl.store(state + tokens + token, tl.sum(total * exp_like(tempered(maximum - top, inverse), logits)))
     if KEEP:
         tl.store(state + 2 * tokens + token, top)
 
@@ -334,8 +325,8 @@ def _gradient(
     if coefficients is None:
         # Positions without a token have returned already.
         coefficient *= _scale_of(dloss, weights, batch, place, weight_stride, dloss_batch_stride, dloss_stride, None)
-    coefficient = _tempered(coefficient, inverse)
-    probability = _exp_like(_tempered(x - top, inverse), logits) * (1.0 / exp_sum)
+    coefficient = tempered(coefficient, inverse)
+    probability = exp_like(tempered(x - top, inverse), logits) * (1.0 / exp_sum)
     label = tl.load(ids + token)
     # Not one minus the probability: an infinite coefficient gives the label's logit NaN, as PyTorch does.
     of_label = tl.where(column == label, coefficient, 0.0)

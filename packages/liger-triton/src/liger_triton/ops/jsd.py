@@ -14,7 +14,6 @@ from liger_core.ops.jsd import jsd
 from liger_triton.ops._divergences import (
     above_mixture,
     count_of,
-    exp,
     finite,
     leaves_first,
     new_sums,
@@ -25,6 +24,7 @@ from liger_triton.ops._divergences import (
     weight_of,
 )
 from liger_triton.ops._launch import kernel
+from liger_triton.ops._math import exp
 from liger_triton.ops._rows import as_rows
 
 

@@ -14,7 +14,6 @@ from liger_core import kl_div
 from liger_core.contract import Needs, Once, Saved, compiling, implements
 from liger_triton.ops._divergences import (
     WRITTEN_TILE,
-    exp,
     leaves_first,
     new_sums,
     place,
@@ -24,6 +23,7 @@ from liger_triton.ops._divergences import (
     weight_of,
 )
 from liger_triton.ops._launch import kernel
+from liger_triton.ops._math import exp
 from liger_triton.ops._rows import as_rows
 
 

@@ -9,9 +9,8 @@ from liger_core import layer_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._partial_sums import BYTES_AT_ONCE, COLUMNS_AT_ONCE, STAGES_AT_ONCE, at_once
-from liger_triton.ops._rows import add_two, as_rows, in_vectors, multiply, tile_of, tile_read_twice
-from liger_triton.ops._totals import totals
+from liger_triton.ops._rows import as_rows, in_vectors, tile_of, tile_read_twice
+from liger_triton.ops._sums import BYTES_AT_ONCE, COLUMNS_AT_ONCE, STAGES_AT_ONCE, add_two, at_once, multiply, totals
 
 # Longer rows don't fit the registers of 16 warps. Forward, which keeps x, has 64 columns per thread. Backward, which keeps x and
 # dy, has 32, or 16 if it keeps the sums of dweight and dbias as well. If elements are loaded one by one, each load needs an

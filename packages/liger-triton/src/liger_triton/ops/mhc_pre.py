@@ -15,8 +15,9 @@ from liger_core.contract import implements
 from liger_core.host.mhc_pre import Coefficients, HyperConnectionsBefore, MHCPreKernels
 from liger_triton.ops._device import is_hopper, sm_count
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows, in_vectors, multiply, power_of_2
-from liger_triton.ops._three_parts import product, split
+from liger_triton.ops._math import parts_of, product_of_parts
+from liger_triton.ops._rows import as_rows, in_vectors, power_of_2
+from liger_triton.ops._sums import multiply
 
 PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_WARPS = 128, 64, 8
 """A tile of x in the forward product, and its warps. With half the rows and warps, the weight is read twice as often."""
@@ -125,7 +126,7 @@ def _scaled(m, alpha, bias, which, first, places, inside):
 @triton.jit
 def _store_parts(at, values, inside, apart):
     """The parts of some numbers, each so far behind the one before."""
-    high, middle, low = split(values)
+    high, middle, low = parts_of(values)
     tl.store(at, high, inside)
     tl.store(at + apart, middle, inside)
     tl.store(at + 2 * apart, low, inside)
@@ -171,7 +172,7 @@ def _multiply(
         else:
             at = weight + number[None, :] * weight_stride + column[:, None]
             ws = tl.load(at, (number < count)[None, :] & (column < columns)[:, None], other=0.0)
-            sums = product(split(xs), split(ws), sums)
+            sums = product_of_parts(parts_of(xs), parts_of(ws), sums)
     if PARTS:
         sums += tl.sum(tl.reshape(high_sums, (ROWS, 2, COUNT)), 1)
     at = partial + (row * splits + part) * (count + 1)
@@ -341,7 +342,7 @@ def _gradients(
     counted = number < count
     if dx is not None:
         at = weight + number[:, None] * weight_stride + column[None, :]
-        ws = split(tl.load(at, counted[:, None] & within[None, :], other=0.0))
+        ws = parts_of(tl.load(at, counted[:, None] & within[None, :], other=0.0))
     dweight = tl.zeros((BLOCK, COUNT), tl.float32)
     for tile in tl.range(part, tl.cdiv(rows, ROWS), splits, num_stages=GRADIENT_STAGES):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -353,14 +354,14 @@ def _gradients(
         middle = tl.load(planned + COUNT, there[:, None], other=0.0)
         gs = (high, middle, tl.load(planned + 2 * COUNT, there[:, None], other=0.0))
         if dx is not None:
-            dxs = product(gs, ws, tl.zeros((ROWS, BLOCK), tl.float32), ROUGH)
+            dxs = product_of_parts(gs, ws, tl.zeros((ROWS, BLOCK), tl.float32), ROUGH)
             dxs -= tl.load(rest + row * (streams + 1) + streams, there, other=0.0)[:, None] * xs.to(tl.float32)
             if dh is not None:
                 dhs = tl.load(dh + row[:, None] * dh_stride + of_stream[None, :], inside, other=0.0).to(tl.float32)
                 dxs += tl.load(rest + row * (streams + 1) + stream, there, other=0.0)[:, None] * dhs
             tl.store(dx + row[:, None] * (streams * width) + column[None, :], dxs, inside)
         if partial is not None:
-            dweight = product(split(tl.trans(xs)), gs, dweight)
+            dweight = product_of_parts(parts_of(tl.trans(xs)), gs, dweight)
     if partial is not None:
         sums = partial + (part * count + number)[None, :] * (streams * width) + column[:, None]
         tl.store(sums, dweight, counted[None, :] & within[:, None])

@@ -17,9 +17,9 @@ from liger_core.host.modulated_rms_norm import ModulatedRMSNorm, ModulatedRMSNor
 from liger_core.modes import remembered
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._partial_sums import write_total
 from liger_triton.ops._rms import inverse_rms_of, load_scale, rounded, scaled, square
-from liger_triton.ops._rows import as_rows, in_vectors, multiply, power_of_2, tile_of
+from liger_triton.ops._rows import as_rows, in_vectors, power_of_2, tile_of
+from liger_triton.ops._sums import multiply, write_total
 
 # Longer rows don't fit registers. Elements that are loaded one by one need addresses in x, the scale and the shift.
 LONGEST_HELD = 8192

@@ -9,7 +9,8 @@ from liger_core import poly_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import add_four, add_three, as_rows, multiply, tile_of
+from liger_triton.ops._rows import as_rows, tile_of
+from liger_triton.ops._sums import add_four, add_three, multiply
 
 # Longer rows don't fit registers. Forward, which adds up x's powers, has 128 columns per thread of 8 warps. Backward, which
 # keeps x and dy, has 32 per thread of 16.

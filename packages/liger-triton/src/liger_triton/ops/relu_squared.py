@@ -7,13 +7,12 @@ from torch import Tensor
 from liger_core import relu_squared
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows
-from liger_triton.ops.swiglu import _place, divide
+from liger_triton.ops._rows import as_rows, divide, place
 
 
 @kernel
 def _forward(y, x, up, rows, columns, blocks, x_stride, up_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row, first, column, inside = _place(rows, columns, blocks, ROWS, BLOCK)
+    row, first, column, inside = place(rows, columns, blocks, ROWS, BLOCK)
     xs = tl.load(x + (row * x_stride + first) + column, inside, other=0.0).to(tl.float32)
     # No tl.maximum: it would lose a NaN.
     ys = tl.where(xs <= 0.0, 0.0, xs * xs)
@@ -26,7 +25,7 @@ def _forward(y, x, up, rows, columns, blocks, x_stride, up_stride, ROWS: tl.cons
 def _backward(
     dx, dup, dy, x, up, rows, columns, blocks, dy_stride, x_stride, up_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    row, first, column, inside = _place(rows, columns, blocks, ROWS, BLOCK)
+    row, first, column, inside = place(rows, columns, blocks, ROWS, BLOCK)
     at = (row * columns + first) + column
     # All loads come before the first store: after it, they would wait for it.
     dys = tl.load(dy + (row * dy_stride + first) + column, inside, other=0.0).to(tl.float32)

@@ -9,19 +9,9 @@ from liger_core import rms_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import shared_memory, sm_count, warp_size
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._partial_sums import BYTES_AT_ONCE, COLUMNS_AT_ONCE, STAGES_AT_ONCE, at_once, total
 from liger_triton.ops._rms import inverse_rms_of, load_scale, scaled, square
-from liger_triton.ops._rows import (
-    again,
-    as_rows,
-    in_vectors,
-    interleaved,
-    multiply,
-    packed,
-    tile_of,
-    tile_read_twice,
-    unpacked,
-)
+from liger_triton.ops._rows import again, as_rows, in_vectors, interleaved, packed, tile_of, tile_read_twice, unpacked
+from liger_triton.ops._sums import BYTES_AT_ONCE, COLUMNS_AT_ONCE, STAGES_AT_ONCE, at_once, multiply, total
 
 # Longer rows don't fit registers. Forward adds up x and has 128 columns per thread of 8 warps. With a residual it keeps the sum
 # and has 64 per thread of 16. Backward keeps x and dy and has 32 per thread of 16. If it keeps the sum of dweight as well, it

@@ -14,12 +14,12 @@ from liger_triton.ops._rows import (
     in_pairs,
     in_vectors,
     interleaved,
-    multiply,
     packed,
     tile_of,
     tile_read_twice,
     unpacked,
 )
+from liger_triton.ops._sums import multiply
 
 # Longer rows don't fit the registers of 16 warps: at 64 columns per thread, backward spills 14 to 24 on sm_90.
 LONGEST = 32768

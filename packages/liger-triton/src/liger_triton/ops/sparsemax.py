@@ -21,7 +21,8 @@ from liger_core import sparsemax
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._device import warp_size
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import add_two, again, as_rows, in_pairs, interleaved, packed, power_of_2, unpacked
+from liger_triton.ops._rows import again, as_rows, in_pairs, interleaved, packed, power_of_2, unpacked
+from liger_triton.ops._sums import add_two
 
 # Rows up to this length stay in registers. The forward keeps them in float32, which at 16384 columns fills half of the
 # registers. The backward reads dy only inside y's support. Reading it again, from the cache, is faster than reserving registers

@@ -1,35 +1,13 @@
 """SwiGLU, element by element in float32. Backward computes the sigmoid again."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_core import swiglu
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import as_rows
-
-# Elements of a program, eight per thread: one 16-byte load of bf16 from each tensor.
-TILE = 1024
-# If more than this share of a tile's columns would be outside the row, the tile is narrower. A tile of 1024 would use 75 % of
-# its lanes for 768 columns. So a program takes 256 columns of four rows at a time, and uses all lanes.
-MOST_OUTSIDE = 1 / 8
-
-
-@triton.jit
-def _place(rows, columns, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's row or rows, ``[ROWS, 1]``; its first column; the columns from there on; and which of them are inside."""
-    program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)
-    first = (program % blocks).to(tl.int64) * BLOCK
-    column = tl.arange(0, BLOCK)
-    inside = column < columns - first
-    if ROWS > 1:
-        row = row * ROWS + tl.arange(0, ROWS)[:, None]
-        column = column[None, :]
-        inside = inside[None, :] & (row < rows)
-    return row, first, column, inside
+from liger_triton.ops._rows import as_rows, divide, place
 
 
 @kernel
@@ -40,7 +18,7 @@ def _forward(
     # torch.compile passes floats as float64.
     gate_multiplier = tl.cast(gate_multiplier, tl.float32)
     down_multiplier = tl.cast(down_multiplier, tl.float32)
-    row, first, column, inside = _place(rows, columns, blocks, ROWS, BLOCK)
+    row, first, column, inside = place(rows, columns, blocks, ROWS, BLOCK)
     a = tl.load(gate + (row * gate_stride + first) + column, inside, other=0.0).to(tl.float32) * gate_multiplier
     us = tl.load(up + (row * up_stride + first) + column, inside, other=0.0).to(tl.float32)
     tl.store(y + (row * columns + first) + column, a * tl.sigmoid(a) * us * down_multiplier, inside)
@@ -54,7 +32,7 @@ def _backward(
     # torch.compile passes floats as float64.
     gate_multiplier = tl.cast(gate_multiplier, tl.float32)
     down_multiplier = tl.cast(down_multiplier, tl.float32)
-    row, first, column, inside = _place(rows, columns, blocks, ROWS, BLOCK)
+    row, first, column, inside = place(rows, columns, blocks, ROWS, BLOCK)
     at = (row * columns + first) + column
     dys = tl.load(dy + (row * dy_stride + first) + column, inside, other=0.0).to(tl.float32) * down_multiplier
     a = tl.load(gate + (row * gate_stride + first) + column, inside, other=0.0).to(tl.float32) * gate_multiplier
@@ -101,13 +79,3 @@ def backward(
         ROWS=tile_rows, BLOCK=block,
     )  # fmt: skip
     return dgate, dup
-
-
-def divide(rows: int, columns: int) -> tuple[int, int, int, int]:
-    """Rows and columns of a tile, how many tiles there are along a row, and how many in all."""
-    block = TILE
-    if rows > 1:
-        while block > 16 and (-columns) % block > columns * MOST_OUTSIDE:
-            block //= 2
-    tile_rows, blocks = TILE // block, (columns + block - 1) // block
-    return tile_rows, block, blocks, (rows + tile_rows - 1) // tile_rows * blocks

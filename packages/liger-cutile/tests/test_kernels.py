@@ -26,7 +26,7 @@ from liger_conformance.traces import LAYOUTS, check_memory_of_gradients
 from liger_core.contract import ops
 from liger_core.host.cross_entropy import Rows, labels_of, options_of
 from liger_cutile import backend
-from liger_cutile.ops import _cross_entropy, _divergences, _grid, _heads, _totals, embedding, mhc_pre, rope
+from liger_cutile.ops import _cross_entropy, _divergences, _heads, _launch, _sums, embedding, mhc_pre, rope
 
 DEVICE = liger_core.infer_device()
 if why := backend.missing(DEVICE):
@@ -327,7 +327,7 @@ def test_values(name: str, work: str, build: Build, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("name", "build"), LONG_GRIDS, ids=[name for name, _ in LONG_GRIDS])
 def test_grids_of_several_rows(monkeypatch: pytest.MonkeyPatch, name: str, build: Build) -> None:
     """More blocks than a dimension of a grid may have: the last row of blocks isn't full."""
-    monkeypatch.setattr(_grid, "MOST_BLOCKS", 5)
+    monkeypatch.setattr(_launch, "MOST_BLOCKS", 5)
     check(name, build, torch.bfloat16)
 
 
@@ -335,7 +335,7 @@ def test_grids_of_several_rows(monkeypatch: pytest.MonkeyPatch, name: str, build
 def test_grids_that_are_too_high(monkeypatch: pytest.MonkeyPatch, name: str, build: Build) -> None:
     """More blocks than the second dimension of a grid may have: several launches, the last with fewer."""
     monkeypatch.setattr("liger_cutile.ops.group_norm.sm_count", lambda device: 1)  # no group is divided among so many
-    for module in ("_grid", "_heads", "qwen2vl_mrope", "group_norm"):
+    for module in ("_launch", "_heads", "qwen2vl_mrope", "group_norm"):
         monkeypatch.setattr(f"liger_cutile.ops.{module}.MOST_DOWN", 2)
     check(name, build, torch.bfloat16)
 
@@ -423,7 +423,7 @@ def test_sums_of_many_equal_values() -> None:
     rows = n // 8
     exact = rows * value.double().item()
     first, second = torch.empty(4, device=DEVICE), torch.empty(4, device=DEVICE)
-    _totals.launch_totals(first, second, values.view(2, rows, 4))
+    _sums.launch_totals(first, second, values.view(2, rows, 4))
     for total in (first, second):
         assert (total.double() - exact).abs().max() <= 16 * unit * exact
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from liger_cutile import _stream, backend
-from liger_cutile.ops import _rows
+from liger_cutile import backend
+from liger_cutile.ops import _launch, _rows
 
 FIRST_OF_ITS_THREAD = """
 import torch
@@ -47,7 +47,7 @@ def test_a_thread_makes_its_context_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", Stream, raising=False)
 
     def launch_twice() -> None:
-        assert [_stream.current_stream(), _stream.current_stream()] == [Stream(2), Stream(2)]
+        assert [_launch.current_stream(), _launch.current_stream()] == [Stream(2), Stream(2)]
 
     threads = [threading.Thread(target=launch_twice) for _ in range(2)]
     for thread in threads:

@@ -10,6 +10,7 @@ _NOT_HOPPER = "an interpreter's device is the CPU: tests/test_kernels.py"
 
 UNREACHED = {
     "interpreted _device._look_up_major": "an interpreter's device is the CPU",
+    "interpreted _launch.current_stream": "an interpreter has no streams: tests/test_launch.py",
     "interpreted attn_res._launch_backward: not loads_in_bulk(dy.device) is true": _NO_TMA,
     "interpreted attn_res._with_more_registers": _NO_TMA,
     "interpreted mhc_pre._launch_forward: parts is true": _NOT_HOPPER,
@@ -23,7 +24,7 @@ UNREACHED = {
     "* group_norm._launch_*ward: samples <= MOST_DOWN is false": _MANY,
     "* group_norm._launch_*ward: for some in _evenly(samples) *": _MANY,
     "* group_norm._evenly": _MANY,
-    "interpreted _grid.within_grid: rows <= most is false": _MANY,
+    "interpreted _launch.within_grid: rows <= most is false": _MANY,
     "interpreted embedding._sort: rows > MOST_RANKED is true": (
         "65537 indices take an interpreter 15 s; compiled, and run on devices, as `huge`"
     ),

@@ -15,11 +15,10 @@ from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
-from liger_cutile.ops._exp import exp_like
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import as_rows, blocks, power_of_2
+from liger_cutile.ops._math import LEAST, cap, exp_like
+from liger_cutile.ops._rows import ZERO, as_rows, blocks, load, load_vector, power_of_2
 from liger_cutile.ops._sums import add_up
-from liger_cutile.ops._tiles import ZERO, load, load_vector
 
 # Columns of a tile, and blocks per multiprocessor. Four blocks leave a thread 64 registers, and 4096 columns fill half of them
 # (sm_90, tileiras 13.4).
@@ -30,21 +29,6 @@ OCCUPANCY = 4
 GRADIENT_BYTES = 16384
 # Rows of a tile of labels.
 LABELS = 2048
-
-# Stands for -inf in differences: the difference of two of them is 0.
-LEAST = -3.4028234663852886e38
-
-
-@ct.function
-def _cap(x, softcap):
-    """softcap · tanh(x / softcap), and its derivative; x and 1 without a softcap."""
-    if given(softcap):
-        u = x / softcap
-        # Not 1 − tanh²: near 1 nothing is left of it.
-        e = ct.exp(-2.0 * ct.abs(u))
-        return softcap * ct.tanh(u), 4.0 * e / ((1.0 + e) * (1.0 + e))
-    else:
-        return x, 1.0
 
 
 @ct.function
@@ -78,7 +62,7 @@ def _rows(
     label_logit = ct.astype(ct.gather(logits, (local, label), mask=known), ct.float32)
     if given(bias):
         label_logit += ct.astype(ct.gather(bias, label, mask=known), ct.float32)
-    label_logit = _cap(label_logit, softcap)[0]
+    label_logit = cap(label_logit, softcap)[0]
     # Sums of logits are relative to the label's logit, so that a large offset common to all logits doesn't cancel in them.
     pivot = ct.where(ct.abs(label_logit) < math.inf, label_logit, 0.0)
 
@@ -104,7 +88,7 @@ def _rows(
             best = ct.where(better, tile_best, best)
             start = tile * BLOCK + ct.reshape(ct.arange(GROUPS, dtype=ct.int32), (GROUPS, 1)) * GROUP
             best_column = ct.where(better, start + place, best_column)
-        x = _cap(x, softcap)[0]
+        x = cap(x, softcap)[0]
         if given(label_smoothing):
             distance = ct.where(inside, x - pivot, 0.0)
             if given(weight):
@@ -191,7 +175,7 @@ def _gradient(
             x = load(logits if given(logits) else dlogits, (local, tile), 1, BLOCK)
             if given(bias):
                 x += load_vector(bias, tile, BLOCK)
-            capped, derivative = _cap(x, softcap)
+            capped, derivative = cap(x, softcap)
             probability = exp_like(capped - top, dlogits) * inverse
             dx = label_scale * (probability - ct.where(lanes == label - tile * BLOCK, 1.0, 0.0))
             if given(label_smoothing) or given(lse_square_scale):

@@ -19,11 +19,10 @@ from torch import Tensor
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows, step_of
 from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
-from liger_cutile.ops._cross_entropy import _cap
-from liger_cutile.ops._divergences import above_mixture, exp, expm1_near, finite, launch_count, launch_total
+from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import as_rows, blocks, power_of_2
-from liger_cutile.ops._tiles import load_vector
+from liger_cutile.ops._math import LEAST, LN_2, LOG2_E, cap, exp, exp2, expm1, expm1_near
+from liger_cutile.ops._rows import as_rows, blocks, load_vector, power_of_2
 
 # Bytes of a tile of logits, and blocks per multiprocessor. Loads go into registers. On an H100, jsd of 8192 x 128256 in bfloat16
 # takes 3.07 ms; with half as many blocks, of twice the tile, 3.64. Its gradient takes 2.20 ms, and 2.32 with half the tile.
@@ -31,11 +30,6 @@ ROW_BYTES, ROW_OCCUPANCY = 4096, 8
 GRADIENT_BYTES, GRADIENT_OCCUPANCY = 8192, 8
 # Bytes that a thread loads at once: what a loop adds up of them stays in the thread.
 GROUP_BYTES = 16
-
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
-# Stands for -inf in differences: the difference of two of them is 0.
-LEAST = -3.4028234663852886e38
 
 
 @ct.function
@@ -48,16 +42,11 @@ def _load(logits, bias, softcap, row, tile, columns, PADDED, BLOCK, GROUP):
     x = ct.astype(ct.reshape(x, (BLOCK // GROUP, GROUP)), ct.float32)
     if given(bias):
         x += ct.reshape(load_vector(bias, tile, BLOCK), (BLOCK // GROUP, GROUP))
-    capped, derivative = _cap(x, softcap)
+    capped, derivative = cap(x, softcap)
     if given(softcap) or PADDED:
         column = tile * BLOCK + ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (BLOCK // GROUP, GROUP))
         capped = ct.where(column < columns, capped, -math.inf)
     return capped, derivative
-
-
-@ct.function
-def _exp2(x):
-    return ct.exp2(x, flush_to_zero=True)
 
 
 @ct.function
@@ -69,16 +58,16 @@ def _top_and_sums(logits, bias, softcap, row, scale, columns, PADDED, TWO, BLOCK
     for tile in range(ct.num_tiles(logits, axis=1, shape=(1, BLOCK))):
         x = _load(logits, bias, softcap, row, tile, columns, PADDED, BLOCK, GROUP)[0]
         higher = ct.maximum(maximum, ct.max(x, axis=1, keepdims=True))
-        added = ct.sum(_exp2((x - higher) * scale), axis=1, keepdims=True)
-        sums = sums * _exp2((maximum - higher) * scale) + added
+        added = ct.sum(exp2((x - higher) * scale), axis=1, keepdims=True)
+        sums = sums * exp2((maximum - higher) * scale) + added
         if TWO:
-            added = ct.sum(_exp2((x - higher) * LOG2_E), axis=1, keepdims=True)
-            untempered = untempered * _exp2((maximum - higher) * LOG2_E) + added
+            added = ct.sum(exp2((x - higher) * LOG2_E), axis=1, keepdims=True)
+            untempered = untempered * exp2((maximum - higher) * LOG2_E) + added
         maximum = higher
     top = ct.max(maximum)
-    total = ct.sum(sums * _exp2((maximum - top) * scale))
+    total = ct.sum(sums * exp2((maximum - top) * scale))
     if TWO:
-        return top, total, ct.sum(untempered * _exp2((maximum - top) * LOG2_E))
+        return top, total, ct.sum(untempered * exp2((maximum - top) * LOG2_E))
     else:
         return top, total, total
 
@@ -125,14 +114,6 @@ def _part(difference, beta, rest, TVD, REVERSE, HALF):
         return _order(difference)
     else:
         return _above(difference, beta, rest, REVERSE, HALF)[0]
-
-
-@ct.function
-def _expm1(x):
-    """exp(x) − 1, for x of −1 to 1."""
-    quarter = expm1_near(0.25 * x)
-    half = quarter * (2.0 + quarter)
-    return half * (2.0 + half)
 
 
 @ct.function
@@ -215,7 +196,7 @@ def _rows(
                     near = ct.abs(above) < 1.0
                     if not LOG:
                         near = near & (p >= beta)
-                    products += ct.sum(ct.where(near, p * _expm1(-above), exp(log_q, False)), axis=1, keepdims=True)
+                    products += ct.sum(ct.where(near, p * expm1(-above), exp(log_q, False)), axis=1, keepdims=True)
                     close += ct.sum(ct.where(near, p, 0.0), axis=1, keepdims=True)
                 elif COSINE:
                     y = _load(teacher, teacher_bias, teacher_softcap, local, tile, columns, PADDED, BLOCK, GROUP)[0]
@@ -228,10 +209,10 @@ def _rows(
                 else:
                     y = _load(teacher, teacher_bias, teacher_softcap, local, tile, columns, PADDED, BLOCK, GROUP)[0]
                     if TVD:
-                        q, p = _exp2((x - q_top) * scale) * q_inverse, _exp2((y - p_top) * scale) * p_inverse
+                        q, p = exp2((x - q_top) * scale) * q_inverse, exp2((y - p_top) * scale) * p_inverse
                     else:
-                        q = _exp2(finite((x - q_top) * scale - q_log_sum))
-                        p = _exp2(finite((y - p_top) * scale - p_log_sum))
+                        q = exp2(finite((x - q_top) * scale - q_log_sum))
+                        p = exp2(finite((y - p_top) * scale - p_log_sum))
                     difference = _difference(x, y, tops, scale, ratio)
                     if TVD:
                         from_q += ct.sum(q * _order(difference), axis=1, keepdims=True)
@@ -270,7 +251,7 @@ def _rows(
                 if given(student_bias):
                     z += ct.astype(ct.gather(student_bias, column, mask=known), ct.float32)
                 hard_log_sum = ct.where(known, hard_log_sum, math.nan)
-                ct.store(hard, (row,), (q_top - _cap(z, student_softcap)[0]) + hard_log_sum * LN_2)
+                ct.store(hard, (row,), (q_top - cap(z, student_softcap)[0]) + hard_log_sum * LN_2)
             ct.store(statistics, (0, row), q_top)
             ct.store(statistics, (1, row), q_log_sum)
             ct.store(statistics, (2, row), by_teacher)
@@ -307,7 +288,7 @@ def _gradient(
                 of_teacher, of_student = ct.load(statistics, (2, row), ()), ct.load(statistics, (3, row), ())
                 if GIVEN:
                     p = _given(teacher, local, tile, beta, LOG, BLOCK, BLOCK)[0]
-                    q = _exp2((x - q_top) * scale - q_log_sum)
+                    q = exp2((x - q_top) * scale - q_log_sum)
                     gradient = by * (q * ct.load(statistics, (4, row), ()) - p)
                 elif COSINE:
                     y = _load(
@@ -318,16 +299,16 @@ def _gradient(
                     y = _load(
                         teacher, teacher_bias, teacher_softcap, local, tile, dstudent.shape[1], False, BLOCK, BLOCK
                     )[0]
-                    q = _exp2(finite((x - q_top) * scale - q_log_sum))
+                    q = exp2(finite((x - q_top) * scale - q_log_sum))
                     if FORWARD:
-                        gradient = by * (q - _exp2(finite((y - of_teacher) * scale - of_student)))
+                        gradient = by * (q - exp2(finite((y - of_teacher) * scale - of_student)))
                     else:
                         # The gradient of a log-softmax: a class's part of the sum, minus its share of the whole sum.
                         difference = _difference(x, y, of_teacher, scale, of_student)
                         part = _part(difference, beta, rest, TVD, REVERSE, HALF)
                         gradient = by * (q * (part - ct.load(statistics, (4, row), ())))
             if given(by_hard):
-                probability = _exp2(finite((x - q_top) * LOG2_E - ct.load(statistics, (5, row), ())))
+                probability = exp2(finite((x - q_top) * LOG2_E - ct.load(statistics, (5, row), ())))
                 place = label - (first_column + tile * BLOCK)
                 here = (place >= 0) & (place < BLOCK)
                 column = ct.astype(ct.where(here, place, -1), ct.int32)

@@ -23,12 +23,12 @@
 """
 
 import os
+import threading
 from typing import Any
 
 import cuda.tile as ct
+import torch
 from torch import Tensor
-
-from liger_cutile._stream import current_stream
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -38,6 +38,28 @@ MOST_DOWN = (1 << 16) - 1
 
 # The interpreter has no streams: it runs a kernel at once.
 _INTERPRETED = os.environ.get("CUTILE_INTERPRET") == "1"
+
+
+class _Thread(threading.local):
+    """What is known of the running thread."""
+
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def current_stream() -> int:
+    """The current stream of the current device, whose context is then that of the thread.
+
+    cuda.tile launches through the driver, in the thread's context, and a new thread has none. PyTorch's first runtime call there,
+    such as an allocation, gives it one. With ``expandable_segments:True``, PyTorch allocates through the driver, too: autograd's
+    thread may come to its first launch without a context, which ends in "invalid device context".
+    """
+    if not _thread.has_context:
+        torch.cuda.mem_get_info()  # a call of the runtime that neither waits for the device nor changes anything
+        _thread.has_context = True
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None) -> None:
@@ -56,3 +78,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None
 def given(argument):
     """Whether an argument is a tensor or a number, not None; known when the kernel is compiled."""
     return ct.static_eval(not isinstance(argument, tuple))
+
+
+@ct.function
+def block_number():
+    """The number of the block's item. In a grid of several rows, the last blocks have no item."""
+    return ct.bid(0) + ct.bid(1) * ct.num_blocks(0)
+
+
+def one_each(items: int) -> tuple[int, int]:
+    """A grid with a block for each item, in as few rows of blocks as possible: for kernels that don't loop over items.
+
+    A block that does one thing needs all its inputs at once. With a loop, the compiler would read the loop's invariants before
+    it, and a block that goes through it once would wait for memory twice.
+    """
+    return min(items, MOST_BLOCKS), (items + MOST_BLOCKS - 1) // MOST_BLOCKS
+
+
+def within_grid(tile_rows: int, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
+    """Tensors with one number of rows: as they are, or, if their tiles exceed a grid's second dimension, some rows at a time."""
+    rows, most = next(x.shape[0] for x in tensors if x is not None), MOST_DOWN * tile_rows
+    if rows <= most:
+        return [tensors]
+    return [tuple(None if x is None else x[begin : begin + most] for x in tensors) for begin in range(0, rows, most)]

@@ -6,8 +6,7 @@ from torch import Tensor
 from liger_core.host.linear import Linear
 from liger_core.opaque import opaque
 from liger_cutile.ops._launch import ConstInt, given, launch
-from liger_cutile.ops._rows import as_one_row, blocks
-from liger_cutile.ops._tiles import load
+from liger_cutile.ops._rows import as_one_row, blocks, load
 
 # Elements of a tile that is scaled.
 TILE = 4096

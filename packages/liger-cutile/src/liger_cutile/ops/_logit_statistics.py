@@ -13,12 +13,11 @@ from torch import Tensor
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
 from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
-from liger_cutile.ops._cross_entropy import LEAST, OCCUPANCY, _cap
+from liger_cutile.ops._cross_entropy import OCCUPANCY
 from liger_cutile.ops._device import sm_count
-from liger_cutile.ops._exp import exp_like
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import as_rows, blocks, power_of_2
-from liger_cutile.ops._tiles import ZERO, load, load_vector
+from liger_cutile.ops._math import LEAST, cap, exp_like, tempered
+from liger_cutile.ops._rows import ZERO, as_rows, blocks, load, load_vector, power_of_2
 
 # Bytes of a tile of logits: registers don't hold 4096 float32 columns and the sums beside them.
 ROWS_BYTES = 8192
@@ -27,15 +26,6 @@ GRADIENT_BLOCK = 4096
 GRADIENT_OCCUPANCY = 3
 # Targets of a row that are looked up at once.
 MOST_TARGETS = 128
-
-
-@ct.function
-def _tempered(x, inverse):
-    """x / temperature, for a difference of logits: its rounding is then relative to the difference, not to the logits."""
-    if given(inverse):
-        return x * inverse
-    else:
-        return x
 
 
 @ct.function
@@ -74,7 +64,7 @@ def _rows(
         z = ct.astype(ct.gather(logits, (local, column), mask=known), ct.float32)
         if given(bias):
             z += ct.astype(ct.gather(bias, column, mask=known), ct.float32)
-        z = _cooled(_cap(z, softcap)[0], temperature)
+        z = _cooled(cap(z, softcap)[0], temperature)
         ct.store(picked, (row, tile), ct.where(known, z, 0.0), allow_tma=False)
         count += ct.sum(ct.where(counts, 1, 0))
     counted = count > 0
@@ -103,7 +93,7 @@ def _rows(
             highest = ct.where(better, tile_best, highest)
             start = tile * BLOCK + ct.reshape(ct.arange(GROUPS, dtype=ct.int32), (GROUPS, 1)) * GROUP
             highest_column = ct.where(better, start + place, highest_column)
-        x = _cap(x, softcap)[0]
+        x = cap(x, softcap)[0]
         if given(total):
             part = ct.where(inside, x, 0.0)
             if given(weight):
@@ -111,9 +101,9 @@ def _rows(
             weighted += ct.sum(part, axis=1, keepdims=True)
         x = ct.where(inside, x, -math.inf)
         higher = ct.maximum(maximum, ct.max(x, axis=1, keepdims=True))
-        fall = _tempered(maximum - higher, inverse)
+        fall = tempered(maximum - higher, inverse)
         rescale = exp_like(fall, logits)
-        depth = _tempered(x - higher, inverse)
+        depth = tempered(x - higher, inverse)
         term = exp_like(depth, logits)
         if given(entropy):
             # The maximum before the first logit leaves no sum, and the product with it could be infinite.
@@ -124,7 +114,7 @@ def _rows(
         exp_sum = exp_sum * rescale + ct.sum(term, axis=1, keepdims=True)
         maximum = higher
     top = ct.max(maximum)
-    fall = _tempered(maximum - top, inverse)
+    fall = tempered(maximum - top, inverse)
     rescale = exp_like(fall, logits)
     sum_of_all = ct.sum(exp_sum * rescale)
     log_sum = ct.log(sum_of_all)
@@ -174,8 +164,8 @@ def _gradient(
             x = load(logits if given(logits) else dlogits, (local, tile), 1, BLOCK)
             if given(bias):
                 x += load_vector(bias, tile, BLOCK)
-            capped, derivative = _cap(x, softcap)
-            depth = _tempered(capped - top, inverse)
+            capped, derivative = cap(x, softcap)
+            depth = tempered(capped - top, inverse)
             probability = exp_like(depth, logits if given(logits) else dlogits) * inverse_sum
             dz = by_lse * probability
             if given(dentropy):
@@ -189,7 +179,7 @@ def _gradient(
                     if (label != ignore_index) & (place >= 0) & (place < BLOCK):
                         by_picked = ct.load(dpicked, (row, k), (), allow_tma=False)
                         dz += ct.where(lanes == ct.astype(place, ct.int32), by_picked, 0.0)
-            ct.store(dlogits, (local, tile), ct.astype(_tempered(dz * derivative, inverse), dlogits.dtype))
+            ct.store(dlogits, (local, tile), ct.astype(tempered(dz * derivative, inverse), dlogits.dtype))
     else:
         for tile in range(ct.bid(0) % parts, tiles, parts):
             ct.store(dlogits, (local, tile), ct.zeros((1, BLOCK), dlogits.dtype))

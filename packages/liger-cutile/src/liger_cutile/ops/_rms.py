@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from liger_cutile.ops._launch import given
-from liger_cutile.ops._tiles import load_vector
+from liger_cutile.ops._rows import load_vector
 
 
 @ct.function

@@ -2,8 +2,8 @@
 
 import cuda.tile as ct
 
+from liger_cutile.ops._rows import gather, load
 from liger_cutile.ops._sums import add_four
-from liger_cutile.ops._tiles import gather, load
 
 
 @ct.function

@@ -20,12 +20,20 @@ from liger_core.host.attn_res import AttnRes, AttnResKernels
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import loads_in_bulk, sm_count
 from liger_cutile.ops._launch import ConstInt, given, launch
-from liger_cutile.ops._rows import as_rows, long_block, power_of_2, whole_rows
+from liger_cutile.ops._rows import (
+    ZERO,
+    Table,
+    as_rows,
+    load,
+    load_vector,
+    long_block,
+    one_tile,
+    power_of_2,
+    table_of,
+    whole_rows,
+)
 from liger_cutile.ops._rows import blocks as blocks_of
-from liger_cutile.ops._sums import add_two
-from liger_cutile.ops._tables import Table, one_tile, table_of
-from liger_cutile.ops._tiles import ZERO, load, load_vector
-from liger_cutile.ops._totals import launch_total
+from liger_cutile.ops._sums import add_two, launch_total
 
 # Longer rows are worked on in tiles of `long_block` columns.
 LONGEST = 8192

@@ -15,6 +15,7 @@ from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._linear import LINEAR
+from liger_cutile.ops._math import LEAST, LN_2, LOG2_E, exp2
 from liger_cutile.ops._rows import blocks, power_of_2
 
 # Bytes of a tile of logits, and blocks per multiprocessor. Loads go into registers. With few blocks, their rows are still in the
@@ -23,11 +24,6 @@ ROW_BYTES, ROW_OCCUPANCY = 8192, 4
 GRADIENT_BYTES, GRADIENT_OCCUPANCY = 4096, 8
 # Bytes that a thread loads at once: what a loop adds up of them stays in the thread.
 GROUP_BYTES = 16
-
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
-# Stands for -inf in differences: the difference of two of them is 0.
-LEAST = -3.4028234663852886e38
 
 
 @ct.function
@@ -45,11 +41,6 @@ def _load(logits, row, tile, columns, PADDED, BLOCK, GROUP):
 
 
 @ct.function
-def _exp2(x):
-    return ct.exp2(x, flush_to_zero=True)
-
-
-@ct.function
 def _top_and_log_sum(logits, row, scale, columns, PADDED, BLOCK, GROUP):
     """The largest logit of a row, and log2 of the sum of 2^(scale · (logit − largest))."""
     maximum = ct.full((BLOCK // GROUP, 1), LEAST, ct.float32)
@@ -57,11 +48,11 @@ def _top_and_log_sum(logits, row, scale, columns, PADDED, BLOCK, GROUP):
     for tile in range(ct.num_tiles(logits, axis=1, shape=(1, BLOCK))):
         x = _load(logits, row, tile, columns, PADDED, BLOCK, GROUP)
         higher = ct.maximum(maximum, ct.max(x, axis=1, keepdims=True))
-        sums = ct.sum(_exp2((x - higher) * scale), axis=1, keepdims=True)
-        total = total * _exp2((maximum - higher) * scale) + sums
+        sums = ct.sum(exp2((x - higher) * scale), axis=1, keepdims=True)
+        total = total * exp2((maximum - higher) * scale) + sums
         maximum = higher
     top = ct.max(maximum)
-    return top, ct.log2(ct.sum(total * _exp2((maximum - top) * scale)))
+    return top, ct.log2(ct.sum(total * exp2((maximum - top) * scale)))
 
 
 @ct.function
@@ -109,8 +100,8 @@ def _rows(
                 y = _load(teacher, local, tile, columns, PADDED, BLOCK, GROUP)
                 p = _log2_probability(y, p_top, scale, p_log_sum)
                 above_q, above_p = _above(q, p, beta, rest, FORWARD, REVERSE, HALF)
-                from_q += ct.sum(_exp2(q) * above_q, axis=1, keepdims=True)
-                from_p += ct.sum(_exp2(p) * above_p, axis=1, keepdims=True)
+                from_q += ct.sum(exp2(q) * above_q, axis=1, keepdims=True)
+                from_p += ct.sum(exp2(p) * above_p, axis=1, keepdims=True)
             from_student, from_teacher = ct.sum(from_q), ct.sum(from_p)
             if FORWARD:
                 loss = from_teacher
@@ -147,11 +138,11 @@ def _gradient(
             y = _load(teacher, local, tile, 0, False, BLOCK, BLOCK)
             p = _log2_probability(y, p_top, scale, p_log_sum)
             if FORWARD:
-                gradient = _exp2(q) - _exp2(p)
+                gradient = exp2(q) - exp2(p)
             else:
                 # The gradient of a log-softmax: a class's part of the sum, minus its probability's share of the whole sum.
                 above_q, _ = _above(q, p, beta, rest, FORWARD, REVERSE, HALF)
-                gradient = _exp2(q) * (above_q - ct.load(statistics, (4, row), ()))
+                gradient = exp2(q) * (above_q - ct.load(statistics, (4, row), ()))
             by = factor
             if given(dloss):
                 by = factor * (ct.load(dloss, (0,), ()) / ct.load(count, (0,), ()))

@@ -18,10 +18,8 @@ from liger_core.contract import implements
 from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import multiplies_from_shared
-from liger_cutile.ops._grid import block_number, one_each
-from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import blocks, near, power_of_2
-from liger_cutile.ops._tiles import ZERO
+from liger_cutile.ops._launch import ConstBool, ConstInt, block_number, given, launch, one_each
+from liger_cutile.ops._rows import ZERO, blocks, near, power_of_2
 from liger_cutile.ops.geglu import _gelu
 from liger_cutile.ops.swiglu import _silu
 

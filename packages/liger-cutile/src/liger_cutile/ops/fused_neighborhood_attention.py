@@ -6,6 +6,8 @@ holds for backward too, where the scores of the block's positions among themselv
 
 With wider windows a block goes from tile to tile. Forward goes over the keys that its queries see, with an online softmax.
 Backward goes over the keys that its positions see for dq, and over the queries that see them for dk and dv.
+
+Kernels take tensors as ``[B, H, N, R, D]``: N positions of each of R lines, one for each residue.
 """
 
 import functools
@@ -19,38 +21,131 @@ from torch import Tensor
 from liger_core import fused_neighborhood_attention
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._attention import (
-    around,
-    dscores_of,
-    load,
-    load_line,
-    means_of,
-    near,
-    part_of,
-    place,
-    products,
-    sees,
-    store,
-    store_line,
-    weights_of,
-)
 from liger_cutile.ops._device import multiplies_from_shared
-from liger_cutile.ops._exp import exp_like
 from liger_cutile.ops._heads import far_apart, like, samples_of
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstInt, given, launch
-from liger_cutile.ops._rows import LARGEST, blocks, power_of_2
+from liger_cutile.ops._math import LEAST, exp_like
+from liger_cutile.ops._rows import LARGEST, ZERO, blocks, power_of_2
 
-# Stands for -inf in differences: the difference of two of them is 0.
-LEAST = -3.4028234663852886e38
+
+@ct.function
+def _place(x, tiles, PARTS):
+    """This block's line, its tile of positions, and its part of the columns.
+
+    A line is one residue of one head of a sample: (sample, head, residue, number of positions, number of the line).
+    """
+    number = ct.bid(0) // PARTS // tiles
+    _, heads, count, residues, _ = x.shape
+    line = number // residues // heads, number // residues % heads, number % residues, count, number
+    return line, ct.bid(0) // PARTS % tiles, ct.bid(0) % PARTS
+
+
+@ct.function
+def _load(x, line, tile, part, BLOCK, WIDTH):
+    """A tile of a line's positions, and a part of their columns; ``[BLOCK, WIDTH]``."""
+    sample, head, residue, _, _ = line
+    found = ct.load(x, (sample, head, tile, residue, part), (1, 1, BLOCK, 1, WIDTH), padding_mode=ZERO)
+    return ct.reshape(found, (BLOCK, WIDTH))
+
+
+@ct.function
+def _store(x, line, tile, part, value, BLOCK, WIDTH):
+    sample, head, residue, _, _ = line
+    value = ct.reshape(ct.astype(value, x.dtype), (1, 1, BLOCK, 1, WIDTH))
+    ct.store(x, (sample, head, tile, residue, part), value)
+
+
+@ct.function
+def _load_line(x, which, tile, line, ROWS, COLUMNS):
+    """One of the numbers kept per query, for a tile of queries of a line; ``[ROWS, COLUMNS]``, one of which is 1."""
+    found = ct.load(x, (line[4], which, tile), (1, 1, ROWS * COLUMNS), padding_mode=ZERO)
+    return ct.reshape(found, (ROWS, COLUMNS))
+
+
+@ct.function
+def _store_line(x, which, tile, line, values, BLOCK):
+    ct.store(x, (line[4], which, tile), ct.reshape(values, (1, 1, BLOCK)))
+
+
+@ct.function
+def _products(a_tile, a, a_at, b_tile, b, b_at, line, HEAD, CHUNK):
+    """Products of rows of a with rows of b. The tiles are their first CHUNK columns."""
+    A, B = a_tile.shape[0], b_tile.shape[0]
+    sums = ct.mma(a_tile, ct.transpose(b_tile), ct.zeros((A, B), ct.float32))
+    for part in range(1, (HEAD + CHUNK - 1) // CHUNK):
+        b_next = _load(b, line, b_at, part, B, CHUNK)
+        sums = ct.mma(_load(a, line, a_at, part, A, CHUNK), ct.transpose(b_next), sums)
+    return sums
+
+
+@ct.function
+def _means_of(do_tile, do, o, at, line, HEAD, CHUNK):
+    """For each query, the mean of its weights' gradients, weighted by the weights: the dot product of its output and do."""
+    SIZE = do_tile.shape[0]
+    sums = ct.astype(_load(o, line, at, 0, SIZE, CHUNK), ct.float32) * do_tile
+    for part in range(1, (HEAD + CHUNK - 1) // CHUNK):
+        o_next = ct.astype(_load(o, line, at, part, SIZE, CHUNK), ct.float32)
+        sums += o_next * _load(do, line, at, part, SIZE, CHUNK)
+    return ct.sum(sums, axis=1, keepdims=True)
+
+
+@ct.function
+def _part_of(tile, x, at, line, part, HEAD, CHUNK, WIDTH):
+    """The columns of x that belong to a part of the output. `tile` is x's first CHUNK columns."""
+    if HEAD <= CHUNK and CHUNK == WIDTH:
+        return tile
+    else:
+        return _load(x, line, at, part, tile.shape[0], WIDTH)
+
+
+@ct.function
+def _sees(row, column, line, reach, ROWS, COLUMNS):
+    """Which positions of a tile of ROWS see which positions of a tile of COLUMNS."""
+    rows = row * ROWS + ct.reshape(ct.arange(ROWS, dtype=ct.int32), (ROWS, 1))
+    columns = column * COLUMNS + ct.reshape(ct.arange(COLUMNS, dtype=ct.int32), (1, COLUMNS))
+    return (ct.abs(rows - columns) <= reach) & (rows < line[3]) & (columns < line[3])
+
+
+@ct.function
+def _around(tile, line, reach, BLOCK, STEP):
+    """The tiles of STEP positions that a tile of BLOCK positions sees: the first one, and the one after the last."""
+    first = tile * BLOCK
+    return ct.maximum(first - reach, 0) // STEP, ct.cdiv(ct.minimum(first + BLOCK + reach, line[3]), STEP)
+
+
+@ct.function
+def _near(tile, line, reach, BLOCK, SIDE):
+    """A tile of BLOCK positions and the tiles of SIDE before and after it: number, reach and size of each.
+
+    If there is no tile before or after, another tile stands in for it. Its reach of -1 makes it invisible.
+    """
+    before, after = tile * (BLOCK // SIDE) - 1, (tile + 1) * (BLOCK // SIDE)
+    last = ct.cdiv(line[3], SIDE) - 1
+    return (
+        (tile, reach, BLOCK),
+        (ct.maximum(before, 0), ct.where(before >= 0, reach, -1), SIDE),
+        (ct.minimum(after, last), ct.where(after <= last, reach, -1), SIDE),
+    )
+
+
+@ct.function
+def _weights_of(scores, maximum, inverse, seen, q):
+    return ct.where(seen, exp_like(scores - maximum, q) * inverse, 0.0)
+
+
+@ct.function
+def _dscores_of(weights, dweights, mean, reach, q):
+    # A position that sees only itself has no gradient, not even a rounding error.
+    return ct.astype(ct.where(reach > 0, weights * (dweights - mean), 0.0), q.dtype)
 
 
 @ct.function
 def _store_output(o, statistics, line, own, part, sums, total, maximum, BLOCK, WIDTH):
     inverse = 1.0 / total
-    store(o, line, own, part, sums * inverse, BLOCK, WIDTH)
+    _store(o, line, own, part, sums * inverse, BLOCK, WIDTH)
     if given(statistics) and part == 0:
-        store_line(statistics, 0, own, line, maximum, BLOCK)
-        store_line(statistics, 1, own, line, inverse, BLOCK)
+        _store_line(statistics, 0, own, line, maximum, BLOCK)
+        _store_line(statistics, 1, own, line, inverse, BLOCK)
 
 
 @ct.kernel
@@ -58,17 +153,17 @@ def _forward(
     statistics, o, q, k, v, scale, tiles, reach,
     HEAD: ConstInt, CHUNK: ConstInt, WIDTH: ConstInt, PARTS: ConstInt, BLOCK: ConstInt, STEP: ConstInt,
 ):  # fmt: skip
-    line, own, part = place(q, tiles, PARTS)
-    q_tile = load(q, line, own, 0, BLOCK, CHUNK)
+    line, own, part = _place(q, tiles, PARTS)
+    q_tile = _load(q, line, own, 0, BLOCK, CHUNK)
     maximum = ct.full((BLOCK, 1), LEAST, ct.float32)
     total = ct.zeros((BLOCK, 1), ct.float32)
     sums = ct.zeros((BLOCK, WIDTH), ct.float32)
-    begin, end = around(own, line, reach, BLOCK, STEP)
+    begin, end = _around(own, line, reach, BLOCK, STEP)
     for keys in range(begin, end):
-        k_tile = load(k, line, keys, 0, STEP, CHUNK)
-        v_tile = load(v, line, keys, part, STEP, WIDTH)
-        scores = scale * products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
-        scores = ct.where(sees(own, keys, line, reach, BLOCK, STEP), scores, -math.inf)
+        k_tile = _load(k, line, keys, 0, STEP, CHUNK)
+        v_tile = _load(v, line, keys, part, STEP, WIDTH)
+        scores = scale * _products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
+        scores = ct.where(_sees(own, keys, line, reach, BLOCK, STEP), scores, -math.inf)
         higher = ct.maximum(maximum, ct.max(scores, axis=1, keepdims=True))
         weights = exp_like(scores - higher, q)
         shrink = exp_like(maximum - higher, q)
@@ -83,15 +178,15 @@ def _forward_near(
     statistics, o, q, k, v, scale, tiles, reach,
     HEAD: ConstInt, CHUNK: ConstInt, WIDTH: ConstInt, PARTS: ConstInt, BLOCK: ConstInt, STEP: ConstInt,
 ):  # fmt: skip
-    line, own, part = place(q, tiles, PARTS)
-    keys = near(own, line, reach, BLOCK, STEP)
-    q_tile = load(q, line, own, 0, BLOCK, CHUNK)
-    k_tiles = tuple(load(k, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(keys))
-    v_tiles = tuple(load(v, line, at, part, SIZE, WIDTH) for at, _, SIZE in ct.static_iter(keys))
+    line, own, part = _place(q, tiles, PARTS)
+    keys = _near(own, line, reach, BLOCK, STEP)
+    q_tile = _load(q, line, own, 0, BLOCK, CHUNK)
+    k_tiles = tuple(_load(k, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(keys))
+    v_tiles = tuple(_load(v, line, at, part, SIZE, WIDTH) for at, _, SIZE in ct.static_iter(keys))
     scores = tuple(
         ct.where(
-            sees(own, at, line, far, BLOCK, SIZE),
-            scale * products(q_tile, q, own, k_tile, k, at, line, HEAD, CHUNK),
+            _sees(own, at, line, far, BLOCK, SIZE),
+            scale * _products(q_tile, q, own, k_tile, k, at, line, HEAD, CHUNK),
             -math.inf,
         )
         for (at, far, SIZE), k_tile in ct.static_iter(zip(keys, k_tiles, strict=True))
@@ -114,38 +209,38 @@ def _backward_queries(
     HEAD: ConstInt, CHUNK: ConstInt, WIDTH: ConstInt, PARTS: ConstInt, BLOCK: ConstInt, STEP: ConstInt,
 ):  # fmt: skip
     """dq, and for each query the mean of its weights' gradients, weighted by the weights."""
-    line, own, part = place(q, tiles, PARTS)
-    q_tile = load(q, line, own, 0, BLOCK, CHUNK)
-    do_tile = load(do, line, own, 0, BLOCK, CHUNK)
-    maximum = load_line(statistics, 0, own, line, BLOCK, 1)
-    inverse = load_line(statistics, 1, own, line, BLOCK, 1)
-    begin, end = around(own, line, reach, BLOCK, STEP)
+    line, own, part = _place(q, tiles, PARTS)
+    q_tile = _load(q, line, own, 0, BLOCK, CHUNK)
+    do_tile = _load(do, line, own, 0, BLOCK, CHUNK)
+    maximum = _load_line(statistics, 0, own, line, BLOCK, 1)
+    inverse = _load_line(statistics, 1, own, line, BLOCK, 1)
+    begin, end = _around(own, line, reach, BLOCK, STEP)
     means = ct.zeros((BLOCK, 1), ct.float32)
     if given(o):
-        means = means_of(do_tile, do, o, own, line, HEAD, CHUNK)
+        means = _means_of(do_tile, do, o, own, line, HEAD, CHUNK)
     else:
         for keys in range(begin, end):
-            k_tile = load(k, line, keys, 0, STEP, CHUNK)
-            v_tile = load(v, line, keys, 0, STEP, CHUNK)
-            scores = scale * products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
-            seen = sees(own, keys, line, reach, BLOCK, STEP)
-            weights = weights_of(scores, maximum, inverse, seen, q)
-            dweights = products(do_tile, do, own, v_tile, v, keys, line, HEAD, CHUNK)
+            k_tile = _load(k, line, keys, 0, STEP, CHUNK)
+            v_tile = _load(v, line, keys, 0, STEP, CHUNK)
+            scores = scale * _products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
+            seen = _sees(own, keys, line, reach, BLOCK, STEP)
+            weights = _weights_of(scores, maximum, inverse, seen, q)
+            dweights = _products(do_tile, do, own, v_tile, v, keys, line, HEAD, CHUNK)
             means += ct.sum(weights * dweights, axis=1, keepdims=True)
     if given(mean) and part == 0:
-        store_line(mean, 0, own, line, means, BLOCK)
+        _store_line(mean, 0, own, line, means, BLOCK)
     if given(dq):
         sums = ct.zeros((BLOCK, WIDTH), ct.float32)
         for keys in range(begin, end):
-            k_tile = load(k, line, keys, 0, STEP, CHUNK)
-            v_tile = load(v, line, keys, 0, STEP, CHUNK)
-            scores = scale * products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
-            seen = sees(own, keys, line, reach, BLOCK, STEP)
-            weights = weights_of(scores, maximum, inverse, seen, q)
-            dweights = products(do_tile, do, own, v_tile, v, keys, line, HEAD, CHUNK)
-            dscores = dscores_of(weights, dweights, means, reach, q)
-            sums = ct.mma(dscores, part_of(k_tile, k, keys, line, part, HEAD, CHUNK, WIDTH), sums)
-        store(dq, line, own, part, scale * sums, BLOCK, WIDTH)
+            k_tile = _load(k, line, keys, 0, STEP, CHUNK)
+            v_tile = _load(v, line, keys, 0, STEP, CHUNK)
+            scores = scale * _products(q_tile, q, own, k_tile, k, keys, line, HEAD, CHUNK)
+            seen = _sees(own, keys, line, reach, BLOCK, STEP)
+            weights = _weights_of(scores, maximum, inverse, seen, q)
+            dweights = _products(do_tile, do, own, v_tile, v, keys, line, HEAD, CHUNK)
+            dscores = _dscores_of(weights, dweights, means, reach, q)
+            sums = ct.mma(dscores, _part_of(k_tile, k, keys, line, part, HEAD, CHUNK, WIDTH), sums)
+        _store(dq, line, own, part, scale * sums, BLOCK, WIDTH)
 
 
 @ct.kernel
@@ -153,31 +248,31 @@ def _backward_keys(
     statistics, mean, dk, dv, do, q, k, v, scale, tiles, reach,
     HEAD: ConstInt, CHUNK: ConstInt, WIDTH: ConstInt, PARTS: ConstInt, BLOCK: ConstInt, STEP: ConstInt,
 ):  # fmt: skip
-    line, own, part = place(q, tiles, PARTS)
-    k_tile = load(k, line, own, 0, BLOCK, CHUNK)
-    v_tile = load(v, line, own, 0, BLOCK, CHUNK)
+    line, own, part = _place(q, tiles, PARTS)
+    k_tile = _load(k, line, own, 0, BLOCK, CHUNK)
+    v_tile = _load(v, line, own, 0, BLOCK, CHUNK)
     dk_sums = ct.zeros((BLOCK, WIDTH), ct.float32)
     dv_sums = ct.zeros((BLOCK, WIDTH), ct.float32)
-    begin, end = around(own, line, reach, BLOCK, STEP)
+    begin, end = _around(own, line, reach, BLOCK, STEP)
     for queries in range(begin, end):
-        q_tile = load(q, line, queries, 0, STEP, CHUNK)
-        do_tile = load(do, line, queries, 0, STEP, CHUNK)
-        scores = scale * products(k_tile, k, own, q_tile, q, queries, line, HEAD, CHUNK)
-        maximum = load_line(statistics, 0, queries, line, 1, STEP)
-        inverse = load_line(statistics, 1, queries, line, 1, STEP)
-        weights = weights_of(scores, maximum, inverse, sees(own, queries, line, reach, BLOCK, STEP), q)
+        q_tile = _load(q, line, queries, 0, STEP, CHUNK)
+        do_tile = _load(do, line, queries, 0, STEP, CHUNK)
+        scores = scale * _products(k_tile, k, own, q_tile, q, queries, line, HEAD, CHUNK)
+        maximum = _load_line(statistics, 0, queries, line, 1, STEP)
+        inverse = _load_line(statistics, 1, queries, line, 1, STEP)
+        weights = _weights_of(scores, maximum, inverse, _sees(own, queries, line, reach, BLOCK, STEP), q)
         if given(dv):
-            do_part = part_of(do_tile, do, queries, line, part, HEAD, CHUNK, WIDTH)
+            do_part = _part_of(do_tile, do, queries, line, part, HEAD, CHUNK, WIDTH)
             dv_sums = ct.mma(ct.astype(weights, q.dtype), do_part, dv_sums)
         if given(dk):
-            dweights = products(v_tile, v, own, do_tile, do, queries, line, HEAD, CHUNK)
-            dscores = dscores_of(weights, dweights, load_line(mean, 0, queries, line, 1, STEP), reach, q)
-            q_part = part_of(q_tile, q, queries, line, part, HEAD, CHUNK, WIDTH)
+            dweights = _products(v_tile, v, own, do_tile, do, queries, line, HEAD, CHUNK)
+            dscores = _dscores_of(weights, dweights, _load_line(mean, 0, queries, line, 1, STEP), reach, q)
+            q_part = _part_of(q_tile, q, queries, line, part, HEAD, CHUNK, WIDTH)
             dk_sums = ct.mma(dscores, q_part, dk_sums)
     if given(dk):
-        store(dk, line, own, part, scale * dk_sums, BLOCK, WIDTH)
+        _store(dk, line, own, part, scale * dk_sums, BLOCK, WIDTH)
     if given(dv):
-        store(dv, line, own, part, dv_sums, BLOCK, WIDTH)
+        _store(dv, line, own, part, dv_sums, BLOCK, WIDTH)
 
 
 @ct.kernel
@@ -186,44 +281,44 @@ def _backward_near(
     HEAD: ConstInt, CHUNK: ConstInt, WIDTH: ConstInt, PARTS: ConstInt, BLOCK: ConstInt, STEP: ConstInt,
 ):  # fmt: skip
     """All gradients of a block: the weights of its positions among themselves serve dq, dk and dv."""
-    line, own, _ = place(q, tiles, PARTS)
-    beside = near(own, line, reach, BLOCK, STEP)
-    q_tile = load(q, line, own, 0, BLOCK, CHUNK)
-    do_tile = load(do, line, own, 0, BLOCK, CHUNK)
-    k_tiles = tuple(load(k, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(beside))
-    v_tiles = tuple(load(v, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(beside))
-    maximum = load_line(statistics, 0, own, line, BLOCK, 1)
-    inverse = load_line(statistics, 1, own, line, BLOCK, 1)
+    line, own, _ = _place(q, tiles, PARTS)
+    beside = _near(own, line, reach, BLOCK, STEP)
+    q_tile = _load(q, line, own, 0, BLOCK, CHUNK)
+    do_tile = _load(do, line, own, 0, BLOCK, CHUNK)
+    k_tiles = tuple(_load(k, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(beside))
+    v_tiles = tuple(_load(v, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(beside))
+    maximum = _load_line(statistics, 0, own, line, BLOCK, 1)
+    inverse = _load_line(statistics, 1, own, line, BLOCK, 1)
     weights = tuple(
-        weights_of(
-            scale * products(q_tile, q, own, k_tile, k, at, line, HEAD, CHUNK),
-            maximum, inverse, sees(own, at, line, far, BLOCK, SIZE), q,
+        _weights_of(
+            scale * _products(q_tile, q, own, k_tile, k, at, line, HEAD, CHUNK),
+            maximum, inverse, _sees(own, at, line, far, BLOCK, SIZE), q,
         )
         for (at, far, SIZE), k_tile in ct.static_iter(zip(beside, k_tiles, strict=True))
     )  # fmt: skip
     dweights = tuple(
-        products(do_tile, do, own, v_tile, v, at, line, HEAD, CHUNK)
+        _products(do_tile, do, own, v_tile, v, at, line, HEAD, CHUNK)
         for (at, _, _), v_tile in ct.static_iter(zip(beside, v_tiles, strict=True))
     )
     mean = ct.zeros((BLOCK, 1), ct.float32)
     for some, dsome in ct.static_iter(zip(weights, dweights, strict=True)):
         mean += ct.sum(some * dsome, axis=1, keepdims=True)
     dscores = tuple(
-        dscores_of(some, dsome, mean, reach, q) for some, dsome in ct.static_iter(zip(weights, dweights, strict=True))
+        _dscores_of(some, dsome, mean, reach, q) for some, dsome in ct.static_iter(zip(weights, dweights, strict=True))
     )
     if given(dq):
         dq_sums = ct.zeros((BLOCK, WIDTH), ct.float32)
         for some, k_tile in ct.static_iter(zip(dscores, k_tiles, strict=True)):
             dq_sums = ct.mma(some, k_tile, dq_sums)
-        store(dq, line, own, 0, scale * dq_sums, BLOCK, WIDTH)
+        _store(dq, line, own, 0, scale * dq_sums, BLOCK, WIDTH)
     sides = beside[1:]
-    q_sides = tuple(load(q, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(sides))
-    do_sides = tuple(load(do, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(sides))
+    q_sides = tuple(_load(q, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(sides))
+    do_sides = tuple(_load(do, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(sides))
     side_weights = tuple(
-        weights_of(
-            scale * products(k_tiles[0], k, own, q_side, q, at, line, HEAD, CHUNK),
-            load_line(statistics, 0, at, line, 1, SIZE), load_line(statistics, 1, at, line, 1, SIZE),
-            sees(own, at, line, far, BLOCK, SIZE), q,
+        _weights_of(
+            scale * _products(k_tiles[0], k, own, q_side, q, at, line, HEAD, CHUNK),
+            _load_line(statistics, 0, at, line, 1, SIZE), _load_line(statistics, 1, at, line, 1, SIZE),
+            _sees(own, at, line, far, BLOCK, SIZE), q,
         )
         for (at, far, SIZE), q_side in ct.static_iter(zip(sides, q_sides, strict=True))
     )  # fmt: skip
@@ -232,16 +327,16 @@ def _backward_near(
         dv_sums = ct.mma(ct.transpose(ct.astype(weights[0], q.dtype)), do_tile, zeros)
         for some, do_side in ct.static_iter(zip(side_weights, do_sides, strict=True)):
             dv_sums = ct.mma(ct.astype(some, q.dtype), do_side, dv_sums)
-        store(dv, line, own, 0, dv_sums, BLOCK, WIDTH)
+        _store(dv, line, own, 0, dv_sums, BLOCK, WIDTH)
     if given(dk):
         dk_sums = ct.mma(ct.transpose(dscores[0]), q_tile, ct.zeros((BLOCK, WIDTH), ct.float32))
         for (at, _, SIZE), some, q_side, do_side in ct.static_iter(
             zip(sides, side_weights, q_sides, do_sides, strict=True)
         ):
-            dsome = products(v_tiles[0], v, own, do_side, do, at, line, HEAD, CHUNK)
-            side_mean = ct.reshape(means_of(do_side, do, o, at, line, HEAD, CHUNK), (1, SIZE))
-            dk_sums = ct.mma(dscores_of(some, dsome, side_mean, reach, q), q_side, dk_sums)
-        store(dk, line, own, 0, scale * dk_sums, BLOCK, WIDTH)
+            dsome = _products(v_tiles[0], v, own, do_side, do, at, line, HEAD, CHUNK)
+            side_mean = ct.reshape(_means_of(do_side, do, o, at, line, HEAD, CHUNK), (1, SIZE))
+            dk_sums = ct.mma(_dscores_of(some, dsome, side_mean, reach, q), q_side, dk_sums)
+        _store(dk, line, own, 0, scale * dk_sums, BLOCK, WIDTH)
 
 
 class Tiling(NamedTuple):

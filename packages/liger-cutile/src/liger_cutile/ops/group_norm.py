@@ -12,15 +12,11 @@ from torch import Tensor
 from liger_core import group_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._device import sm_count
-from liger_cutile.ops._hints import sized
+from liger_cutile.ops._device import persistent, sized, sm_count
 from liger_cutile.ops._launch import MOST_DOWN, ConstBool, ConstInt, given, launch
-from liger_cutile.ops._persistent import persistent
-from liger_cutile.ops._rows import LARGEST, blocks, near, power_of_2
-from liger_cutile.ops._sums import add_two
-from liger_cutile.ops._tiles import gather
-from liger_cutile.ops._totals import launch_totals
-from liger_cutile.ops._widen import widen_again
+from liger_cutile.ops._math import widen_again
+from liger_cutile.ops._rows import LARGEST, blocks, gather, near, power_of_2
+from liger_cutile.ops._sums import add_two, launch_totals
 
 # Elements of a group, its sizes rounded up to powers of two, that a block keeps in registers.
 LONGEST = 8192

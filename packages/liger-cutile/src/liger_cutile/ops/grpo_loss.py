@@ -14,9 +14,8 @@ from torch import Tensor
 from liger_core import grpo_loss
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._exp import exp_like
-from liger_cutile.ops._grid import block_number, one_each
-from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
+from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, block_number, given, launch, one_each
+from liger_cutile.ops._math import LEAST, exp_like, tempered
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 
 # Blocks per multiprocessor, which hide each other's memory latency, with loads into 64 registers per thread.
@@ -32,8 +31,6 @@ GROUP_BYTES = 16
 # Tokens that a block takes at once between the two passes over the logits, and rows that the block of means takes at once.
 TOKENS, ROWS_OF_MEANS = 512, 256
 
-# Stands for -inf in differences: the difference of two of them is 0.
-LEAST = -3.4028234663852886e38
 ZERO, NEG_INF = ct.PaddingMode.ZERO, ct.PaddingMode.NEG_INF
 
 
@@ -58,15 +55,6 @@ def _store_state(state, which, at, value, BLOCK):
     ct.store(state, (which, at[0], at[1]), ct.reshape(value, (1, 1, BLOCK)), allow_tma=False)
 
 
-@ct.function
-def _tempered(x, inverse):
-    """x / temperature, for a difference of logits: its rounding is then relative to the difference, not to the logits."""
-    if given(inverse):
-        return x * inverse
-    else:
-        return x
-
-
 @ct.kernel(occupancy=OCCUPANCY)
 def _log_probabilities(
     state, logits: ct.IndexedWithInt64, ids, mask, temperature, inverse,
@@ -89,15 +77,15 @@ def _log_probabilities(
                 x = ct.load(logits, (row, place, tile), (1, 1, BLOCK), padding_mode=NEG_INF, allow_tma=False)
                 x = ct.astype(ct.reshape(x, (BLOCK // GROUP, GROUP)), ct.float32)
                 higher = ct.maximum(maximum, ct.max(x, axis=1, keepdims=True))
-                total = total * exp_like(_tempered(maximum - higher, inverse), logits)
-                total += ct.sum(exp_like(_tempered(x - higher, inverse), logits), axis=1, keepdims=True)
+                total = total * exp_like(tempered(maximum - higher, inverse), logits)
+                total += ct.sum(exp_like(tempered(x - higher, inverse), logits), axis=1, keepdims=True)
                 maximum = higher
             top = ct.max(maximum)
             depth = top - label_logit
             if given(temperature):
                 depth = depth / temperature
             ct.store(state, (0, row, place), ct.where(known, depth, math.nan))
-            ct.store(state, (1, row, place), ct.sum(total * exp_like(_tempered(maximum - top, inverse), logits)))
+            ct.store(state, (1, row, place), ct.sum(total * exp_like(tempered(maximum - top, inverse), logits)))
             if KEEP:
                 ct.store(state, (2, row, place), top)
         else:
@@ -395,13 +383,13 @@ def _gradient(
                 coefficient = coefficient * (ct.load(dloss, (0,), ()) * ct.load(weights, (row,), ()))
             elif given(dloss):
                 coefficient = coefficient * ct.load(dloss, (row, place), ())
-            coefficient = _tempered(coefficient, inverse)
+            coefficient = tempered(coefficient, inverse)
             rate = -coefficient * (1.0 / exp_sum)
             label = ct.astype(ct.load(ids, (row, place), ()), ct.int32)
             columns = ct.reshape(ct.arange(BLOCK, dtype=ct.int32), (1, BLOCK))
             for column in range(first, last):
                 x = ct.load(logits, (position, column), (1, BLOCK), padding_mode=ZERO, allow_tma=False)
-                gradient = rate * exp_like(_tempered(ct.astype(x, ct.float32) - top, inverse), logits)
+                gradient = rate * exp_like(tempered(ct.astype(x, ct.float32) - top, inverse), logits)
                 gradient = ct.where(columns == label - column * BLOCK, gradient + coefficient, gradient)
                 ct.store(dlogits, (position, column), ct.astype(gradient, dlogits.dtype), allow_tma=False)
 

@@ -16,7 +16,6 @@ from liger_cutile.ops._divergences import (
     TILE_BYTES,
     above_mixture,
     any_of,
-    exp,
     finite,
     launch_count,
     launch_scale,
@@ -30,6 +29,7 @@ from liger_cutile.ops._divergences import (
     tile_of,
 )
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._math import exp
 from liger_cutile.ops._rows import as_one_row, as_rows
 
 

@@ -16,7 +16,6 @@ from liger_cutile.ops._divergences import (
     OCCUPANCY,
     WRITTEN_BYTES,
     WRITTEN_OCCUPANCY,
-    exp,
     launch_scale,
     launch_total,
     load,
@@ -29,8 +28,8 @@ from liger_cutile.ops._divergences import (
     tile_of,
     tiles_of,
 )
-from liger_cutile.ops._grid import block_number, one_each
-from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._launch import ConstBool, ConstInt, block_number, given, launch, one_each
+from liger_cutile.ops._math import exp
 from liger_cutile.ops._rows import as_one_row
 
 

@@ -7,15 +7,21 @@ from torch import Tensor
 from liger_core import layer_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._device import sm_count
-from liger_cutile.ops._hints import packed, sized
+from liger_cutile.ops._device import packed, persistent, sized, sm_count
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._persistent import persistent
-from liger_cutile.ops._rows import as_rows, blocks, long_block, whole_rows
-from liger_cutile.ops._sums import add_four, add_two
-from liger_cutile.ops._tiles import ZERO, hold_vector, load, load_column, load_vector
-from liger_cutile.ops._totals import at_once, launch_totals, sum_tile
-from liger_cutile.ops._widen import widen_again
+from liger_cutile.ops._math import widen_again
+from liger_cutile.ops._rows import (
+    ZERO,
+    as_rows,
+    blocks,
+    hold_vector,
+    load,
+    load_column,
+    load_vector,
+    long_block,
+    whole_rows,
+)
+from liger_cutile.ops._sums import add_four, add_two, at_once, launch_totals, sum_tile
 
 # Longer rows are worked on in tiles of `long_block` columns.
 LONGEST_FORWARD = 16384

@@ -9,8 +9,7 @@ from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._heads import load_heads, side_by_side, tiling, within_reach
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import near
-from liger_cutile.ops._tiles import gather
+from liger_cutile.ops._rows import gather, near
 
 
 @ct.function

@@ -17,12 +17,10 @@ from liger_core.contract import implements
 from liger_core.host.mhc_pre import Coefficients, HyperConnectionsBefore, MHCPreKernels
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import is_hopper, multiplies_from_shared, sm_count
-from liger_cutile.ops._grid import block_number, one_each
-from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import as_rows, blocks, power_of_2
+from liger_cutile.ops._launch import ConstBool, ConstInt, block_number, given, launch, one_each
+from liger_cutile.ops._math import parts_of, product_of_parts, transposed_parts
+from liger_cutile.ops._rows import ZERO, as_rows, blocks, power_of_2
 from liger_cutile.ops._streams import by_lanes, load_number, load_part, store_part, store_sums
-from liger_cutile.ops._three_parts import product, split, transposed
-from liger_cutile.ops._tiles import ZERO
 
 # A tile of x in the forward product: it reads the weight once for so many rows.
 PRODUCT_ROWS, PRODUCT_COLUMNS = 128, 128
@@ -118,7 +116,7 @@ def _scaled(m, alpha, bias, which, place, valid):
 @ct.kernel
 def _split_weight(parts, weight, COUNT: ConstInt, BLOCK: ConstInt):
     column = ct.bid(0)
-    three = split(ct.load(weight, (0, column), (COUNT, BLOCK), padding_mode=ZERO))
+    three = parts_of(ct.load(weight, (0, column), (COUNT, BLOCK), padding_mode=ZERO))
     for part in ct.static_iter(range(3)):
         ct.store(parts, (part, column), three[part])
 
@@ -143,11 +141,11 @@ def _multiply(
             of_squares += wide * wide
             if PARTS:
                 # The two large parts are one operand, since a wider product reads its tile of x once for both. Each product's
-                # sum starts at zero, as in `product`.
+                # sum starts at zero, as in `product_of_parts`.
                 sums += ct.mma(xs, ct.transpose(ws), sums * 0.0)
                 high_sums += ct.mma(xs, ct.transpose(high), high_sums * 0.0)
             else:
-                sums = product(split(xs), transposed(split(ws)), sums)
+                sums = product_of_parts(parts_of(xs), transposed_parts(parts_of(ws)), sums)
         if PARTS:
             sums += ct.sum(ct.reshape(high_sums, (ROWS, 2, COUNT)), axis=1)
         ct.store(products, (part, row, 0), ct.reshape(sums, (1, ROWS, COUNT)), allow_tma=False)
@@ -239,7 +237,7 @@ def _through(dot, incoming, at, shape):
 @ct.function
 def _scatter_parts(plan, row, place, values, mask):
     """The parts of some of a row's numbers."""
-    parts = split(values)
+    parts = parts_of(values)
     for part in ct.static_iter(range(3)):
         ct.scatter(plan, (row, part, place), parts[part], mask=mask)
 
@@ -319,7 +317,7 @@ def _gradients(
     part, column = number // across, number % across
     ws = ()
     if given(dx):
-        ws = split(
+        ws = parts_of(
             ct.reshape(ct.load(weight, (0, stream, column), (COUNT, 1, BLOCK), padding_mode=ZERO), (COUNT, BLOCK))
         )
     # By columns: wgmma takes no operand of fewer than 64 rows, so not the numbers of a row.
@@ -336,11 +334,11 @@ def _gradients(
             if given(dh):
                 dhs = ct.astype(ct.load(dh, (row, column), (ROWS, BLOCK), padding_mode=ZERO), ct.float32)
                 rests += ct.load(rest, (row, stream), (ROWS, 1), padding_mode=ZERO, allow_tma=False) * dhs
-            dxs = product(gs, ws, ct.zeros((ROWS, BLOCK), ct.float32), ROUGH) + rests
+            dxs = product_of_parts(gs, ws, ct.zeros((ROWS, BLOCK), ct.float32), ROUGH) + rests
             dxs = ct.reshape(ct.astype(dxs, dx.dtype), (ROWS, 1, BLOCK))
             ct.store(dx, (row, stream, column), dxs, allow_tma=False)
         if given(partial):
-            dweight = product(transposed(split(xs)), gs, dweight)
+            dweight = product_of_parts(transposed_parts(parts_of(xs)), gs, dweight)
     if given(partial):
         sums = ct.reshape(ct.transpose(dweight), (1, COUNT, 1, BLOCK))
         ct.store(partial, (part, 0, stream, column), sums, allow_tma=False)

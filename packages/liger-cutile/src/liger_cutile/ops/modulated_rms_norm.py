@@ -15,14 +15,22 @@ from liger_core import modulated_rms_norm
 from liger_core.contract import implements
 from liger_core.host.modulated_rms_norm import ModulatedRMSNorm, ModulatedRMSNormKernels, Modulation
 from liger_core.opaque import opaque
-from liger_cutile.ops._device import loads_in_bulk, sm_count
-from liger_cutile.ops._hints import packed, resident
+from liger_cutile.ops._device import loads_in_bulk, packed, resident, sm_count
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rms import inverse_rms_of, load_weight, rounded, scaled, unscaled
-from liger_cutile.ops._rows import as_rows, blocks, long_block, whole_rows
-from liger_cutile.ops._tables import Table, one_tile, table_of
-from liger_cutile.ops._tiles import ZERO, hold_vector, load
-from liger_cutile.ops._totals import launch_total
+from liger_cutile.ops._rows import (
+    ZERO,
+    Table,
+    as_rows,
+    blocks,
+    hold_vector,
+    load,
+    long_block,
+    one_tile,
+    table_of,
+    whole_rows,
+)
+from liger_cutile.ops._sums import launch_total
 
 # Longer rows are worked on in tiles of `long_block` columns. A row of twice LONGEST_FORWARD spills registers on sm_90 (tileiras
 # 13.4), and one of LONGEST_BACKWARD on sm_80.
@@ -374,7 +382,7 @@ def _launch_forward(
 
 @functools.cache
 def _persistent(elements: int) -> tuple[Any, int]:
-    """As `_persistent.persistent`, for one more sum."""
+    """As `_device.persistent`, for one more sum."""
     if elements <= 4096:
         return _backward.replace_hints(occupancy=2), 2
     return _backward.replace_hints(num_worker_warps=8), 1

@@ -7,13 +7,10 @@ from torch import Tensor
 from liger_core import poly_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._device import sm_count
-from liger_cutile.ops._hints import by_turns
+from liger_cutile.ops._device import by_turns, persistent, sm_count
 from liger_cutile.ops._launch import ConstInt, given, launch
-from liger_cutile.ops._persistent import persistent
-from liger_cutile.ops._rows import as_rows, blocks, whole_rows
+from liger_cutile.ops._rows import ZERO, as_rows, blocks, load, load_column, load_vector, whole_rows
 from liger_cutile.ops._sums import add_four, add_three
-from liger_cutile.ops._tiles import ZERO, load, load_column, load_vector
 
 # Longer rows are worked on in tiles of LONG_BLOCK columns.
 LONGEST_FORWARD = 16384

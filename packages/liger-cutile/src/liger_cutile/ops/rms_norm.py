@@ -10,15 +10,12 @@ from torch import Tensor
 from liger_core import rms_norm
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._device import sm_count
-from liger_cutile.ops._hints import by_turns, sized
+from liger_cutile.ops._device import by_turns, persistent, sized, sm_count
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._persistent import persistent
+from liger_cutile.ops._math import widen_again
 from liger_cutile.ops._rms import inverse_rms_of, load_weight, rounded, scaled, unscaled
-from liger_cutile.ops._rows import as_rows, blocks, long_block, whole_rows
-from liger_cutile.ops._tiles import ZERO, hold_vector, load, load_vector
-from liger_cutile.ops._totals import at_once, launch_total, sum_tile
-from liger_cutile.ops._widen import widen_again
+from liger_cutile.ops._rows import ZERO, as_rows, blocks, hold_vector, load, load_vector, long_block, whole_rows
+from liger_cutile.ops._sums import at_once, launch_total, sum_tile
 
 # Longer rows are worked on in tiles of `long_block` columns. Rows twice as long spill registers on sm_90 (tileiras 13.4).
 LONGEST_FORWARD = 16384

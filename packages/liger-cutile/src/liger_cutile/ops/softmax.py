@@ -12,22 +12,17 @@ from torch import Tensor
 from liger_core import softmax
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._exp import exp_like
-from liger_cutile.ops._hints import by_turns
+from liger_cutile.ops._device import by_turns
 from liger_cutile.ops._launch import ConstInt, launch
-from liger_cutile.ops._rows import as_rows, whole_rows
+from liger_cutile.ops._math import LEAST, exp_like, widen_again
+from liger_cutile.ops._rows import as_rows, load, whole_rows
 from liger_cutile.ops._sums import add_two
-from liger_cutile.ops._tiles import load
-from liger_cutile.ops._widen import widen_again
 
 # Longer rows are worked on in tiles of LONG_BLOCK columns. Rows twice as long spill registers on sm_90 (tileiras 13.4).
 LONGEST_FORWARD = 32768
 LONGEST_BACKWARD = 16384
 LONGEST_IN_PARTS = 32768
 LONG_BLOCK = 4096
-
-# Stands for -inf in differences: the difference of two of them is 0.
-LEAST = -3.4028234663852886e38
 
 
 @ct.kernel

@@ -20,12 +20,11 @@ from torch import Tensor
 from liger_core import sparsemax
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._hints import sized
+from liger_cutile.ops._device import sized
 from liger_cutile.ops._launch import ConstInt, launch
-from liger_cutile.ops._rows import as_rows, blocks, whole_rows
+from liger_cutile.ops._math import widen_again
+from liger_cutile.ops._rows import as_rows, blocks, load, whole_rows
 from liger_cutile.ops._sums import add_two
-from liger_cutile.ops._tiles import load
-from liger_cutile.ops._widen import widen_again
 
 # Longer rows are worked on in tiles of LONG_BLOCK columns, with the registers of four blocks per multiprocessor. On an H200,
 # 4096 rows of 32768 columns in bfloat16 take 0.199 ms forward. Held in float32 they leave room for one block only, and take

@@ -7,11 +7,9 @@ from torch import Tensor
 from liger_core import swiglu
 from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
-from liger_cutile.ops._exp import exp_like
-from liger_cutile.ops._grid import within_grid
-from liger_cutile.ops._launch import ConstInt, given, launch
-from liger_cutile.ops._rows import as_one_row, blocks, tiles
-from liger_cutile.ops._tiles import gather, places
+from liger_cutile.ops._launch import ConstInt, given, launch, within_grid
+from liger_cutile.ops._math import exp_like
+from liger_cutile.ops._rows import as_one_row, blocks, gather, places, tiles
 
 # Elements of a tile: eight per thread of four warps, one 16-byte load of bf16 from each tensor. On an H200, 16384 x 28672 in
 # bfloat16 takes 0.644 ms forward and 1.091 backward; by ct.load 0.733 and 1.249.

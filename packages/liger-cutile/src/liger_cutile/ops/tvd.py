@@ -25,8 +25,7 @@ from liger_cutile.ops._divergences import (
     tile_of,
     tiles_of,
 )
-from liger_cutile.ops._grid import block_number, one_each
-from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
+from liger_cutile.ops._launch import ConstBool, ConstInt, block_number, given, launch, one_each
 from liger_cutile.ops._rows import as_rows
 
 SIGNS = 16

@@ -1,4 +1,4 @@
-"""`tools/build.py` makes files whose descriptions work on an index, and `tools/wheels.py` finds those that don't."""
+"""`tools/build.py` makes files whose descriptions work on an index, and finds those that don't."""
 
 import importlib.util
 import subprocess
@@ -22,7 +22,7 @@ def tool(name: str) -> ModuleType:
     return module
 
 
-build, wheels = tool("build"), tool("wheels")
+build = tool("build")
 FOLDER = ROOT / "packages/liger-distributed"
 
 
@@ -57,7 +57,7 @@ def test_a_link_to_nothing_stops_the_build() -> None:
 def test_a_description_works_on_an_index(package: str, base: str, tmp_path: Path) -> None:
     build.build(package, tmp_path, repo_url=base, site_url="")
     (wheel,) = tmp_path.glob("*.whl")
-    assert not wheels.problems(wheel)
+    assert not build.problems(wheel)
     assert list(tmp_path.glob("*.tar.gz"))
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
@@ -73,5 +73,5 @@ def test_a_plain_build_is_found_out(tmp_path: Path) -> None:
         check=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
-    (problem,) = wheels.problems(wheel)
+    (problem,) = build.problems(wheel)
     assert "its description links to ../liger-core, several-processes.png, " in problem

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Build packages as they are published: tools/build.py --out-dir DIST [PACKAGE ...]
+"""Build packages as they are published, and check what was built.
+
+    tools/build.py --out-dir DIST [PACKAGE ...]    build these packages, or all
+    tools/build.py --check DIST                    fail if a wheel there is not fit to be published, or a package has none
 
 A package index shows a README alone, so its links to other files of the repository can't stay as they are. With a `repo_url` in
 mkdocs.yml they become links to that repository, and the metadata gets `[project.urls]`; `site_url` adds the documentation.
 Without one, as long as the repository has no public address, a link becomes its text, and a picture is left out.
 
-Without a PACKAGE, all are built. The sources are copied first: nothing in the working tree changes.
+The sources are copied first: nothing in the working tree changes.
 
     --repo-url URL, --site-url URL    in place of those of mkdocs.yml
 """
@@ -19,6 +22,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from email.policy import default
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,13 +98,82 @@ def build(package: str, out_dir: Path, repo_url: str | None = None, site_url: st
         subprocess.run(["uv", "build", "--quiet", "--out-dir", str(out_dir.resolve()), str(copy)], check=True)
 
 
+def problems(wheel: Path) -> list[str]:
+    """What is wrong with a wheel.
+
+    It holds one top-level package with its py.typed, its license and nothing of its tests. Its metadata names no file or
+    address of the machine that built it, and other liger packages with both ends of a range. Its description has no link to a
+    file beside it, which an index doesn't have. Its classifiers are there, and its URLs, if mkdocs.yml has a `repo_url`.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        info = next(name for name in names if name.endswith(".dist-info/METADATA")).rpartition("/")[0]
+        text = archive.read(f"{info}/METADATA")
+    metadata: Message = message_from_bytes(text, policy=default)
+    module = str(metadata["Name"]).replace("-", "_")
+    found = []
+    if strangers := sorted({name.split("/")[0] for name in names} - {module, info}):
+        found.append(f"holds {', '.join(strangers)} beside {module}")
+    if strangers := [name for name in names if "/tests/" in name or name.endswith(".pyc")]:
+        found.append(f"holds {', '.join(strangers)}")
+    for required in (f"{module}/__init__.py", f"{module}/py.typed", f"{info}/licenses/LICENSE"):
+        if required not in names:
+            found.append(f"lacks {required}")
+    for field in ("Summary", "License-Expression", "Requires-Python", "Description-Content-Type"):
+        if not metadata[field]:
+            found.append(f"metadata lacks {field}")
+    for requirement in metadata.get_all("Requires-Dist") or []:
+        if " @ " in requirement or "://" in requirement:
+            found.append(f"requires a file or an address: {requirement}")
+        if requirement.startswith("liger") and not {"<", ">"} <= set(requirement.partition(";")[0]):
+            found.append(f"requires a liger package without a range: {requirement}")
+    described = str(metadata.get_payload())
+    prose = "".join(part for part in FENCE.split(described) if not part.lstrip().startswith("```"))
+    if beside := [link["target"] for link in LINK.finditer(prose) if relative(link["target"])]:
+        found.append(
+            f"its description links to {', '.join(beside)}, which an index does not have: build it by tools/build.py"
+        )
+    classifiers = metadata.get_all("Classifier") or []
+    found += [
+        f"metadata lacks a classifier {kind!r}"
+        for kind in (
+            "Development Status ::",
+            "Intended Audience ::",
+            "Programming Language :: Python :: 3.",
+            "Topic ::",
+        )
+        if not any(classifier.startswith(kind) for classifier in classifiers)
+    ]
+    if address("repo_url") and not metadata.get_all("Project-URL"):
+        found.append("metadata lacks Project-URL, and mkdocs.yml has a repo_url: build it by tools/build.py")
+    if str(ROOT).encode() in text:
+        found.append(f"metadata names {ROOT}")
+    return [f"{wheel.name}: {problem}" for problem in found]
+
+
+def check(directory: Path) -> list[str]:
+    """What is wrong with the wheels in a folder that has to have one of each package."""
+    wheels = sorted(directory.glob("*.whl"))
+    found = [problem for wheel in wheels for problem in problems(wheel)]
+    if len(wheels) != len(folders()):
+        found.append(f"{len(wheels)} wheels of {len(folders())} packages: tools/build.py --out-dir {directory}")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="*", choices=[[], *folders()], metavar="PACKAGE")
-    parser.add_argument("--out-dir", type=Path, required=True)
+    parser.add_argument("--out-dir", type=Path)
+    parser.add_argument("--check", type=Path, metavar="DIST")
     parser.add_argument("--repo-url")
     parser.add_argument("--site-url")
     args = parser.parse_args()
+    if (args.out_dir is None) == (args.check is None):
+        parser.error("name one of --out-dir and --check")
+    if args.check:
+        found = check(args.check)
+        print("\n".join(found) or f"{args.check}: all wheels are clean")
+        return bool(found)
     for package in args.packages or folders():
         build(package, args.out_dir, args.repo_url, args.site_url)
     return 0

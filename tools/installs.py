@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Install the built wheels into clean environments, and see that they work there: tools/installs.py [--only WORD …] [--table]
+"""Install the built wheels into clean environments, and see that they work there: tools/installs.py [--only WORD …]
 
 A row of `ROWS` is an environment: Python, torch, extras of liger-core, and the installer. In each one an op must be right and its
 dispatch true, `liger doctor --json` must say what is installed, and a conformance op must pass for each language. Nothing of
-the checkout is importable there.
+the checkout is importable there. What is printed is the lines of docs/installs.md.
 
-Needs uv, and the Pythons; a row whose Python is not found is reported as not run. `--table` writes the results into
-docs/installs.md.
+Needs uv, and the Pythons; a row whose Python is not found is reported as not run. `--only` chooses lines that have a word.
 """
 
 from __future__ import annotations
@@ -15,21 +14,15 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "installs.md"
-START, END = "<!-- tools/installs.py -->\n", "<!-- end -->\n"
 LANGUAGES = ("triton", "cutile", "triton-ascend")
-
-NOT_RUN, PASSED = "not run", "passed"
 SHOWN = ("torch", "triton", "triton-ascend", "cuda-tile", "transformers")
 
 
@@ -42,7 +35,9 @@ class Row(NamedTuple):
     installer: str = "uv"
 
     def __str__(self) -> str:
-        return f"python {self.python}, torch {self.torch or 'any'}, [{','.join(self.extras)}], {self.installer}"
+        return (
+            f"| {self.python} | {self.torch} | {', '.join(f'`{extra}`' for extra in self.extras)} | {self.installer} |"
+        )
 
 
 ROWS = (
@@ -141,11 +136,15 @@ def check(row: Row, python: Path, folder: Path) -> dict[str, str]:
     languages = [language for language in LANGUAGES if language in row.extras]
     run([python, "-c", CALL.format(languages=languages)], folder, "call and dispatch")
     doctor = json.loads(run([python.parent / "liger", "doctor", "--json"], folder, "liger doctor"))
-    told = {found["language"]: found["version"] for found in doctor["languages"]}
+    reported = {entry["language"]: entry["version"] for entry in doctor["languages"]}
     listing = json.loads(run(["uv", "pip", "list", "--quiet", "--python", python, "--format", "json"], folder, "list"))
-    versions = {found["name"]: found["version"] for found in listing}
+    versions = {entry["name"]: entry["version"] for entry in listing}
     truth = {language: versions[f"liger-{language}"] for language in languages}
-    if told != truth or doctor["torch"].partition("+")[0] != versions["torch"].partition("+")[0] or doctor["problems"]:
+    if (
+        reported != truth
+        or doctor["torch"].partition("+")[0] != versions["torch"].partition("+")[0]
+        or doctor["problems"]
+    ):
         raise Failed(f"liger doctor says {doctor}, and {truth} is installed")
     for language in languages or ["torch"]:
         command = [python, "-m", "pytest", "--pyargs", "liger_conformance", f"--impl={language}", "--op=rms_norm", "-q"]
@@ -158,62 +157,31 @@ def check(row: Row, python: Path, folder: Path) -> dict[str, str]:
     return versions
 
 
-def try_row(row: Row, wheels: Path) -> tuple[str, dict[str, str]]:
-    """The outcome of a row and what was installed."""
+def outcome(row: Row, wheels: Path) -> tuple[str, dict[str, str]]:
+    """How a row ended, and the versions that were installed."""
     if "triton-ascend" in row.extras and platform.machine() == "x86_64":
-        return f"{NOT_RUN}: torch-npu needs torch==2.10.0+cpu here, which the default index lacks", {}
+        return "not run: torch-npu needs torch==2.10.0+cpu here, which the default index lacks", {}
     if subprocess.run(["uv", "python", "find", "--no-project", row.python], capture_output=True).returncode:
-        return f"{NOT_RUN}: no Python {row.python} here", {}
-    folder = Path(tempfile.mkdtemp(prefix="liger-installs-"))
-    try:
-        return PASSED, check(row, install(row, wheels, folder), folder)
-    except Failed as failed:
-        return f"failed: {failed}", {}
-    finally:
-        shutil.rmtree(folder)
-
-
-def cells_of(row: Row, outcome: str, versions: dict[str, str]) -> list[str]:
-    """The line of a row in the table."""
-    cells = [row.python, row.torch, ", ".join(f"`{extra}`" for extra in row.extras), row.installer]
-    return [*cells, *(versions.get(name, "") for name in SHOWN), outcome.splitlines()[0]]
-
-
-def table_of(lines: Sequence[Sequence[str]]) -> str:
-    """The results, a line each."""
-    heads = ["Python", "torch wanted", "extras", "installer", *SHOWN, ""]
-    table = [heads, ["---"] * len(heads), *lines]
-    where = f"On {platform.system()}, {platform.machine()}, no accelerator, {date.today()}:"
-    return "\n".join([where, "", *(f"| {' | '.join(cells)} |" for cells in table), ""])
+        return f"not run: no Python {row.python} here", {}
+    with tempfile.TemporaryDirectory(prefix="liger-installs-") as folder:
+        try:
+            return "passed", check(row, install(row, wheels, Path(folder)), Path(folder))
+        except Failed as failed:
+            return f"failed: {failed}", {}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="only rows whose description has one of these")
-    parser.add_argument("--table", action="store_true", help="write docs/installs.md")
-    options = parser.parse_args()
-    wheels = Path(tempfile.mkdtemp(prefix="liger-wheels-"))
-    run(["uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", wheels], ROOT, "build")
-    found = []
-    for row in ROWS:
-        if not options.only or any(word in str(row) for word in options.only):
-            outcome, versions = try_row(row, wheels)
-            print(f"{row}: {outcome}", flush=True)
-            found.append((row, outcome, versions))
-    shutil.rmtree(wheels)
-    if options.table:
-        text = PAGE.read_text(encoding="utf-8")
-        start, end = text.index(START) + len(START), text.index(END)
-        # What was not tried this time keeps its line.
-        lines = {
-            tuple(cells[:4]): cells
-            for line in text[start:end].splitlines()
-            if (cells := [cell.strip() for cell in line.strip().strip("|").split("|")])
-        }
-        lines |= {tuple(cells[:4]): cells for cells in (cells_of(*result) for result in found)}
-        keys = [tuple(cells_of(row, PASSED, {})[:4]) for row in ROWS]
-        PAGE.write_text(text[:start] + table_of([lines[key] for key in keys if key in lines]) + text[end:], "utf-8")
-    return int(any(outcome.startswith("failed") for _, outcome, _ in found))
+    parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="only lines that have one of these")
+    words = parser.parse_args().only
+    failures = 0
+    with tempfile.TemporaryDirectory(prefix="liger-wheels-") as wheels:
+        run(["uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", wheels], ROOT, "build")
+        for row in (row for row in ROWS if any(word in str(row) for word in words)):
+            result, versions = outcome(row, Path(wheels))
+            print(row, *(f"{versions.get(name, '')} |" for name in SHOWN), result, "|", flush=True)
+            failures += result.startswith("failed")
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -167,12 +167,12 @@ def tool(name: str) -> ModuleType:
 
 def build(planned: Plan, dist: Path) -> list[Path]:
     """Build a wheel and an sdist of each package, and check them; the files."""
-    wheels = tool("wheels")
+    builder = tool("build")
     files: list[Path] = []
     for name, version in planned.releases.items():
         run(sys.executable, "tools/build.py", name, "--out-dir", str(dist))
         made = sorted(dist.glob(f"{name.replace('-', '_')}-{version}*"))
-        if found := [problem for file in made if file.suffix == ".whl" for problem in wheels.problems(file)]:
+        if found := [problem for file in made if file.suffix == ".whl" for problem in builder.problems(file)]:
             raise Refused("\n".join(found))
         files += made
     return files

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from liger_core import backend, contract, dispatch
+from liger_core import backend, contract, dispatch, resolve
 from liger_core.backend import BackendInfo, BrokenBackend
 
 Install = Callable[..., None]
@@ -27,7 +27,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 
     def forget() -> None:
         dispatch.settings.cache_clear()
-        dispatch._said.clear()
+        resolve._logged.clear()
         for op in contract.ops.values():
             op.forget_plans()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import liger_core
-from liger_core import BackendInfo, Unsupported, calling, cli, dispatch
+from liger_core import BackendInfo, Unsupported, calling, cli, dispatch, resolve
 from liger_core.backend import BrokenBackend
 
 X = torch.tensor([[3.0, 4.0]])
@@ -129,7 +129,7 @@ def test_the_names_of_liger_kernel_are_read_when_ours_are_unset(
             monkeypatch.setenv("LIGER_STRICT", ours)
         dispatch.settings.cache_clear()
         assert dispatch.settings().strict is strict
-    assert dispatch.settings().of_strict == "LIGER_STRICT"
+    assert dispatch.settings().strict_variable == "LIGER_STRICT"
 
 
 def test_environment_variable(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,8 +628,10 @@ def test_dispatch_is_one_look_up_after_the_first_call(toys: None, monkeypatch: p
 
     calls: list[str] = []
     with monkeypatch.context() as patched:
-        for name in ("make_plan", "obstacle", "settings", "parse_demand", "backends", "broken_backends"):
+        for name in ("settings", "parse_demand", "backends"):
             patched.setattr(dispatch, name, forbidden)
+        for name in ("plan", "resolve", "decide", "obstacle", "backends", "broken_backends"):
+            patched.setattr(resolve, name, forbidden)
         for name in ("inspect", "_checks", "resolve"):
             patched.setattr(liger_core.rms_norm, name, forbidden)
 
@@ -661,9 +663,14 @@ def test_what_is_remembered_of_a_call_is_its_metadata(toys: None) -> None:
 
 def test_a_kernel_is_asked_again_whether_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may look at strides, which are not remembered."""
-    picky = dispatch.Route("picky", lambda x, **_: None if x.is_contiguous() else "strides", lambda *_: "picky")
-    other = dispatch.Route("other", None, lambda *_: "other")
-    monkeypatch.setattr(liger_core.rms_norm, "_plans", {("cpu", None): dispatch.Plan((picky, other), (), False)})
+
+    def refuses(x: torch.Tensor, **_: object) -> str | None:
+        return None if x.is_contiguous() else "strides"
+
+    picky = resolve.Candidate("picky", None, refuses=refuses, run=lambda *_: "picky")
+    other = resolve.Candidate("other", None, run=lambda *_: "other")
+    plan = resolve.resolution("rms_norm", "cpu", None, (picky, other, resolve.Candidate("torch", None)))
+    monkeypatch.setattr(liger_core.rms_norm, "_plans", {("cpu", None): plan})
     monkeypatch.setattr(liger_core.rms_norm, "_ready", {})
     for _ in range(2):
         assert liger_core.rms_norm(torch.ones(2, 3), torch.ones(3)) == "picky"
@@ -698,7 +705,7 @@ def test_launches_go_to_the_tensors_device() -> None:
         current[0] = before
 
     module = types.SimpleNamespace(current_device=lambda: current[0], device=device)
-    run = dispatch.on_its_device(lambda arguments, needs, options, parts=None: current[0], "x", module)
+    run = resolve.on_its_device(lambda arguments, needs, options, parts=None: current[0], "x", module)
     for index in (1, 0):
         assert run({"x": types.SimpleNamespace(device=torch.device("cuda", index))}, (), {}) == index
     assert current == [0]

@@ -22,7 +22,7 @@ from liger_conformance.compare import same_bits
 from liger_conformance.running import Target, complete, evaluate, name_results, only, present, require
 from liger_conformance.suite.test_interface import check_compiled, check_graph_capture
 from liger_conformance.suite.test_values import arguments_of
-from liger_core import dispatch
+from liger_core import resolve
 
 KERNEL = "the kernel runs"
 REFERENCE = "the reference runs; a request raises `Unsupported`"
@@ -76,9 +76,12 @@ def as_default(target: Target) -> Generator[None, None, None]:
     """The target's language is the one that its device has without being asked, and nothing is demanded."""
     op, device = target.op, target.device
     plans, ready = op._plans, op._ready
-    routes = op.plan(device, target.language).routes
+    plan = op.plan(device, target.language)
+    *kernels, reference = plan.candidates
+    if kernels:
+        plan = resolve.resolution(op.name, device, None, (*kernels, reference._replace(why_not=None)))
     with liger_core.use():
-        op._plans, op._ready = {(device, None): dispatch.Plan(routes, (), not routes)}, {}
+        op._plans, op._ready = {(device, None): plan}, {}
         try:
             yield
         finally:

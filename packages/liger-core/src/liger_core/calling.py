@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 
-from liger_core import dispatch, modes, remade, tensors
-from liger_core.autograd import Parts
+from liger_core import dispatch, modes, remade, resolve, tensors
+from liger_core.autograd import Parts, Run
 from liger_core.backend import Unsupported, backends
 from liger_core.declaration import Arguments, Declaration, Needs, declared
 from liger_core.devices import type_of
@@ -36,21 +36,28 @@ _is_neg = Tensor.is_neg
 
 
 class Ready(NamedTuple):
-    """A call that passed its checks: its route, the device type, which arguments need a gradient, the options, and which
-    arguments are complex: only those can be conjugate views, which only a look at them tells.
+    """A call that passed its checks, to be run again with other tensors of the same metadata.
+
+    Attributes:
+        run: runs the kernel.
+        device: the device type.
+        needs: which differentiable arguments need a gradient.
+        options: every option by name.
+        refuses: asked again at each call, since metadata leaves it open; None if it doesn't.
     """
 
-    route: dispatch.Route
+    run: Run
     device: str
     needs: Needs
     options: dict[str, Any]
-    complex: tuple[str, ...]
+    refuses: Callable[..., str | None] | None
 
 
 class _Itself:
-    """Dynamo up to torch 2.11 follows a `__get__` of Python, and fails at an op that an instance has for attribute.
+    """The `__get__` of ops, which gives the op itself.
 
-    One of C it leaves alone: so this looks, and is no less called by Python.
+    Dynamo up to torch 2.11 traces a `__get__` that is Python, and fails at an op that is an instance's attribute. It skips
+    slots of C. `object.__repr__` makes this look like one, while Python still calls `__call__`.
     """
 
     def __call__(self, op: Any, owner: Any, kind: Any = None) -> Any:
@@ -67,7 +74,7 @@ class Op(Declaration[P, R]):
         super().__init__(reference, *declaration)
         functools.update_wrapper(self, reference)
         self._ready: dict[Any, Ready] = {}
-        self._plans: dict[tuple[str, str | None], dispatch.Plan] = {}
+        self._plans: dict[tuple[str, str | None], resolve.Resolution] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.call(dispatch.state.demand, args, kwargs)
@@ -103,35 +110,28 @@ class Op(Declaration[P, R]):
             key = ready = None
         if ready is None:
             return self._call_anew(demand, arguments, key)
-        route, device, needs, values, of_complex = ready
-        if _is_any_autocast_enabled() and torch.is_autocast_enabled(device):
+        run, device, needs, values, refuses = ready
+        if (_is_any_autocast_enabled() and torch.is_autocast_enabled(device)) or (
+            refuses is not None and refuses(**arguments) is not None
+        ):
             return self._call_anew(demand, arguments, None)
-        for name in of_complex:
-            if arguments[name].is_conj():
-                return self._call_anew(demand, arguments, None)
-        if route.refuses is not None and route.refuses(**arguments) is not None:
-            return self._call_anew(demand, arguments, None)
-        if self._check_values is not None and (device == "cpu" or dispatch.settings().check):
-            self._check_values(**arguments)
-        return route.run(arguments, needs, values)
+        if self._check_values is not None:
+            self._check_data(device, arguments)
+        return run(arguments, needs, values)
 
     def _call_anew(self, demand: str | None, arguments: Arguments, key: Any) -> R:
         if not modes.compiling() and (tracer := modes.symbolic_tracer(arguments.values())) is not None:
             return cast("Any", tracer.create_proxy("call_function", self, (), arguments))
         if (handler := tensors.handler_of([arguments[name] for name in self.tensors])) is not None:
             return handler(self, demand, arguments)
-        remembered, given = self._ready, arguments.copy()
+        remembered, original = self._ready, arguments.copy()
         device, refusal, autocast = self.examine(arguments)
         if modes.compiling():
             plan_while_tracing(self.name, device, demand)
-        elif (
-            self._check_values is not None
-            and (device == "cpu" or dispatch.settings().check)
-            and not modes.without_values(self._pick_tensors(arguments))
-        ):
-            self._check_values(**arguments)
-        route = self.resolve(device, demand, refusal, arguments)
-        if route is None:
+        elif self._check_values is not None and not modes.without_values(self._pick_tensors(arguments)):
+            self._check_data(device, arguments)
+        chosen = self.resolve(device, demand, refusal, arguments)
+        if chosen.run is None:
             # Under autocast its inputs are cast already.
             with torch.autocast(device, enabled=False) if autocast else nullcontext():
                 return self._run_reference(arguments)
@@ -142,12 +142,14 @@ class Op(Declaration[P, R]):
         options = {name: arguments[name] for name in self.options}
         if autocast:
             with torch.autocast(device, enabled=False):
-                return route.run(arguments, needs, options)
-        if key is not None and self._may_remember(route, device, demand, given, arguments):
-            if len(remembered) >= MOST_REMEMBERED:
-                remembered.clear()
-            remembered[key] = Ready(route, device, needs, options, self._complex(arguments))
-        return route.run(arguments, needs, options)
+                return chosen.run(arguments, needs, options)
+        if key is not None and self._may_remember(chosen, device, demand, original, arguments):
+            remember(remembered, key, Ready(chosen.run, device, needs, options, self._asked_again(chosen, arguments)))
+        return chosen.run(arguments, needs, options)
+
+    def _check_data(self, device: str, arguments: Arguments) -> None:
+        if self._check_values is not None and (device == "cpu" or dispatch.settings().check):
+            self._check_values(**arguments)
 
     def _run_reference(self, arguments: Arguments) -> R:
         """The reference's result. Inside of `lean` it keeps its arguments alone for backward, as a kernel does."""
@@ -181,37 +183,50 @@ class Op(Declaration[P, R]):
         except (AttributeError, TypeError, RuntimeError):
             return NotImplemented
         if ready is None:
-            given = arguments.copy()
+            original = arguments.copy()
             device, refusal, autocast = self.examine(arguments)
-            route = None if autocast else self.resolve(device, demand, refusal, arguments)
-            if route is None or not self._may_remember(route, device, demand, given, arguments):
+            chosen = None if autocast else self.resolve(device, demand, refusal, arguments)
+            if chosen is None or chosen.run is None:
                 return NotImplemented
-            if len(self._ready) >= MOST_REMEMBERED:
-                self._ready.clear()
+            if not self._may_remember(chosen, device, demand, original, arguments):
+                return NotImplemented
             values = {name: arguments[name] for name in self.options}
-            ready = self._ready[key] = Ready(route, device, needs, values, self._complex(arguments))
-        route, device, _, values, of_complex = ready
-        for name in of_complex:
-            if arguments[name].is_conj():
-                return NotImplemented
-        if _is_any_autocast_enabled() and torch.is_autocast_enabled(device):
+            ready = Ready(chosen.run, device, needs, values, self._asked_again(chosen, arguments))
+            remember(self._ready, key, ready)
+        run, device, _, values, refuses = ready
+        if (_is_any_autocast_enabled() and torch.is_autocast_enabled(device)) or (
+            refuses is not None and refuses(**arguments) is not None
+        ):
             return NotImplemented
-        if route.refuses is not None and route.refuses(**arguments) is not None:
-            return NotImplemented
-        if self._check_values is not None and (device == "cpu" or dispatch.settings().check):
-            self._check_values(**arguments)
-        return route.run(arguments, needs, values, parts)
+        if self._check_values is not None:
+            self._check_data(device, arguments)
+        return run(arguments, needs, values, parts)
 
     def _may_remember(
-        self, route: dispatch.Route, device: str, demand: str | None, given: Arguments, arguments: Arguments
+        self, chosen: resolve.Candidate, device: str, demand: str | None, original: Arguments, arguments: Arguments
     ) -> bool:
         """Whether a call with this metadata may run this kernel next time, on the arguments as they are given."""
         plan = self._plans.get((device, demand))
         # A kernel that another one has refused a call for may be the second choice for the next.
-        if plan is None or route is not plan.routes[0]:
+        if plan is None or chosen is not plan.chosen:
             return False
-        changed = any(arguments[name] is not given[name] for name in self.names)
+        changed = any(arguments[name] is not original[name] for name in self.names)
         return not changed and not any(isinstance(arguments[name], Tensor) for name in self.options)
+
+    def _asked_again(self, chosen: resolve.Candidate, arguments: Arguments) -> Callable[..., str | None] | None:
+        """The question for a remembered call: does the kernel refuse it, or is a complex argument a conjugate view?"""
+        refuses = chosen.refuses
+        names = [name for name in self.tensors if (t := arguments[name]) is not None and t.is_complex()]
+        if not names:
+            return refuses
+
+        def refuses_or_conjugate(**arguments: Any) -> str | None:
+            for name in names:
+                if arguments[name].is_conj():
+                    return f"{name} is a conjugate view"
+            return None if refuses is None else refuses(**arguments)
+
+        return refuses_or_conjugate
 
     def examine(self, arguments: Arguments) -> tuple[str, str | None, bool]:
         """Make `arguments` what kernels take, and check their metadata: what a call does before it looks for a kernel.
@@ -238,46 +253,35 @@ class Op(Declaration[P, R]):
             refusal = modes.recording() or refusal
         return device, refusal, autocast
 
-    def resolve(
-        self, device: str, demand: str | None, refusal: str | None, arguments: Arguments
-    ) -> dispatch.Route | None:
-        """The first planned route whose kernel doesn't refuse; None: the reference. `arguments` are checked already."""
-        plan = self.plan_once(device, demand)
-        if plan.routes:
-            if arguments[self.names[0]].numel() == 0:
-                return None  # no rows: nothing to launch, in any language
-            reasons = plan.reasons
-            for route in plan.routes:
-                why = refusal
-                if why is None and route.refuses is not None:
-                    why = route.refuses(**arguments)
-                if why is None:
-                    return route
-                reasons = (*reasons, f"{route.language}: {why}")
-            if plan.demanded:
-                raise Unsupported(f"{self.name} on {device}: {'; '.join(reasons)}")
-            dispatch.fall_back(self.name, device, reasons)
-        elif not plan.demanded:
-            dispatch.fall_back(self.name, device, plan.reasons)
-        return None
+    def resolve(self, device: str, demand: str | None, refusal: str | None, arguments: Arguments) -> resolve.Candidate:
+        """The candidate that runs a call. `arguments` are checked already.
 
-    def plan_once(self, device: str, demand: str | None) -> dispatch.Plan:
-        """The routes to try on a device, in order, found now or before."""
+        Raises:
+            Unsupported: none may run.
+        """
+        return resolve.decide(resolve.resolve(self.plan_once(device, demand), self, arguments, refusal))
+
+    def plan_once(self, device: str, demand: str | None) -> resolve.Resolution:
+        """The candidates on a device, found now or before."""
         plan = self._plans.get((device, demand))
         return self.plan(device, demand) if plan is None else plan
 
-    def plan(self, device: str, demand: str | None) -> dispatch.Plan:
-        """Find, and remember, the routes to try on a device, in order."""
-        plan = self._plans[device, demand] = dispatch.make_plan(self, device, demand)
+    def plan(self, device: str, demand: str | None) -> resolve.Resolution:
+        """Find, and remember, the candidates on a device.
+
+        Raises:
+            Unsupported: the language that is requested has no kernel there. This is not remembered.
+        """
+        plan = resolve.plan(self, device, demand)
+        if plan.chosen is None and not plan.falls_back:
+            resolve.decide(plan)
+        self._plans[device, demand] = plan
         return plan
 
     def forget_plans(self) -> None:
         """Look again at what is installed and asked for, at the next call."""
         # New ones: a call in another thread may be about to remember what it found in the old ones.
         self._plans, self._ready = {}, {}
-
-    def _complex(self, arguments: Arguments) -> tuple[str, ...]:
-        return tuple([name for name in self.tensors if (t := arguments[name]) is not None and t.is_complex()])
 
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> None:
         for name in self.autocast:
@@ -293,6 +297,13 @@ class OverloadedOp(Op[P, R], Generic[P, R, C]):
 
         @property
         def __call__(self) -> C: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+def remember(calls: dict[Any, Ready], key: Any, ready: Ready) -> None:
+    """Add a call to those that an op remembers, which are at most `MOST_REMEMBERED`."""
+    if len(calls) >= MOST_REMEMBERED:
+        calls.clear()
+    calls[key] = ready
 
 
 def _python_number(option: Any) -> Any:
@@ -368,10 +379,10 @@ def get_op(name: Any, *, device: str | torch.device | None = None, language: str
         if language != "torch":
             backend = next(b for b in backends() if b.language == language)
             places = [device] if device else list(backend.devices)
-            obstacles = [dispatch.obstacle(backend, op.name, place) for place in places]
+            obstacles = [resolve.obstacle(backend, op.name, place) for place in places]
             if all(obstacles):
                 raise Unsupported(f"{op.name} in {language}: {'; '.join(filter(None, obstacles))}")
     elif device is not None:
-        plan = op.plan(device, dispatch.state.demand)
-        language = plan.routes[0].language if plan.routes else "torch"
+        chosen = op.plan(device, dispatch.state.demand).chosen
+        language = "torch" if chosen is None else chosen.language
     return BoundOp(op, device, language)

@@ -1,43 +1,17 @@
-"""Which kernel a call runs: what was demanded, else the device's default languages, else the reference."""
+"""Which languages are requested: `use`, and the environment variables."""
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
-
-from liger_core import modes
-from liger_core.autograd import Parts, Run, differentiable
-from liger_core.backend import BackendInfo, Unsupported, backends, broken_backends, not_installed
-from liger_core.declaration import Arguments, Declaration, Needs, declared
+from liger_core.backend import Unsupported, backends, not_installed
+from liger_core.declaration import declared
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-log = logging.getLogger("liger_core")
-
-
-class Route(NamedTuple):
-    """The way to a kernel: its language, its objection to a call if it can have one, and what runs it."""
-
-    language: str
-    refuses: Callable[..., str | None] | None
-    run: Run
-
-
-class Plan(NamedTuple):
-    """The routes to try in order. `reasons` says why other candidates are out; a demand doesn't fall back.
-
-    A demand with no routes is a demand for the reference.
-    """
-
-    routes: tuple[Route, ...]
-    reasons: tuple[str, ...]
-    demanded: bool
 
 
 class Settings(NamedTuple):
@@ -46,8 +20,8 @@ class Settings(NamedTuple):
     demand: str | None
     strict: bool
     check: bool
-    of_demand: str = "LIGER_LANGUAGE"
-    of_strict: str = "LIGER_STRICT"
+    demand_variable: str = "LIGER_LANGUAGE"
+    strict_variable: str = "LIGER_STRICT"
 
 
 @functools.cache
@@ -57,12 +31,12 @@ def settings() -> Settings:
     Where one of the first two is unset, the variable is read that users of liger-kernel know: that package reads those
     as well, and takes neither our languages nor a language per op.
     """
-    of_demand = _first_set("LIGER_LANGUAGE", "LIGER_KERNEL_BACKEND")
-    of_strict = _first_set("LIGER_STRICT", "LIGER_KERNEL_STRICT")
-    demand = os.environ.get(of_demand, "").strip() or None
+    demand_variable = _first_set("LIGER_LANGUAGE", "LIGER_KERNEL_BACKEND")
+    strict_variable = _first_set("LIGER_STRICT", "LIGER_KERNEL_STRICT")
+    demand = os.environ.get(demand_variable, "").strip() or None
     if demand is not None:
-        parse_demand(demand, of_demand)
-    return Settings(demand, _on(of_strict), _on("LIGER_KERNEL_CHECK"), of_demand, of_strict)
+        parse_demand(demand, demand_variable)
+    return Settings(demand, _on(strict_variable), _on("LIGER_KERNEL_CHECK"), demand_variable, strict_variable)
 
 
 def _first_set(ours: str, theirs: str) -> str:
@@ -178,84 +152,9 @@ class use:
 
 def demanded_language(op: str, demand: str | None) -> str | None:
     """The language that `use`, or else LIGER_LANGUAGE, asks of an op."""
-    for source, text in (("use", demand), (settings().of_demand, settings().demand)):
+    for source, text in (("use", demand), (settings().demand_variable, settings().demand)):
         if text is not None:
             everywhere, single = parse_demand(text, source)
             if language := single.get(op, everywhere):
                 return language
     return None
-
-
-def default_backends(device: str) -> tuple[BackendInfo, ...]:
-    """The languages chosen on a device without being asked for, in order."""
-    return tuple(b for b in backends() if device in b.default_devices)
-
-
-def make_plan(op: Declaration[..., Any], device: str, demand: str | None) -> Plan:
-    """Look for the kernels of a call, import them, and say why the others are out."""
-    language = demanded_language(op.name, demand)
-    if language == "torch":
-        return Plan((), (), True)
-    candidates = default_backends(device) if language is None else [b for b in backends() if b.language == language]
-    routes: list[Route] = []
-    reasons: list[str] = []
-    for backend in candidates:
-        if why := obstacle(backend, op.name, device):
-            reasons.append(f"{backend.language}: {why}")
-        else:
-            routes.append(_load(op, backend, device))
-    if language is None:
-        reasons += [f"{b.name}: {b.error}" for b in broken_backends()]
-        if not candidates and not reasons:
-            reasons.append(f"no installed language serves {device} by default; `liger doctor` lists the others")
-    elif not routes:
-        raise Unsupported(f"{op.name} on {device}: {'; '.join(reasons)}")
-    return Plan(tuple(routes), tuple(reasons), language is not None)
-
-
-def obstacle(backend: BackendInfo, op: str, device: str) -> str | None:
-    """Why a language has no kernel for an op on a device of this machine, or None. Imports no kernel."""
-    if why := backend.missing(device):
-        return why
-    return None if backend.has_kernel(op) else backend.broken() or f"{backend.package} has no kernel for {op}"
-
-
-def _load(op: Declaration[..., Any], backend: BackendInfo, device: str) -> Route:
-    module = backend.kernel(op.name)
-    run = differentiable(op, module, backend.language)
-    if device != "cpu" and torch.get_device_module(device).device_count() > 1:
-        run = on_its_device(run, op.names[0], torch.get_device_module(device))
-    return Route(backend.language, getattr(module, "refuses", None), run)
-
-
-def on_its_device(run: Run, first: str, module: Any) -> Run:
-    """Launches go to the current device: make the tensors' device current, in a process that has several.
-
-    Autograd does that for backward by itself, and so does the code that torch.compile makes.
-    """
-
-    def guarded(arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /) -> Any:
-        if modes.compiling() or arguments[first].device.index == module.current_device():
-            return run(arguments, needs, options, parts)
-        with module.device(arguments[first].device.index):
-            return run(arguments, needs, options, parts)
-
-    return guarded
-
-
-_said: set[tuple[str, str, tuple[str, ...]]] = set()
-
-
-def fall_back(op: str, device: str, reasons: tuple[str, ...]) -> None:
-    """Say once per op, device and reasons that the reference runs; an error under LIGER_STRICT=1."""
-    if (op, device, reasons) not in _said:
-        text = f"{op} on {device} runs the PyTorch reference ({'; '.join(reasons)})"
-        if settings().strict:
-            raise Unsupported(f"{text}, which {settings().of_strict}=1 forbids")
-        _said.add((op, device, reasons))
-        # Nothing is amiss on a CPU without kernels; on an accelerator it costs speed.
-        log.log(logging.INFO if device in ("cpu", "meta") else logging.WARNING, text)
-
-
-# What torch.compiler.assume_constant_result does, without importing Dynamo for it.
-fall_back._dynamo_marked_constant = True  # type: ignore[attr-defined]

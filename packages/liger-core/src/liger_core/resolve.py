@@ -1,0 +1,237 @@
+"""Which kernel runs a call, and why no other does: one value, which a call runs and `explain` prints."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_core import dispatch, modes
+from liger_core.autograd import Parts, Run, differentiable
+from liger_core.backend import BackendInfo, Unsupported, backends, broken_backends
+from liger_core.declaration import Arguments, Declaration, Needs
+
+log = logging.getLogger("liger_core")
+
+
+class Candidate(NamedTuple):
+    """A language that may run a call.
+
+    Attributes:
+        language: its name; "torch" is the reference.
+        why_not: why it can't run the call, or None.
+        source: ``file:line`` of its code, or None if there is none.
+        refuses: asks its kernel why it can't take a call, if the kernel says so.
+        run: runs its kernel. The reference has none, nor has a language without a kernel.
+    """
+
+    language: str
+    why_not: str | None
+    source: str | None = None
+    refuses: Callable[..., str | None] | None = None
+    run: Run | None = None
+
+
+class Resolution(NamedTuple):
+    """Every candidate for a call, in the order in which they are tried; the reference is the last. `str()` makes a table of it.
+
+    Attributes:
+        op: the op's name.
+        device: the device type.
+        demanded: the language that is requested of the op, or None.
+        candidates: those that a call tries, and the reference. `explain` adds the other languages.
+        chosen: the candidate that runs. None: the call raises `Unsupported`, since the language that is requested can't run
+            it, or since LIGER_STRICT=1 forbids the reference.
+        falls_back: whether no kernel takes the call, and none is requested.
+        parts: what a call on tensors that are not plain divides and sends, a line each.
+    """
+
+    op: str
+    device: str
+    demanded: str | None
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate | None
+    falls_back: bool
+    parts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        asked = f", {self.demanded} demanded" if self.demanded else ""
+        lines = [f"{self.op} on {self.device}{asked}:"]
+        for c in self.candidates:
+            mark = "->" if c is self.chosen else "  "
+            standing = "chosen" if c is self.chosen else f"no: {c.why_not}" if c.why_not else "would run next"
+            lines.append(f"{mark} {c.language}: {standing}" + (f"  ({c.source})" if c.source else ""))
+        if len(self.candidates) == 1 and self.demanded is None:
+            lines.append("   no kernel language is installed: `liger doctor` prints how to install one")
+        lines += [f"   {part}" for part in self.parts]
+        if self.chosen is None:
+            lines.append("   the call raises Unsupported")
+        return "\n".join(lines)
+
+
+def resolution(
+    op: str, device: str, demanded: str | None, candidates: Sequence[Candidate], empty: bool = False
+) -> Resolution:
+    """Choose the first candidate that can run. Of an `empty` call the reference makes the result, whoever is requested."""
+    chosen = None
+    for candidate in candidates:
+        if candidate.why_not is None:
+            chosen = candidate
+            break
+    falls_back = demanded is None and not empty and (chosen is None or chosen.language == "torch")
+    return Resolution(op, device, demanded, tuple(candidates), chosen, falls_back)
+
+
+def plan(op: Declaration[..., Any], device: str, demand: str | None) -> Resolution:
+    """Look for the kernels of an op on a device, and import them. Of a call's arguments nothing is known yet.
+
+    Args:
+        op: the op.
+        device: the device type.
+        demand: the languages that are requested, as `use` writes them.
+    """
+    language = dispatch.demanded_language(op.name, demand)
+    why = None
+    if language not in (None, "torch"):
+        why = f"{language} is demanded"
+    elif language is None and dispatch.settings().strict:
+        why = f"{dispatch.settings().strict_variable}=1 forbids it"
+    tried = [_candidate(backend, op, device) for backend in tried_backends(device, language)]
+    return resolution(op.name, device, language, [*tried, Candidate("torch", why, source_of(op.reference))])
+
+
+def resolve(plan: Resolution, op: Declaration[..., Any], arguments: Arguments, refusal: str | None) -> Resolution:
+    """Ask the kernels of a plan whether they take a call.
+
+    Args:
+        plan: the op's candidates.
+        op: the op.
+        arguments: every argument by name, checked.
+        refusal: why no kernel of any language takes them, or None.
+    """
+    if plan.chosen is None or plan.chosen.language == "torch":
+        return plan
+    first = op.names[0]
+    empty = arguments[first].numel() == 0
+    candidates: list[Candidate] = []
+    changed = False
+    for candidate in plan.candidates[:-1]:
+        if candidate.why_not is None:
+            why = f"{first} is empty; the reference makes the result" if empty else refusal
+            if why is None and candidate.refuses is not None:
+                why = candidate.refuses(**arguments)
+            if why is not None:
+                candidate = Candidate(candidate.language, why, candidate.source)
+                changed = True
+        candidates.append(candidate)
+    if not changed:
+        return plan
+    reference = plan.candidates[-1]
+    candidates.append(Candidate("torch", None, reference.source) if empty else reference)
+    return resolution(plan.op, plan.device, plan.demanded, candidates, empty)
+
+
+def decide(resolution: Resolution) -> Candidate:
+    """The candidate that runs. A fallback is logged, or raises under LIGER_STRICT=1.
+
+    Raises:
+        Unsupported: none may run.
+    """
+    if resolution.chosen is None or resolution.falls_back:
+        reasons = tuple([f"{c.language}: {c.why_not}" for c in resolution.candidates[:-1]])
+        if not resolution.falls_back:
+            raise Unsupported(f"{resolution.op} on {resolution.device}: {'; '.join(reasons)}")
+        fall_back(resolution.op, resolution.device, reasons)
+    return resolution.chosen or resolution.candidates[-1]
+
+
+def untried(op: Declaration[..., Any], device: str, language: str | None) -> Iterator[Candidate]:
+    """The installed languages that a call doesn't try, each with the reason. A kernel that can't be imported is one."""
+    tried = tried_backends(device, language)
+    asked = f"{language} is demanded" if language else None
+    for backend in backends():
+        if backend not in tried:
+            try:
+                candidate = _candidate(backend, op, device)
+            except Exception as error:  # the kernel's own: no call would raise it
+                candidate = Candidate(backend.language, f"{type(error).__name__}: {error}")
+            why = candidate.why_not or asked or f'only on demand: liger_core.use("{backend.language}")'
+            yield candidate._replace(why_not=why)
+    for broken in broken_backends():
+        yield Candidate(broken.name, broken.error)
+
+
+def tried_backends(device: str, language: str | None) -> list[BackendInfo]:
+    """The packages whose kernels are tried, in order: those of the language that is requested, else the device's defaults."""
+    if language is None:
+        return [backend for backend in backends() if device in backend.default_devices]
+    return [backend for backend in backends() if backend.language == language]
+
+
+def obstacle(backend: BackendInfo, op: str, device: str) -> str | None:
+    """Why a language has no kernel for an op on a device of this machine, or None. Imports no kernel."""
+    if why := backend.missing(device):
+        return why
+    return None if backend.has_kernel(op) else backend.broken() or f"{backend.package} has no kernel for {op}"
+
+
+def _candidate(backend: BackendInfo, op: Declaration[..., Any], device: str) -> Candidate:
+    if why := obstacle(backend, op.name, device):
+        return Candidate(backend.language, why)
+    module = backend.kernel(op.name)
+    run = differentiable(op, module, backend.language)
+    on_device = getattr(torch, device, None)
+    if device != "cpu" and on_device is not None and on_device.device_count() > 1:
+        run = on_its_device(run, op.names[0], on_device)
+    source = source_of(module.forward, module)
+    return Candidate(backend.language, None, source, getattr(module, "refuses", None), run)
+
+
+def source_of(function: Any, module: ModuleType | None = None) -> str:
+    """``file:line`` of a function; of a kernel `module` whose forward is core's host code, the module's."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    file = getattr(module, "__file__", None)
+    if code is None or (file is not None and code.co_filename != file):
+        return f"{file}:1"
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def on_its_device(run: Run, first: str, module: Any) -> Run:
+    """Launches go to the current device: make the tensors' device current, in a process that has several.
+
+    Autograd does that for backward by itself, and so does the code that torch.compile makes.
+    """
+
+    def guarded(arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /) -> Any:
+        if modes.compiling() or arguments[first].device.index == module.current_device():
+            return run(arguments, needs, options, parts)
+        with module.device(arguments[first].device.index):
+            return run(arguments, needs, options, parts)
+
+    return guarded
+
+
+_logged: set[tuple[str, str, tuple[str, ...]]] = set()
+
+
+def fall_back(op: str, device: str, reasons: tuple[str, ...]) -> None:
+    """Log once per op, device and reasons that the reference runs; an error under LIGER_STRICT=1."""
+    strict = dispatch.settings().strict
+    if not strict and (op, device, reasons) in _logged:
+        return
+    every = (*reasons, *(f"{broken.name}: {broken.error}" for broken in broken_backends()))
+    why = "; ".join(every) or f"no installed language serves {device} by default; `liger doctor` lists the others"
+    text = f"{op} on {device} runs the PyTorch reference ({why})"
+    if strict:
+        raise Unsupported(f"{text}, which {dispatch.settings().strict_variable}=1 forbids")
+    _logged.add((op, device, reasons))
+    # Nothing is amiss on a CPU without kernels; on an accelerator it costs speed.
+    log.log(logging.INFO if device in ("cpu", "meta") else logging.WARNING, text)
+
+
+# What torch.compiler.assume_constant_result does, without importing Dynamo for it.
+fall_back._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from liger_core.budget import least_memory
 from liger_core.contract import Once
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_core.host.fused_linear_cross_entropy import FusedLinearCrossEntropy
 from liger_core.host.linear import Linear, chunks, plan_of
 from liger_core.host.rows import Logits
-from liger_core.ops.fused_linear_cross_entropy import fused_linear_cross_entropy, least_memory
+from liger_core.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_core.resolve import source_of
 
 ROWS = 48

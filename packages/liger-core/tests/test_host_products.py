@@ -21,6 +21,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_core.autograd import differentiable
+from liger_core.budget import padded_columns, temporary_memory
 from liger_core.contract import Needs
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
 from liger_core.host.fused_linear_distillation import FusedLinearDistillation
@@ -31,7 +32,6 @@ from liger_core.host.linear import EVEN, Linear
 from liger_core.host.logit_statistics import StatisticsKernels
 from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
-from liger_core.ops.fused_linear_cross_entropy import padded_columns, temporary_memory
 from liger_core.ops.fused_linear_distillation import fused_linear_distillation
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_core.ops.fused_linear_kl_div import fused_linear_kl_div

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from liger_core.budget import padded_columns
 from liger_core.contract import Needs, Once
 from liger_core.host.fused_linear_logit_statistics import LEAST_TILE, FusedLinearStatistics, plan_of
 from liger_core.host.linear import Linear
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
 from liger_core.host.rows import Logits
-from liger_core.ops.fused_linear_cross_entropy import padded_columns
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics, least_statistics_memory
 
 ROWS, HIDDEN, VOCABULARY = 48, 16, 96

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import liger_core.ops.grpo_loss as grpo
+from liger_core.budget import MOST_CHUNKS, chunk_rows, least_memory
 from liger_core.host import fused_linear_logit_statistics as statistics
 from liger_core.host import linear
 from liger_core.ops.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_core.ops.fused_linear_cross_entropy import MOST_CHUNKS, chunk_rows, fused_linear_cross_entropy, least_memory
+from liger_core.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_core.ops.fused_linear_kl_div import fused_linear_kl_div
 from liger_core.ops.fused_linear_logit_statistics import least_statistics_memory

@@ -7,8 +7,8 @@ import torch
 from liger_conformance.case import Bad, Case, Make
 from liger_conformance.cases.cross_entropy import ALL, bad_options
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
+from liger_core.budget import least_chunk, padded_columns
 from liger_core.ops.cross_entropy import REDUCTIONS
-from liger_core.ops.fused_linear_cross_entropy import least_chunk, padded_columns
 
 
 def build(

@@ -8,7 +8,7 @@ from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
-from liger_core.ops.fused_linear_cross_entropy import least_chunk, padded_columns
+from liger_core.budget import least_chunk, padded_columns
 
 
 def build(

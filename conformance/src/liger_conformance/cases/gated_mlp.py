@@ -6,7 +6,7 @@ import torch
 
 from liger_conformance.case import Bad, Case, How, Make
 from liger_conformance.vary import ROWS, Size, Vary
-from liger_core.ops.fused_linear_cross_entropy import least_chunk
+from liger_core.budget import least_chunk
 from liger_core.ops.gated_mlp import ACTIVATIONS
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_core import modes
+from liger_core.budget import padded_columns
 from liger_core.contract import Needs, Once, Saved
 from liger_core.host.linear import Linear, Made
 from liger_core.host.logit_statistics import (
@@ -37,7 +38,6 @@ from liger_core.host.logit_statistics import (
 )
 from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
-from liger_core.ops.fused_linear_cross_entropy import padded_columns
 from liger_core.ops.logit_statistics import LogitStatistics
 
 LEAST_TILE = 1024

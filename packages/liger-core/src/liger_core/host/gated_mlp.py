@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_core.budget import MOST_CHUNKS
 from liger_core.contract import Early, Needs, Saved, compiling
 from liger_core.host.linear import Linear
 from liger_core.opaque import opaque
-from liger_core.ops.fused_linear_cross_entropy import MOST_CHUNKS
 from liger_core.ops.gated_mlp import accumulator_memory, whole_memory
 
 

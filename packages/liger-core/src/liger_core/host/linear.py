@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from liger_core import modes
+from liger_core.budget import chunk_columns, chunk_rows, padded_columns, temporary_memory
 from liger_core.contract import Needs, Once, Saved
 from liger_core.host.rows import Logits
 from liger_core.opaque import opaque
-from liger_core.ops.fused_linear_cross_entropy import chunk_columns, chunk_rows, padded_columns, temporary_memory
 
 # Whether there are matmuls of half-precision operands with a float32 result. ROCm has the plain one since pytorch#162600. The
 # one that adds to a float32 tensor exists since pytorch#167931.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.budget import check_accum_dtype, check_memory_budget
 from liger_core.contract import op
 from liger_core.ops.cross_entropy import check_labels
 from liger_core.ops.distillation import (
@@ -14,7 +15,6 @@ from liger_core.ops.distillation import (
     distillation_of_logits,
     with_gradients,
 )
-from liger_core.ops.fused_linear_cross_entropy import check_accum_dtype, check_memory_budget
 
 
 @op(

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.budget import check_accum_dtype, check_memory_budget
 from liger_core.contract import op, upcast
 from liger_core.ops.cross_entropy import check_labels
-from liger_core.ops.fused_linear_cross_entropy import check_accum_dtype, check_memory_budget
 from liger_core.ops.kl_div import REDUCTIONS, terms_of
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.budget import check_accum_dtype, least_chunk, padded_columns
 from liger_core.contract import op, upcast
-from liger_core.ops.fused_linear_cross_entropy import check_accum_dtype, least_chunk, padded_columns
 from liger_core.ops.logit_statistics import (
     DIFFERENTIABLE,
     LogitStatistics,

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_core import checks
+from liger_core.budget import least_chunk
 from liger_core.contract import op, upcast
-from liger_core.ops.fused_linear_cross_entropy import least_chunk
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 

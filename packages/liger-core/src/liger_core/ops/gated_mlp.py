@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_core import checks
+from liger_core.budget import least_chunk
 from liger_core.contract import op
-from liger_core.ops.fused_linear_cross_entropy import least_chunk
 from liger_core.ops.geglu import geglu
 from liger_core.ops.swiglu import swiglu
 

@@ -43,6 +43,14 @@ class PolicyOptions(NamedTuple):
         """Whether masked tokens are in the mean."""
         return self.loss_type == "luspo" and self.reduction == "mean"
 
+    def means_rows(self) -> bool:
+        """Whether the mean is that of rows' means."""
+        return self.loss_type in ("grpo", "sapo")
+
+    def ratios(self) -> tuple[float, float]:
+        """The least and the largest ratio that isn't clipped. ``"cispo"`` has no least one."""
+        return 1.0 - self.eps_low, self.eps_high if self.loss_type == "cispo" else 1.0 + self.eps_high
+
 
 class VespoOptions(NamedTuple):
     """Options of ``"vespo"`` alone, by `policy_loss`'s names."""
@@ -66,7 +74,7 @@ def loss_of_logprobs(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`losses.policy_loss` without its checks: the fields of `GRPOOutput`."""
     (rows, length), loss_type = logprobs.shape, options.loss_type
-    low, high = 1 - options.eps_low, 1 + options.eps_high
+    low, high = options.ratios()
     mask = torch.ones_like(logprobs, dtype=torch.bool) if completion_mask is None else completion_mask != 0
     used = torch.ones_like(mask) if options.uses_masked() else mask
 
@@ -98,8 +106,8 @@ def loss_of_logprobs(
         rate = rate.clamp(min=1e-4)
         loss = -(rate + k * log_weight - rate * log_weight.exp()).exp().nan_to_num(0.0, 0.0, 0.0) * advantage * lp
     elif loss_type == "cispo":
-        loss = -ratio.clamp(max=options.eps_high).detach() * advantage * lp
-        clipped = (ratio > options.eps_high) & (advantage > 0)
+        loss = -ratio.clamp(max=high).detach() * advantage * lp
+        clipped = (ratio > high) & (advantage > 0)
     elif loss_type == "sapo":
         tau = torch.full_like(advantage, options.sapo_temperature_neg)
         tau = tau.masked_fill(advantage > 0, options.sapo_temperature_pos)
@@ -124,7 +132,7 @@ def loss_of_logprobs(
     if options.reduction == "none":
         return masked, kl, clip.masked_fill(~mask, 0.0)
     row_tokens, tokens = mask.sum(-1), mask.sum().clamp(min=1)
-    if loss_type in ("grpo", "sapo"):
+    if options.means_rows():
         mean = (masked.sum(-1) / row_tokens.clamp(min=1)).sum() / max(rows, 1)
     elif loss_type == "bnpo":
         mean = masked.sum() / tokens

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from liger_core import grpo_loss
-from liger_core.contract import Needs, Saved, implements
+from liger_core.contract import implements
+from liger_core.host.grpo_loss import GRPOLoss, GRPOLossKernels, GRPOResults, PolicyInputs, temperatures
+from liger_core.host.rows import adjacent
 from liger_core.opaque import opaque
+from liger_core.policy import PolicyOptions
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, block_number, given, launch, one_each
 from liger_cutile.ops._math import LEAST, exp_like, tempered
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
@@ -394,75 +397,63 @@ def _gradient(
                 ct.store(dlogits, (position, column), ct.astype(gradient, dlogits.dtype), allow_tma=False)
 
 
-@opaque(writes=("loss", "kl", "clip", "state", "weights"))
+@opaque(writes=("results", "state"))
 def _launch_forward(
-    loss: Tensor,
-    kl: Tensor | None,
-    clip: Tensor,
+    results: GRPOResults,
     state: Tensor,
-    weights: Tensor | None,
     logits: Tensor,
-    old_logps: Tensor | None,
-    ref_logps: Tensor | None,
-    ids: Tensor,
-    advantages: Tensor,
-    mask: Tensor | None,
-    importances: Tensor | None,
-    items: Tensor | None,
-    item_count: float | None,
-    max_length: int | None,
+    inputs: PolicyInputs,
     temperature: float,
-    beta: float,
-    eps_low: float,
-    eps_high: float,
-    delta: float | None,
-    loss_type: str,
-    correct_kl: bool,
-    by_sequence: bool,
-    mean: bool,
-    tau_positive: float,
-    tau_negative: float,
-    differentiable: bool,
+    options: PolicyOptions,
 ) -> None:
-    rows, length = ids.shape
+    rows, length = inputs.ids.shape
     if length == 0:
-        for result in (loss, kl, clip):
+        for result in (results.loss, results.kl, results.clip):
             if result is not None:
                 result.zero_()
         return
-    cispo, row_mean, with_masked = loss_type == "cispo", loss_type in ("grpo", "sapo"), mean and loss_type == "luspo"
-    logits, ids = _with_adjacent_columns(logits), as_rows(ids)
-    mask, old_logps, ref_logps = (None if x is None else as_rows(x) for x in (mask, old_logps, ref_logps))
+    keep, mean, loss_type, uses_masked = (
+        state.shape[0] > 2,
+        options.reduction == "mean",
+        options.loss_type,
+        options.uses_masked(),
+    )
+    (logits, _), ids = adjacent(logits), as_rows(inputs.ids)
+    mask, old_logps, ref_logps = (
+        None if x is None else as_rows(x) for x in (inputs.mask, inputs.old_logps, inputs.ref_logps)
+    )
     size = logits.element_size()
     # Multiplying differences by 1 / temperature takes registers, so there is half a tile.
     block = min(power_of_2(logits.shape[2]), TILE_BYTES // size // (1 if temperature == 1.0 else 2))
     launch(
-        _log_probabilities, (min(rows * length, MOST_BLOCKS),), state, logits, ids, None if with_masked else mask,
-        *_temperatures(temperature), differentiable, block, GROUP_BYTES // size,
+        _log_probabilities, (min(rows * length, MOST_BLOCKS),), state, logits, ids, None if uses_masked else mask,
+        *temperatures(temperature), keep, block, GROUP_BYTES // size,
     )  # fmt: skip
 
+    importances = inputs.importances
     if importances is not None:
         importances = importances.reshape(rows) if importances.numel() == rows else as_rows(importances)
     across = blocks(length, TOKENS)
     ratios = None
-    if by_sequence:
-        ratios = torch.empty((rows, 2), dtype=torch.float32, device=loss.device)
+    if options.by_sequence():
+        ratios = torch.empty((rows, 2), dtype=torch.float32, device=state.device)
         launch(_sequence_ratios, (rows,), ratios, state, old_logps, mask, ids, TOKENS)
-    sums = torch.empty((rows, 4 * across), dtype=torch.float32, device=loss.device) if mean else None
+    loss, kl, clip, weights = results
+    sums = torch.empty((rows, 4 * across), dtype=torch.float32, device=state.device) if mean else None
+    low, high = options.ratios()
     launch(
         _losses, (rows * across,), *((None, None, None) if mean else (loss, kl, clip)), sums, state, ids, old_logps,
-        ref_logps if beta != 0 else None, ratios, advantages.contiguous(), mask, importances,
-        float(beta) if beta != 0 else None, 1.0 - eps_low, float(eps_high) if cispo else 1.0 + eps_high,
-        None if delta is None else float(delta), float(tau_positive), float(tau_negative),
-        cispo, loss_type == "sapo", correct_kl, with_masked, differentiable, TOKENS,
+        ref_logps, ratios, inputs.advantages.contiguous(), mask, importances,
+        float(options.beta) or None, low, float(high), None if options.delta is None else float(options.delta),
+        float(options.sapo_temperature_pos), float(options.sapo_temperature_neg),
+        loss_type == "cispo", loss_type == "sapo", options.use_bias_correction_kl, uses_masked, keep, TOKENS,
     )  # fmt: skip
     if mean:
-        divisors = {"dr_grpo": rows * (max_length or length), "luspo": rows * length}
-        divisor = rows if row_mean else divisors.get(loss_type, item_count)
+        items, divisor = inputs.items, inputs.divisor(options)
         launch(
             _means, (1,), loss.view(1), None if kl is None else kl.view(1), clip.view(1), weights, sums,
-            None if items is None else items.to(loss.device).view(1), None if divisor is None else float(divisor),
-            by_sequence, row_mean, with_masked, ROWS_OF_MEANS,
+            None if items is None else items.to(state.device).view(1), None if divisor is None else float(divisor),
+            options.by_sequence(), options.means_rows(), uses_masked, ROWS_OF_MEANS,
         )  # fmt: skip
 
 
@@ -483,7 +474,7 @@ def _launch_backward(
         dlogits.zero_()
         return
     dloss = as_rows(dloss) if weights is None else dloss.view(1)
-    logits, ids = _with_adjacent_columns(logits), as_rows(ids)
+    (logits, _), ids = adjacent(logits), as_rows(ids)
     coefficients = state[3]
     if by_sequence:
         coefficients = torch.empty((rows, length), dtype=torch.float32, device=dlogits.device)
@@ -503,87 +494,33 @@ def _launch_backward(
             _gradient, one_each(step * (length + 1) * parts), as_rows(dlogits[some]),
             dloss[some] if dloss is not None and weights is None else dloss, as_rows(logits[some]), ids[some],
             state[:, some], coefficients[some], None if weights is None else weights[some],
-            _temperatures(temperature)[1], parts, block,
+            temperatures(temperature)[1], parts, block,
         )  # fmt: skip
 
 
-def _with_adjacent_columns(logits: Tensor) -> Tensor:
-    return logits if logits.stride(2) == 1 else logits.contiguous()
+class _GRPOLossKernels(GRPOLossKernels):
+    def forward(
+        self, state: Tensor, logits: Tensor, inputs: PolicyInputs, temperature: float, options: PolicyOptions
+    ) -> GRPOResults:
+        results = GRPOResults.empty(state, options, True)
+        _launch_forward(results, state, logits, inputs, temperature, options)
+        return results
+
+    def backward(
+        self,
+        dlogits: Tensor,
+        dloss: Tensor,
+        logits: Tensor,
+        ids: Tensor,
+        mask: Tensor | None,
+        state: Tensor,
+        weights: Tensor | None,
+        temperature: float,
+        options: PolicyOptions,
+    ) -> None:
+        _launch_backward(dlogits, dloss, logits, ids, mask, state, weights, temperature, options.by_sequence())
 
 
-def _temperatures(temperature: float) -> tuple[float | None, float | None]:
-    """The temperature and its inverse; None if kernels are compiled without it."""
-    return (None, None) if temperature == 1.0 else (float(temperature), 1.0 / temperature)
-
-
-@implements(grpo_loss)
-def forward(
-    needs: Needs,
-    logits: Tensor,
-    old_logps: Tensor | None,
-    ref_logps: Tensor | None,
-    completion_ids: Tensor,
-    advantages: Tensor,
-    completion_mask: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    beta: float = 0.04,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    delta: float | None = None,
-    loss_type: str = "grpo",
-    importance_sampling_level: str = "token",
-    max_completion_length: int | None = None,
-    num_items_in_batch: int | float | Tensor | None = None,
-    use_bias_correction_kl: bool = False,
-    importance_sampling_ratio: Tensor | None = None,
-    sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05,
-    reduction: str = "mean",
-) -> tuple[tuple[Tensor, Tensor | None, Tensor], Saved]:
-    (differentiable,) = needs
-    mean, by_sequence = reduction == "mean", importance_sampling_level == "sequence"
-    rows, length = completion_ids.shape
-    device = logits.device
-    # For each token: how far its logit lies below the largest, over the temperature; and the sum of exponentials relative to the
-    # largest. For the gradient also: the largest logit, the loss's derivative by the log-probability, and, if a ratio belongs to
-    # a whole row, the derivative by that ratio.
-    vectors = (5 if by_sequence else 4) if differentiable else 2
-    state = torch.empty((vectors, rows, length), dtype=torch.float32, device=device)
-
-    def empty() -> Tensor:
-        return torch.empty(() if mean else (rows, length), dtype=torch.float32, device=device)
-
-    loss, kl, clip = empty(), None if beta == 0 else empty(), empty()
-    # For each row, the weight of its tokens in the mean.
-    weights = torch.empty(rows, dtype=torch.float32, device=device) if mean and differentiable else None
-    items = item_count = None
-    if loss_type in ("dapo", "cispo"):
-        if isinstance(num_items_in_batch, Tensor):
-            items = num_items_in_batch
-        else:
-            item_count = num_items_in_batch
-    _launch_forward(
-        loss, kl, clip, state, weights, logits, old_logps, ref_logps, completion_ids, advantages, completion_mask,
-        importance_sampling_ratio, items, item_count, max_completion_length, temperature, beta, eps_low, eps_high, delta,
-        loss_type, use_bias_correction_kl, by_sequence, mean, sapo_temperature_pos, sapo_temperature_neg, differentiable,
-    )  # fmt: skip
-    saved = logits, completion_ids, completion_mask if by_sequence else None, state, weights
-    return (loss, kl, clip), saved if differentiable else ()
-
-
-def backward(
-    needs: Needs,
-    saved: Saved,
-    dloss: Tensor,
-    *,
-    temperature: float,
-    importance_sampling_level: str,
-    **others: object,
-) -> tuple[Tensor | None, ...]:
-    logits, ids, mask, state, weights = saved
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _launch_backward(
-        dlogits, dloss, logits, ids, mask, state, weights, temperature, importance_sampling_level == "sequence"
-    )
-    return (dlogits,)
+host = GRPOLoss(_GRPOLossKernels())
+forward = implements(grpo_loss)(host.forward)
+backward = host.backward

@@ -10,8 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.contract import Needs, Saved, implements
+from liger_core.contract import implements
+from liger_core.host.grpo_loss import GRPOLoss, GRPOLossKernels, GRPOResults, PolicyInputs, temperatures
+from liger_core.host.rows import adjacent
 from liger_core.ops.grpo_loss import grpo_loss
+from liger_core.policy import PolicyOptions
 from liger_triton_ascend.ops._exponentials import LANES, tempered, top_and_sum
 from liger_triton_ascend.ops._long_rows import long_row_blocks
 
@@ -242,146 +245,98 @@ def _gradient(
             tl.store(dx_row + start + lane, tl.zeros((BLOCK,), tl.float32), start + lane < columns)
 
 
-def _with_adjacent_columns(logits: Tensor) -> Tensor:
-    return logits if logits.stride(2) == 1 else logits.contiguous()
-
-
-def _temperatures(temperature: float) -> tuple[float | None, float | None]:
-    """The temperature and its inverse; None if kernels are compiled without it."""
-    return (None, None) if temperature == 1.0 else (float(temperature), 1.0 / temperature)
-
-
-def _weights(
-    row_tokens: Tensor,
-    length: int,
-    loss_type: str,
-    max_completion_length: int | None,
-    num_items_in_batch: int | float | Tensor | None,
-) -> Tensor:
+def _weights(row_tokens: Tensor, inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
     """The weight in the mean of the sum of a row's losses: one per row, or one for all.
 
     Args:
         row_tokens: tokens of each row that count.
     """
-    rows = row_tokens.shape[0]
-    if loss_type in ("grpo", "sapo"):
-        return 1.0 / (row_tokens.clamp(min=1.0) * rows)
-    if loss_type == "luspo":
-        return row_tokens / max(rows * length, 1)
-    if loss_type == "dr_grpo":
-        return torch.full_like(row_tokens[:1], 1.0 / max(rows * (max_completion_length or length), 1))
-    if loss_type == "bnpo" or num_items_in_batch is None:
+    divisor = inputs.divisor(options)
+    if options.means_rows():
+        return 1.0 / (row_tokens.clamp(min=1.0) * divisor)
+    if inputs.items is not None:
+        return 1.0 / inputs.items.to(row_tokens.device, torch.float32).clamp(min=1.0)
+    if divisor is None:
         return 1.0 / row_tokens.sum().clamp(min=1.0)
-    if isinstance(num_items_in_batch, Tensor):
-        return 1.0 / num_items_in_batch.to(row_tokens.device, torch.float32).clamp(min=1.0)
-    return torch.full_like(row_tokens[:1], 1.0 / max(num_items_in_batch, 1))
+    if options.uses_masked():
+        return row_tokens / max(divisor, 1)
+    return torch.full_like(row_tokens[:1], 1.0 / max(divisor, 1))
 
 
-@implements(grpo_loss)
-def forward(
-    needs: Needs,
-    logits: Tensor,
-    old_logps: Tensor | None,
-    ref_logps: Tensor | None,
-    completion_ids: Tensor,
-    advantages: Tensor,
-    completion_mask: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    beta: float = 0.04,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    delta: float | None = None,
-    loss_type: str = "grpo",
-    importance_sampling_level: str = "token",
-    max_completion_length: int | None = None,
-    num_items_in_batch: int | float | Tensor | None = None,
-    use_bias_correction_kl: bool = False,
-    importance_sampling_ratio: Tensor | None = None,
-    sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05,
-    reduction: str = "mean",
-) -> tuple[tuple[Tensor, Tensor | None, Tensor], Saved]:
-    (differentiable,) = needs
-    mean, cispo, by_sequence = reduction == "mean", loss_type == "cispo", importance_sampling_level == "sequence"
-    with_masked = mean and loss_type == "luspo"
-    rows, length = completion_ids.shape
-    columns, device = logits.shape[2], logits.device
-    ids, advantages = completion_ids.contiguous(), advantages.contiguous()
-    mask = None if completion_mask is None else (completion_mask.contiguous() != 0).float()
-    # For each token: how far its logit lies below the largest, over the temperature; and the sum of exponentials relative to the
-    # largest. For the gradient also: the largest logit, the loss's derivative by the log-probability, and, if a ratio belongs to
-    # a whole row, the derivative by that ratio.
-    vectors = (5 if by_sequence else 4) if differentiable else 2
-    state = torch.empty((vectors, rows, length), dtype=torch.float32, device=device)
-    if length > 0:
-        x = _with_adjacent_columns(logits)
-        batch_stride, row_stride, _ = x.stride()
-        programs, block = long_row_blocks(x, rows * length, columns, FORWARD_TILES)
-        _log_probabilities[(programs,)](
-            state, x, ids, None if with_masked else mask, batch_stride, row_stride, columns, length, rows * length,
-            *_temperatures(temperature), KEEP=differentiable, BLOCK=block, LANES=min(block, LANES),
+class _GRPOLossKernels(GRPOLossKernels):
+    def forward(
+        self, state: Tensor, logits: Tensor, inputs: PolicyInputs, temperature: float, options: PolicyOptions
+    ) -> GRPOResults:
+        keep, uses_masked, loss_type = state.shape[0] > 2, options.uses_masked(), options.loss_type
+        (rows, length), columns = inputs.ids.shape, logits.shape[2]
+        inputs = inputs.contiguous()
+        mask = None if inputs.mask is None else (inputs.mask != 0).float()
+        if length > 0:
+            x, (batch_stride, row_stride, _) = adjacent(logits)
+            programs, block = long_row_blocks(x, rows * length, columns, FORWARD_TILES)
+            _log_probabilities[(programs,)](
+                state, x, inputs.ids, None if uses_masked else mask, batch_stride, row_stride, columns, length,
+                rows * length, *temperatures(temperature), KEEP=keep, BLOCK=block, LANES=min(block, LANES),
+            )  # fmt: skip
+
+        loss = kl = clip = sums = None
+        if options.reduction == "mean":
+            sums = state.new_empty((4, rows))
+        else:
+            loss, kl, clip, _ = GRPOResults.empty(state, options, True)
+        programs, block = long_row_blocks(state, rows, length, LOSS_TILES)
+        _losses[(programs,)](
+            loss, kl, clip, sums, state, inputs.old_logps, inputs.ref_logps, inputs.advantages, mask, inputs.importances,
+            rows, length, options.beta or None, *options.ratios(), options.delta,
+            options.sapo_temperature_pos, options.sapo_temperature_neg,
+            CISPO=loss_type == "cispo", SAPO=loss_type == "sapo", CORRECT_KL=options.use_bias_correction_kl,
+            BY_SEQUENCE=options.by_sequence(), BY_TOKEN=inputs.weighs_tokens(),
+            KEEP=keep, USE_MASKED=uses_masked, BLOCK=block,
+        )  # fmt: skip
+        if sums is None:
+            return GRPOResults(loss, kl, clip, None)
+        row_loss, row_kl, row_clip, row_tokens = sums
+        weights = _weights(row_tokens, inputs, options)
+        tokens = row_tokens.sum().clamp(min=1.0)
+        return GRPOResults(
+            (row_loss * weights).sum(),
+            None if options.beta == 0 else row_kl.sum() / tokens,
+            row_clip.clamp(max=1.0).sum() / rows if options.by_sequence() else row_clip.sum() / tokens,
+            weights,
+        )
+
+    def backward(
+        self,
+        dlogits: Tensor,
+        dloss: Tensor,
+        logits: Tensor,
+        ids: Tensor,
+        mask: Tensor | None,
+        state: Tensor,
+        weights: Tensor | None,
+        temperature: float,
+        options: PolicyOptions,
+    ) -> None:
+        (rows, length), columns = ids.shape, logits.shape[2]
+        if length == 0:
+            dlogits.zero_()
+            return
+        # The gradient of each token's loss, including its weight in the mean.
+        scale = dloss if weights is None else (dloss * weights).expand(rows)[:, None]
+        coefficients = torch.zeros((rows, length + 1), dtype=torch.float32, device=logits.device)
+        torch.mul(scale, state[3], out=coefficients[:, :length])
+        if options.by_sequence():
+            # Each token is in the ratio of its whole row.
+            through_ratio = (scale * state[4]).sum(1, keepdim=True)
+            coefficients[:, :length] += through_ratio if mask is None else through_ratio * (mask != 0)
+        x, (batch_stride, row_stride, _) = adjacent(logits)
+        programs, block = long_row_blocks(x, rows * (length + 1), columns, BACKWARD_TILES)
+        _gradient[(programs,)](
+            dlogits, x, ids.contiguous(), state, coefficients, batch_stride, row_stride, columns, rows, length,
+            temperatures(temperature)[1], BLOCK=block,
         )  # fmt: skip
 
-    loss = kl = clip = sums = None
-    if mean:
-        sums = torch.empty((4, rows), dtype=torch.float32, device=device)
-    else:
-        loss, clip = (torch.empty((rows, length), dtype=torch.float32, device=device) for _ in range(2))
-        kl = None if beta == 0 else torch.empty_like(loss)
-    importances = None if importance_sampling_ratio is None else importance_sampling_ratio.contiguous()
-    programs, block = long_row_blocks(state, rows, length, LOSS_TILES)
-    _losses[(programs,)](
-        loss, kl, clip, sums, state, None if old_logps is None else old_logps.contiguous(),
-        ref_logps.contiguous() if ref_logps is not None and beta != 0 else None, advantages, mask, importances,
-        rows, length, None if beta == 0 else beta, 1.0 - eps_low, eps_high if cispo else 1.0 + eps_high,
-        delta, sapo_temperature_pos, sapo_temperature_neg,
-        CISPO=cispo, SAPO=loss_type == "sapo", CORRECT_KL=use_bias_correction_kl, BY_SEQUENCE=by_sequence,
-        BY_TOKEN=importances is not None and importances.dim() == 2 and importances.shape[1] != 1,
-        KEEP=differentiable, USE_MASKED=with_masked, BLOCK=block,
-    )  # fmt: skip
-    weights = None
-    if sums is not None:
-        row_loss, row_kl, row_clip, row_tokens = sums
-        weights = _weights(row_tokens, length, loss_type, max_completion_length, num_items_in_batch)
-        loss = (row_loss * weights).sum()
-        tokens = row_tokens.sum().clamp(min=1.0)
-        kl = None if beta == 0 else row_kl.sum() / tokens
-        clip = row_clip.clamp(max=1.0).sum() / rows if by_sequence else row_clip.sum() / tokens
-    saved = (logits, ids, mask if by_sequence else None, state, weights)
-    return (loss, kl, clip), saved if differentiable else ()
 
-
-def backward(
-    needs: Needs,
-    saved: Saved,
-    dloss: Tensor,
-    *,
-    temperature: float,
-    loss_type: str,
-    importance_sampling_level: str,
-    reduction: str,
-    **others: object,
-) -> tuple[Tensor | None, ...]:
-    logits, ids, mask, state, weights = saved
-    rows, length = ids.shape
-    columns = logits.shape[2]
-    if length == 0:
-        return (torch.zeros_like(logits),)
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    # The gradient of each token's loss, including its weight in the mean.
-    scale = dloss if weights is None else (dloss * weights).expand(rows)[:, None]
-    coefficients = torch.zeros((rows, length + 1), dtype=torch.float32, device=logits.device)
-    torch.mul(scale, state[3], out=coefficients[:, :length])
-    if importance_sampling_level == "sequence":
-        # Each token is in the ratio of its whole row.
-        through_ratio = (scale * state[4]).sum(1, keepdim=True)
-        coefficients[:, :length] += through_ratio if mask is None else through_ratio * mask
-    x = _with_adjacent_columns(logits)
-    batch_stride, row_stride, _ = x.stride()
-    programs, block = long_row_blocks(x, rows * (length + 1), columns, BACKWARD_TILES)
-    _gradient[(programs,)](
-        dlogits, x, ids, state, coefficients, batch_stride, row_stride, columns, rows, length,
-        _temperatures(temperature)[1], BLOCK=block,
-    )  # fmt: skip
-    return (dlogits,)
+host = GRPOLoss(_GRPOLossKernels())
+forward = implements(grpo_loss)(host.forward)
+backward = host.backward

@@ -11,8 +11,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from liger_core.contract import Needs, Saved, implements
+from liger_core.contract import implements
+from liger_core.host.grpo_loss import GRPOLoss, GRPOLossKernels, GRPOResults, PolicyInputs, temperatures
+from liger_core.host.rows import adjacent
 from liger_core.ops.grpo_loss import grpo_loss
+from liger_core.policy import PolicyOptions
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._math import exp_like, fast_exp, tempered
 from liger_triton.ops._rows import power_of_2
@@ -333,142 +336,79 @@ def _gradient(
     tl.store(dlogits + column, tl.fma(-coefficient, probability, of_label), inside)
 
 
+class _GRPOLossKernels(GRPOLossKernels):
+    def forward(
+        self, state: Tensor, logits: Tensor, inputs: PolicyInputs, temperature: float, options: PolicyOptions
+    ) -> GRPOResults:
+        keep, mean, uses_masked = state.shape[0] > 2, options.reduction == "mean", options.uses_masked()
+        (rows, length), columns = inputs.ids.shape, logits.shape[2]
+        inputs = inputs.contiguous()
+        if length > 0:
+            x, (batch_stride, row_stride, _) = adjacent(logits)
+            size = x.element_size()
+            block = power_of_2(columns)
+            block = min(block, FORWARD_BYTES // size)
+            group = GROUP_BYTES // size
+            _log_probabilities[(rows * length,)](
+                state, x, inputs.ids, None if uses_masked else inputs.mask, batch_stride, row_stride, columns, length,
+                rows * length, *temperatures(temperature),
+                KEEP=keep, ALIGNED=batch_stride % 16 == 0 and row_stride % 16 == 0 and columns % 16 == 0,
+                GROUPS=block // group, GROUP=group, STAGES=FORWARD_STAGES,
+                num_warps=max(block * size * FORWARD_WARPS // FORWARD_BYTES, 1),
+            )  # fmt: skip
+
+        results = GRPOResults.empty(state, options, options.means_rows() or uses_masked)
+        loss_type, items = options.loss_type, None if inputs.items is None else inputs.items.to(logits.device)
+        tile_rows, block = _tile_of(length)
+        _losses[(1 if mean else (rows + tile_rows - 1) // tile_rows,)](
+            *results, state, inputs.old_logps, inputs.ref_logps, inputs.advantages, inputs.mask, inputs.importances, items,
+            rows, length, inputs.divisor(options), options.beta or None, *options.ratios(), options.delta,
+            options.sapo_temperature_pos, options.sapo_temperature_neg,
+            CISPO=loss_type == "cispo", SAPO=loss_type == "sapo", CORRECT_KL=options.use_bias_correction_kl,
+            BY_SEQUENCE=options.by_sequence(), BY_TOKEN=inputs.weighs_tokens(), KEEP=keep, MEAN=mean,
+            ROW_MEAN=options.means_rows(), ROW_COUNT=uses_masked, ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
+        )  # fmt: skip
+        return results
+
+    def backward(
+        self,
+        dlogits: Tensor,
+        dloss: Tensor,
+        logits: Tensor,
+        ids: Tensor,
+        mask: Tensor | None,
+        state: Tensor,
+        weights: Tensor | None,
+        temperature: float,
+        options: PolicyOptions,
+    ) -> None:
+        (rows, length), columns = ids.shape, logits.shape[2]
+        dloss_strides = dloss.stride() if dloss.dim() else (0, 0)
+        weight_stride = 1 if weights is not None and weights.shape[0] > 1 else 0
+        coefficients = None
+        if options.by_sequence():
+            coefficients = torch.empty_like(state[0])
+            tile_rows, block = _tile_of(length)
+            _sequence_coefficients[((rows + tile_rows - 1) // tile_rows,)](
+                coefficients, state, None if mask is None else mask.contiguous(), weights, dloss, rows, length,
+                weight_stride, *dloss_strides,
+                ROW_COUNT=options.uses_masked(), ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
+            )  # fmt: skip
+        x, (batch_stride, row_stride, _) = adjacent(logits)
+        block = min(power_of_2(columns), GRADIENT_BLOCK)
+        blocks = (columns + block - 1) // block
+        _gradient[(rows * (length + 1) * blocks,)](
+            dlogits, x, ids.contiguous(), state, coefficients, weights, dloss, batch_stride, row_stride, weight_stride,
+            *dloss_strides, columns, rows, length, temperatures(temperature)[1],
+            BLOCK=block, num_warps=max(block * GRADIENT_WARPS // GRADIENT_BLOCK, 1),
+        )  # fmt: skip
+
+
 def _tile_of(length: int) -> tuple[int, int]:
     block = min(power_of_2(length), TILE)
     return TILE // block, block
 
 
-def _with_adjacent_columns(logits: Tensor) -> Tensor:
-    return logits if logits.stride(2) == 1 else logits.contiguous()
-
-
-def _temperatures(temperature: float) -> tuple[float | None, float | None]:
-    """The temperature and its inverse; None if kernels are compiled without it."""
-    return (None, None) if temperature == 1.0 else (float(temperature), 1.0 / temperature)
-
-
-@implements(grpo_loss)
-def forward(
-    needs: Needs,
-    logits: Tensor,
-    old_logps: Tensor | None,
-    ref_logps: Tensor | None,
-    completion_ids: Tensor,
-    advantages: Tensor,
-    completion_mask: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    beta: float = 0.04,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    delta: float | None = None,
-    loss_type: str = "grpo",
-    importance_sampling_level: str = "token",
-    max_completion_length: int | None = None,
-    num_items_in_batch: int | float | Tensor | None = None,
-    use_bias_correction_kl: bool = False,
-    importance_sampling_ratio: Tensor | None = None,
-    sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05,
-    reduction: str = "mean",
-) -> tuple[tuple[Tensor, Tensor | None, Tensor], Saved]:
-    (differentiable,) = needs
-    mean, cispo, by_sequence = reduction == "mean", loss_type == "cispo", importance_sampling_level == "sequence"
-    with_masked = mean and loss_type == "luspo"
-    row_mean = loss_type in ("grpo", "sapo")
-    rows, length = completion_ids.shape
-    columns, device = logits.shape[2], logits.device
-    ids, advantages = completion_ids.contiguous(), advantages.contiguous()
-    mask = None if completion_mask is None else completion_mask.contiguous()
-    # For each token: how far its logit lies below the largest, over the temperature; and the sum of exponentials relative to the
-    # largest. For the gradient also: the largest logit, the loss's derivative by the log-probability, and, if a ratio belongs to
-    # a whole row, the derivative by that ratio.
-    vectors = (5 if by_sequence else 4) if differentiable else 2
-    state = torch.empty((vectors, rows, length), dtype=torch.float32, device=device)
-    if length > 0:
-        x = _with_adjacent_columns(logits)
-        batch_stride, row_stride, _ = x.stride()
-        size = x.element_size()
-        block = power_of_2(columns)
-        block = min(block, FORWARD_BYTES // size)
-        group = GROUP_BYTES // size
-        _log_probabilities[(rows * length,)](
-            state, x, ids, None if with_masked else mask, batch_stride, row_stride, columns, length, rows * length,
-            *_temperatures(temperature),
-            KEEP=differentiable, ALIGNED=batch_stride % 16 == 0 and row_stride % 16 == 0 and columns % 16 == 0,
-            GROUPS=block // group, GROUP=group, STAGES=FORWARD_STAGES,
-            num_warps=max(block * size * FORWARD_WARPS // FORWARD_BYTES, 1),
-        )  # fmt: skip
-
-    def empty() -> Tensor:
-        return torch.empty(() if mean else (rows, length), dtype=torch.float32, device=device)
-
-    loss, kl, clip = empty(), None if beta == 0 else empty(), empty()
-    # A token's weight in the mean: one per row, or one for all.
-    weights = None
-    if mean and differentiable:
-        weights = torch.empty(rows if row_mean or with_masked else 1, dtype=torch.float32, device=device)
-    items: Tensor | None = None
-    divisor: int | float | None = None
-    if row_mean:
-        divisor = rows
-    elif loss_type == "dr_grpo":
-        divisor = rows * (max_completion_length or length)
-    elif loss_type == "luspo":
-        divisor = rows * length
-    elif loss_type != "bnpo":
-        if isinstance(num_items_in_batch, Tensor):
-            items = num_items_in_batch.to(device)
-        else:
-            divisor = num_items_in_batch
-    importances = None if importance_sampling_ratio is None else importance_sampling_ratio.contiguous()
-    tile_rows, block = _tile_of(length)
-    _losses[(1 if mean else (rows + tile_rows - 1) // tile_rows,)](
-        loss, kl, clip, weights, state, None if old_logps is None else old_logps.contiguous(),
-        ref_logps.contiguous() if ref_logps is not None and beta != 0 else None, advantages, mask, importances, items,
-        rows, length, divisor, None if beta == 0 else beta, 1.0 - eps_low, eps_high if cispo else 1.0 + eps_high,
-        delta, sapo_temperature_pos, sapo_temperature_neg,
-        CISPO=cispo, SAPO=loss_type == "sapo", CORRECT_KL=use_bias_correction_kl, BY_SEQUENCE=by_sequence,
-        BY_TOKEN=importances is not None and importances.dim() == 2 and importances.shape[1] != 1,
-        KEEP=differentiable, MEAN=mean, ROW_MEAN=row_mean, ROW_COUNT=with_masked,
-        ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
-    )  # fmt: skip
-    saved = (logits, ids, mask if by_sequence else None, state, weights)
-    return (loss, kl, clip), saved if differentiable else ()
-
-
-def backward(
-    needs: Needs,
-    saved: Saved,
-    dloss: Tensor,
-    *,
-    temperature: float,
-    loss_type: str,
-    importance_sampling_level: str,
-    reduction: str,
-    **others: object,
-) -> tuple[Tensor | None, ...]:
-    logits, ids, mask, state, weights = saved
-    rows, length = ids.shape
-    columns = logits.shape[2]
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    dloss_strides = dloss.stride() if dloss.dim() else (0, 0)
-    weight_stride = 1 if weights is not None and weights.shape[0] > 1 else 0
-    coefficients = None
-    if importance_sampling_level == "sequence":
-        coefficients = torch.empty_like(ids, dtype=torch.float32)
-        tile_rows, block = _tile_of(length)
-        _sequence_coefficients[((rows + tile_rows - 1) // tile_rows,)](
-            coefficients, state, mask, weights, dloss, rows, length, weight_stride, *dloss_strides,
-            ROW_COUNT=reduction == "mean" and loss_type == "luspo", ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
-        )  # fmt: skip
-    x = _with_adjacent_columns(logits)
-    batch_stride, row_stride, _ = x.stride()
-    block = min(power_of_2(columns), GRADIENT_BLOCK)
-    blocks = (columns + block - 1) // block
-    _gradient[(rows * (length + 1) * blocks,)](
-        dlogits, x, ids, state, coefficients, weights, dloss, batch_stride, row_stride, weight_stride, *dloss_strides,
-        columns, rows, length, _temperatures(temperature)[1],
-        BLOCK=block, num_warps=max(block * GRADIENT_WARPS // GRADIENT_BLOCK, 1),
-    )  # fmt: skip
-    return (dlogits,)
+host = GRPOLoss(_GRPOLossKernels())
+forward = implements(grpo_loss)(host.forward)
+backward = host.backward

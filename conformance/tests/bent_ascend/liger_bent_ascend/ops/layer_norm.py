@@ -1,7 +1,7 @@
-"""The same sub-blocks, as tiling.py chooses them for the tiles that are alive without double buffers, and with them."""
+"""The same sub-blocks, as _device.py chooses them for the tiles that are alive without double buffers, and with them."""
 
 from liger_bent_ascend.ops._geglu import launch
-from liger_triton_ascend.tiling import compute_default_tiling_strategy
+from liger_triton_ascend.ops._device import compute_default_tiling_strategy
 
 ALIVE = 3, 5
 

@@ -14,37 +14,14 @@ from torch import Tensor
 
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Options, Rows
 from liger_core.host.rows import Logits
-from liger_triton_ascend.ops._exponentials import LANES, add_exponentials, no_exponentials
-from liger_triton_ascend.ops._long_rows import long_row_blocks
-from liger_triton_ascend.ops._rows import as_rows, row_tiles
-from liger_triton_ascend.tiling import get_npu_core_count
+from liger_triton_ascend.ops._device import get_npu_core_count
+from liger_triton_ascend.ops._math import LANES, add_exponentials, cap, no_exponentials
+from liger_triton_ascend.ops._rows import as_rows, long_row_blocks, row_tiles
 
 # Float32 tiles alive, by the estimate, and how many more with an option.
 FORWARD_TILES, FORWARD_SOFTCAP = 6, 6
 FORWARD_LONG_TILES, FORWARD_LONG_SOFTCAP, FORWARD_LONG_SMOOTHING = 4.5, 4, 2
 BACKWARD_TILES, BACKWARD_SOFTCAP = 7, 6
-
-
-@triton.jit
-def _cap(x, softcap):
-    """softcap · tanh(x / softcap), and its derivative; x and 1 without a softcap."""
-    if softcap is None:
-        return x, 1.0
-    else:
-        u = x / softcap
-        q = tl.exp(-2.0 * tl.abs(u))
-        r = 1.0 / (1.0 + q)
-        # Near 0 no digit of `tail` is correct. The polynomial is a minimax fit of (tanh(u) - u) / u³.
-        square = u * u
-        series = 0.020639074966311455 - 0.005704974289983511 * square
-        series = series * square - 0.05373971164226532
-        series = series * square + 0.13331441581249237
-        series = series * square - 0.3333328068256378
-        series = series * square * u + u
-        tail = 1.0 - 2.0 * q * r
-        near = tl.abs(u) < 0.625
-        tanh = tl.where(near, series, tl.where(u < 0.0, -tail, tail))
-        return softcap * tanh, tl.where(near, 1.0 - series * series, 4.0 * q * r * r)
 
 
 @triton.jit
@@ -118,9 +95,9 @@ def _rows(
         if hits is not None or predicted is not None:
             best = tl.where(xs == tl.max(xs, 1)[:, None], column, columns - 1)
             winner = tl.min(best, 1)
-        label_logit, _ = _cap(tl.sum(tl.where(is_label, xs, 0.0), 1), softcap)
+        label_logit, _ = cap(tl.sum(tl.where(is_label, xs, 0.0), 1), softcap)
         if softcap is not None:
-            xs = tl.where(inside, _cap(xs, softcap)[0], float("-inf"))
+            xs = tl.where(inside, cap(xs, softcap)[0], float("-inf"))
         label_weight = label_logit * 0.0 + 1.0
         if weight is not None:
             label_weight = tl.sum(tl.where(is_label, weights, 0.0), 1)
@@ -159,7 +136,7 @@ def _rows_long(
         label_logit = tl.load(x_row + place).to(tl.float32)
         if bias is not None:
             label_logit += tl.load(bias + place).to(tl.float32)
-        label_logit, _ = _cap(label_logit, softcap)
+        label_logit, _ = cap(label_logit, softcap)
         label_weight = 1.0
         if weight is not None:
             label_weight = tl.load(weight + place).to(tl.float32)
@@ -178,7 +155,7 @@ def _rows_long(
             if hits is not None or predicted is not None:
                 best = tl.maximum(best, tl.max(tl.reshape(xs, (groups, LANES)), 0))
             if softcap is not None:
-                xs = tl.where(inside, _cap(xs, softcap)[0], float("-inf"))
+                xs = tl.where(inside, cap(xs, softcap)[0], float("-inf"))
             if label_smoothing is not None:
                 distance = tl.where(inside, xs - pivot, 0.0)
                 if weight is not None:
@@ -247,7 +224,7 @@ def _slope(
     SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of logits, from their rows' `_row_scales`."""
-    capped, derivative = _cap(xs, softcap)
+    capped, derivative = cap(xs, softcap)
     probability = tl.exp(capped - top) * inverse
     dx = label_scale * tl.where(is_label, probability - 1.0, probability)
     if SMOOTH:

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
 from liger_core.host.rows import Logits
-from liger_triton_ascend.ops._cross_entropy import _cap
-from liger_triton_ascend.ops._divergences import above_mixture, count_of, expm1_near, finite
-from liger_triton_ascend.ops._exponentials import LANES, add_exponentials, no_exponentials
-from liger_triton_ascend.ops._logit_statistics import _load_biased
-from liger_triton_ascend.ops._long_rows import long_row_blocks
-from liger_triton_ascend.ops._rows import as_rows
+from liger_triton_ascend.ops._divergences import above_mixture, count_of, finite
+from liger_triton_ascend.ops._logit_statistics import load_biased
+from liger_triton_ascend.ops._math import LANES, add_exponentials, cap, expm1_near, no_exponentials
+from liger_triton_ascend.ops._rows import as_rows, long_row_blocks
 
 # Float32 tiles alive, by the estimate: in the loops that add up exponentials, in the one that adds up losses, and in the
 # gradient.
@@ -36,8 +34,8 @@ FORWARD, REVERSE, TVD, COSINE, GIVEN, LOG = (
 @triton.jit
 def _load(row, bias, softcap, column, inside):
     """Logits with bias and softcap; -inf outside the row."""
-    x = _load_biased(row, bias, column, inside, float("-inf"))
-    return x if softcap is None else tl.where(inside, _cap(x, softcap)[0], float("-inf"))
+    x = load_biased(row, bias, column, inside, float("-inf"))
+    return x if softcap is None else tl.where(inside, cap(x, softcap)[0], float("-inf"))
 
 
 @triton.jit
@@ -191,7 +189,7 @@ def _rows(
             z = tl.load(q_row + place).to(tl.float32)
             if student_bias is not None:
                 z += tl.load(student_bias + place).to(tl.float32)
-            z = _cap(z, student_softcap)[0]
+            z = cap(z, student_softcap)[0]
             hard_log_sum = tl.where(known, hard_log_sum, float("nan"))
             tl.store(hard + at, tl.where(end > 0, (q_top - z) + hard_log_sum, 0.0))
         tl.store(statistics + at, q_top)
@@ -229,7 +227,7 @@ def _gradient(
         for start in range(0, end, BLOCK):
             column = start + lane
             inside = column < columns
-            x, derivative = _cap(_load_biased(q_row, student_bias, column, inside, float("-inf")), student_softcap)
+            x, derivative = cap(load_biased(q_row, student_bias, column, inside, float("-inf")), student_softcap)
             gradient = tl.zeros((BLOCK,), tl.float32)
             if KIND >= GIVEN:
                 p, _ = _given(p_row, column, inside, beta, KIND)
@@ -238,7 +236,7 @@ def _gradient(
                 gradient = tl.load(by_soft + at * SOFT_STEP) * scale * (q * whole_sum - p)
             elif by_soft is not None:
                 by = tl.load(by_soft + at * SOFT_STEP)
-                y = _cap(_load_biased(p_row, teacher_bias, column, inside, float("-inf")), teacher_softcap)[0]
+                y = cap(load_biased(p_row, teacher_bias, column, inside, float("-inf")), teacher_softcap)[0]
                 if KIND == COSINE:
                     gradient = by * (x * of_student - y * of_teacher)
                 else:

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_triton_ascend.ops._math import expm1_near
+
 
 @triton.jit
 def place(tile, rows, columns, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -43,13 +45,6 @@ def _log_mean(e):
     r = t * r + 0.04184461012482643
     r = t * r + 0.12498952448368073
     return -t * (t * r + 0.5000001192092896)
-
-
-@triton.jit
-def expm1_near(x):
-    """exp(x) − 1, for x from −0.25 to 0.25."""
-    series = x * (0.008333334 + x * 0.0013888889)
-    return x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + series))))
 
 
 @triton.jit

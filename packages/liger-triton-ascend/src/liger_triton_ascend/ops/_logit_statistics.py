@@ -12,11 +12,9 @@ from torch import Tensor
 
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
 from liger_core.host.rows import Logits
-from liger_triton_ascend.ops._cross_entropy import _cap
-from liger_triton_ascend.ops._exponentials import LANES, no_exponentials, tempered
-from liger_triton_ascend.ops._long_rows import long_row_blocks
-from liger_triton_ascend.ops._rows import as_rows
-from liger_triton_ascend.tiling import get_npu_core_count
+from liger_triton_ascend.ops._device import get_npu_core_count
+from liger_triton_ascend.ops._math import LANES, cap, no_exponentials, tempered
+from liger_triton_ascend.ops._rows import as_rows, long_row_blocks
 
 # Float32 tiles alive, by the estimate, and how many more with an option.
 FORWARD_TILES, FORWARD_SOFTCAP, FORWARD_TOTAL = 6.5, 4, 2
@@ -24,7 +22,7 @@ BACKWARD_TILES, BACKWARD_SOFTCAP = 7, 6
 
 
 @triton.jit
-def _load_biased(row, bias, column, inside, other: tl.constexpr):
+def load_biased(row, bias, column, inside, other: tl.constexpr):
     xs = tl.load(row + column, inside, other=other).to(tl.float32)
     if bias is not None:
         xs += tl.load(bias + column, inside, other=0.0).to(tl.float32)
@@ -63,7 +61,7 @@ def _rows(
             z = tl.load(x_row + place).to(tl.float32)
             if bias is not None:
                 z += tl.load(bias + place).to(tl.float32)
-            z = _cooled(_cap(z, softcap)[0], temperature)
+            z = _cooled(cap(z, softcap)[0], temperature)
             tl.store(picked + at * targets + k, tl.where(known, z, 0.0))
             counted += tl.where(label != ignore_index, 1, 0)
 
@@ -76,11 +74,11 @@ def _rows(
         for start in range(0, end, BLOCK):
             column = start + lane
             inside = column < columns
-            xs = _load_biased(x_row, bias, column, inside, float("-inf"))
+            xs = load_biased(x_row, bias, column, inside, float("-inf"))
             if best is not None:
                 highest = tl.maximum(highest, tl.max(tl.reshape(xs, (groups, LANES)), 0))
             if softcap is not None:
-                xs = tl.where(inside, _cap(xs, softcap)[0], float("-inf"))
+                xs = tl.where(inside, cap(xs, softcap)[0], float("-inf"))
             if total is not None:
                 part = tl.where(inside, xs, 0.0)
                 if weight is not None:
@@ -121,7 +119,7 @@ def _rows(
             nearest = tl.full((LANES,), columns - 1, tl.int32)
             for start in range(0, end, BLOCK):
                 column = start + lane
-                xs = _load_biased(x_row, bias, column, column < columns, float("-inf"))
+                xs = load_biased(x_row, bias, column, column < columns, float("-inf"))
                 equal = tl.where(xs == largest, column, columns - 1)
                 nearest = tl.minimum(nearest, tl.min(tl.reshape(equal, (groups, LANES)), 0))
             tl.store(best + at, tl.where(counted > 0, largest, 0.0))
@@ -165,7 +163,7 @@ def _gradient(
             for start in range(begin, end, BLOCK):
                 column = start + lane
                 inside = column < columns
-                xs, derivative = _cap(_load_biased(x_row, bias, column, inside, 0.0), softcap)
+                xs, derivative = cap(load_biased(x_row, bias, column, inside, 0.0), softcap)
                 depth = tempered(xs - top, inverse)
                 probability = tl.exp(depth) * inverse_sum
                 dz = tl.zeros((BLOCK,), tl.float32)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from liger_core.host.rows import as_rows as as_rows
-from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
+from liger_triton_ascend.ops._device import compute_default_tiling_strategy, get_npu_core_count
 
 MARGIN = 0.8
 """The share of the Unified Buffer that tiles may take. The compiler keeps temporaries there, which a count of tiles leaves
@@ -54,6 +54,22 @@ def element_tiles(like: Tensor, rows: int, columns: int, alive: float) -> tuple[
     part = columns if sharers == 1 else max(LEAST_SHARED, columns // (TILES_A_CORE * sharers))
     tile_rows, block = _tile(rows // (TILES_A_CORE * cores), min(columns, part), alive)
     return min(_ceil_div(rows, tile_rows) * _ceil_div(columns, block), cores), tile_rows, block
+
+
+def long_row_blocks(like: Tensor, rows: int, columns: int, alive: float) -> tuple[int, int]:
+    """How a grid of vector cores goes over rows that seldom fit the Unified Buffer: whole rows, block after block.
+
+    Args:
+        like: a tensor on the device.
+        rows: number of rows.
+        columns: number of columns.
+        alive: float32 blocks that a kernel holds at once.
+
+    Returns:
+        Programs, one per row and at most one per core; columns of a block, a power of two.
+    """
+    _, _, block = row_tiles(like, 1, columns, alive)
+    return min(rows, get_npu_core_count(like.device)), block
 
 
 def _tile(most_rows: int, columns: int, alive: float) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from liger_core import attn_res
 from liger_core.contract import implements
 from liger_core.host.attn_res import AttnRes, AttnResKernels
+from liger_triton_ascend.ops._device import get_npu_core_count
 from liger_triton_ascend.ops._rows import element_tiles, row_tiles
-from liger_triton_ascend.tiling import get_npu_core_count
 
 # Float32 tiles alive at once, by the suite's estimate of the Unified Buffer, with two for each tile that is transferred. The
 # backward has 8, or 10 in float32. 10 would be 160 of 192 KiB for a row of 4096. With 9 such a row is still taken as a whole.

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from liger_core import dyt
 from liger_core.contract import Needs, Saved, implements
+from liger_triton_ascend.ops._device import get_npu_core_count
 from liger_triton_ascend.ops._rows import as_rows, element_tiles
-from liger_triton_ascend.tiling import get_npu_core_count
 
 # Float32 tiles by the estimate of the Unified Buffer, for elements of 2 and of 4 bytes.
 FORWARD_TILES = {2: 7, 4: 10}

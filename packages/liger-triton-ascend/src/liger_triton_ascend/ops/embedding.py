@@ -7,8 +7,8 @@ from torch import Tensor
 
 from liger_core import embedding
 from liger_core.contract import Needs, Saved, implements
+from liger_triton_ascend.ops._device import get_npu_core_count
 from liger_triton_ascend.ops._rows import as_rows, element_tiles, row_tiles
-from liger_triton_ascend.tiling import get_npu_core_count
 
 # Float32 tiles by the estimate of the Unified Buffer.
 FORWARD_TILES = 3

@@ -15,9 +15,9 @@ from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, 
 from liger_core.host.rows import Logits
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_triton_ascend.ops._divergences import above_mixture, count_of, finite
-from liger_triton_ascend.ops._exponentials import LANES, top_and_sum
 from liger_triton_ascend.ops._linear import LINEAR
-from liger_triton_ascend.ops._long_rows import long_row_blocks
+from liger_triton_ascend.ops._math import LANES, top_and_sum
+from liger_triton_ascend.ops._rows import long_row_blocks
 
 # Float32 tiles alive, by the estimate: in the loops that add up exponentials, in the one that adds up divergences, and in the
 # gradient.

@@ -12,9 +12,9 @@ from torch import Tensor
 from liger_core import fused_moe
 from liger_core.contract import implements
 from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing
+from liger_triton_ascend.ops._device import get_npu_core_count
 from liger_triton_ascend.ops._rows import row_tiles
-from liger_triton_ascend.ops.geglu import _gelu
-from liger_triton_ascend.tiling import get_npu_core_count
+from liger_triton_ascend.ops.geglu import gelu
 
 ROWS, COLUMNS, DEPTH = 32, 64, 64
 """Slots of a block, columns of a block, and how many products are summed at a time. `_gradient` has twelve float32 tiles of ROWS
@@ -31,7 +31,7 @@ SUM_TILES = 4
 @triton.jit
 def _activate(gates, GELU: tl.constexpr):
     if GELU:
-        return _gelu(gates)
+        return gelu(gates)
     else:
         sigmoid = 1.0 / (1.0 + tl.exp(-gates))
         return gates * sigmoid, sigmoid * (1.0 + gates * (1.0 - sigmoid))

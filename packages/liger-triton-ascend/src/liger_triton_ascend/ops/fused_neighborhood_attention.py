@@ -18,8 +18,8 @@ from torch import Tensor
 
 from liger_core import fused_neighborhood_attention
 from liger_core.contract import Needs, Saved, implements
+from liger_triton_ascend.ops._device import get_npu_core_count
 from liger_triton_ascend.ops._rows import row_tiles
-from liger_triton_ascend.tiling import get_npu_core_count
 
 # Float32 tiles alive, by the estimate.
 FORWARD_TILES = 7.5

@@ -15,7 +15,7 @@ BACKWARD_TILES = 10
 
 
 @triton.jit
-def _gelu(xs):
+def gelu(xs):
     """gelu(x) = x·σ(z), and its derivative. Here z = √(8/π)·(x + 0.044715·x³), since 1 + tanh(z/2) = 2σ(z)."""
     square = xs * xs
     q = tl.exp(-tl.abs(xs * (1.5957691216057308 + 0.07135481627260025 * square)))  # e^−|z|: never infinite
@@ -35,8 +35,8 @@ def _forward(y, gate, up, rows, columns, gate_stride, up_stride, ROWS: tl.conste
         inside = (row < rows) & (column < columns)
         xs = tl.load(gate + row * gate_stride + column, inside, other=0.0).to(tl.float32)
         us = tl.load(up + row * up_stride + column, inside, other=0.0).to(tl.float32)
-        gelu, _ = _gelu(xs)
-        tl.store(y + row * columns + column, gelu * us, inside)
+        value, _ = gelu(xs)
+        tl.store(y + row * columns + column, value * us, inside)
 
 
 @triton.jit
@@ -50,9 +50,9 @@ def _backward(
         column = tl.cast(tile % blocks, tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = (row < rows) & (column < columns)
         dys = tl.load(dy + row * dy_stride + column, inside, other=0.0).to(tl.float32)
-        gelu, derivative = _gelu(tl.load(gate + row * gate_stride + column, inside, other=0.0).to(tl.float32))
+        value, derivative = gelu(tl.load(gate + row * gate_stride + column, inside, other=0.0).to(tl.float32))
         if dup is not None:
-            tl.store(dup + row * columns + column, dys * gelu, inside)
+            tl.store(dup + row * columns + column, dys * value, inside)
         if dgate is not None:
             us = tl.load(up + row * up_stride + column, inside, other=0.0).to(tl.float32)
             tl.store(dgate + row * columns + column, dys * us * derivative, inside)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from liger_core import group_norm
 from liger_core.contract import Needs, Saved, implements
+from liger_triton_ascend.ops._device import compute_default_tiling_strategy, get_npu_core_count
+from liger_triton_ascend.ops._math import ones_below
 from liger_triton_ascend.ops._rows import MARGIN, as_rows
-from liger_triton_ascend.ops.layer_norm import measure, ones_below
-from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
+from liger_triton_ascend.ops.layer_norm import measure
 
 # Float32 tiles by the estimate of the Unified Buffer: 7 to measure a long group, at most 6 for the rest.
 FORWARD_TILES = 7

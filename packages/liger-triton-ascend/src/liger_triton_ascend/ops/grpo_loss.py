@@ -15,8 +15,8 @@ from liger_core.host.grpo_loss import GRPOLoss, GRPOLossKernels, GRPOResults, Po
 from liger_core.host.rows import adjacent
 from liger_core.ops.grpo_loss import grpo_loss
 from liger_core.policy import PolicyOptions
-from liger_triton_ascend.ops._exponentials import LANES, tempered, top_and_sum
-from liger_triton_ascend.ops._long_rows import long_row_blocks
+from liger_triton_ascend.ops._math import LANES, tempered, top_and_sum
+from liger_triton_ascend.ops._rows import long_row_blocks
 
 # Float32 tiles alive, by the estimate.
 FORWARD_TILES = 4.5

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_core import layer_norm
 from liger_core.contract import Needs, Saved, implements
+from liger_triton_ascend.ops._math import ones_below
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
 
 # Float32 tiles by the estimate of the Unified Buffer. Forward has 5 and one for the padding, and 7 for a long row. Backward has
@@ -45,12 +46,6 @@ def measure(x, size, BLOCK: tl.constexpr):
     total_mean = middle + tl.sum(distance * count, 0) / size
     distance = mean - total_mean
     return total_mean, tl.sum(squares + distance * distance * count, 0)
-
-
-@triton.jit
-def ones_below(index, bound):
-    """1 if index < bound, else 0. They are compared as floats: the vector unit would compare integers one by one."""
-    return (index.to(tl.float32) < bound).to(tl.float32)
 
 
 @triton.jit

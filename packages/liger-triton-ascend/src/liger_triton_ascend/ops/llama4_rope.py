@@ -10,8 +10,8 @@ from torch import Tensor
 
 from liger_core import llama4_rope
 from liger_core.contract import Needs, Saved, implements
+from liger_triton_ascend.ops._device import compute_default_tiling_strategy, get_npu_core_count
 from liger_triton_ascend.ops._rows import MARGIN
-from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
 
 TILES = 9
 """Float32 tiles: 5.5 by the estimate of the Unified Buffer, which leaves out the tile whose pairs are joined, and its layout."""

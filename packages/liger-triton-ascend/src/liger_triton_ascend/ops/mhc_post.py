@@ -10,8 +10,8 @@ from torch import Tensor
 
 from liger_core import mhc_post
 from liger_core.contract import Needs, Saved, implements
+from liger_triton_ascend.ops._device import compute_default_tiling_strategy, get_npu_core_count
 from liger_triton_ascend.ops._rows import MARGIN, as_rows
-from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
 
 # Float32 tiles alive at once, by the suite's estimate of the Unified Buffer, with two for each tile that is transferred: tiles
 # of all streams, and tiles of one stream.

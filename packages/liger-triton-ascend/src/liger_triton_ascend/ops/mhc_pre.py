@@ -19,10 +19,10 @@ from torch import Tensor
 from liger_core import mhc_pre
 from liger_core.contract import Needs, Saved, implements
 from liger_core.ops.mhc_pre import MHCPre
+from liger_triton_ascend.ops._device import compute_default_tiling_strategy, get_npu_core_count
 from liger_triton_ascend.ops._linear import LINEAR
+from liger_triton_ascend.ops._math import ones_below
 from liger_triton_ascend.ops._rows import MARGIN, TILES_A_CORE, as_rows, row_tiles
-from liger_triton_ascend.ops.layer_norm import ones_below
-from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
 
 # Alive at once in float32, by the suite's estimate of the Unified Buffer, with two of each that is transferred: parts of rows;
 # tiles of all streams, and tiles of one stream; matrices of adjacent rows.

@@ -11,9 +11,9 @@ from torch import Tensor
 from liger_core import modulated_rms_norm
 from liger_core.contract import implements
 from liger_core.host.modulated_rms_norm import ModulatedRMSNorm, ModulatedRMSNormKernels, Modulation
+from liger_triton_ascend.ops._device import get_npu_core_count
 from liger_triton_ascend.ops._rms import inverse_rms_of, load_scale, rounded, square
 from liger_triton_ascend.ops._rows import as_rows, row_tiles
-from liger_triton_ascend.tiling import get_npu_core_count
 
 # Float32 tiles alive at once, by the suite's estimate of the Unified Buffer, with two for each tile that is transferred.
 FORWARD_TILES = 7

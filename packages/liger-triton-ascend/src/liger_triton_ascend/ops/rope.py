@@ -9,8 +9,8 @@ from torch import Tensor
 
 from liger_core import rope
 from liger_core.contract import Needs, Saved, implements
+from liger_triton_ascend.ops._device import compute_default_tiling_strategy, get_npu_core_count
 from liger_triton_ascend.ops._rows import MARGIN
-from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count
 
 TILES = 15
 """Float32 tiles, by the estimate of the Unified Buffer: 10 for elements of 2 bytes, 15 for those of 4. Both leave 2048."""

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from liger_core import sparsemax
 from liger_core.contract import Needs, Saved, implements
-from liger_triton_ascend.ops._long_rows import long_row_blocks
-from liger_triton_ascend.ops._rows import as_rows, row_tiles
+from liger_triton_ascend.ops._rows import as_rows, long_row_blocks, row_tiles
 
 # Tiles alive, by the estimate. The backward has one number for 2-byte dtypes, with which a row of 8192 is still read once, and
 # one for float32.

@@ -56,12 +56,12 @@ def compute_default_tiling_strategy(
         )
     elements = int(safety_margin * unified_buffer_bytes() / (dtype_size * memory_multiplier))
     return tuple(
-        _tile(shape, (dims,) if isinstance(dims, int) else dims, elements, dtype_size)
+        _largest_tile(shape, (dims,) if isinstance(dims, int) else dims, elements, dtype_size)
         for shape, dims in zip(shapes, tiling_dims, strict=True)
     )
 
 
-def _tile(shape: tuple[int, ...], dims: tuple[int, ...], elements: int, dtype_size: int) -> tuple[int, ...]:
+def _largest_tile(shape: tuple[int, ...], dims: tuple[int, ...], elements: int, dtype_size: int) -> tuple[int, ...]:
     """The largest tile of a shape that has at most `elements` elements."""
     rank = len(shape)
     if not all(-rank <= dim < rank for dim in dims):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from liger_triton_ascend import tiling
-from liger_triton_ascend.tiling import compute_default_tiling_strategy, get_npu_core_count, unified_buffer_bytes
+from liger_triton_ascend.ops import _device
+from liger_triton_ascend.ops._device import compute_default_tiling_strategy, get_npu_core_count, unified_buffer_bytes
 
 
 class Device(NamedTuple):
@@ -27,11 +27,11 @@ UNIFIED_BUFFER = 192 * KIB
 @pytest.fixture(autouse=True)
 def capacity(monkeypatch):
     monkeypatch.setenv("ASCEND_UB_CAPACITY_BITS", str(UNIFIED_BUFFER * 8))
-    tiling._of_this_npu.cache_clear()
-    tiling._look_up_core_count.cache_clear()
+    _device._of_this_npu.cache_clear()
+    _device._look_up_core_count.cache_clear()
     yield
-    tiling._of_this_npu.cache_clear()
-    tiling._look_up_core_count.cache_clear()
+    _device._of_this_npu.cache_clear()
+    _device._look_up_core_count.cache_clear()
 
 
 def test_example():
@@ -133,9 +133,9 @@ def test_unknown_capacity_names_both_sources(monkeypatch):
 
 
 def test_cores_without_an_npu():
-    assert get_npu_core_count(torch.device("cpu")) == tiling.CORES_WITHOUT_NPU
+    assert get_npu_core_count(torch.device("cpu")) == _device.CORES_WITHOUT_NPU
     if not hasattr(torch, "npu"):
-        assert get_npu_core_count() == tiling.CORES_WITHOUT_NPU
+        assert get_npu_core_count() == _device.CORES_WITHOUT_NPU
 
 
 def test_cores_of_an_npu(monkeypatch):
@@ -148,7 +148,7 @@ def test_cores_of_an_npu(monkeypatch):
 
 
 def test_import_needs_no_triton():
-    code = "import sys, liger_triton_ascend.tiling; print('triton' in sys.modules)"
+    code = "import sys, liger_triton_ascend.ops._rows; print('triton' in sys.modules)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert finished.stdout == "False\n", finished.stderr

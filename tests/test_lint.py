@@ -112,3 +112,30 @@ def test_the_public_interface_is_checked_strictly() -> None:
     files = {name_of(Path(inspect.getsourcefile(inspect.unwrap(function)) or "")) for function in functions}
     missing = sorted(file for file in files if not any(file == name or file.startswith(f"{name}/") for name in strict))
     assert not missing, f"add {', '.join(missing)} to tool.pyright.strict"
+
+
+MODULES = {".".join(path.with_suffix("").parts[path.parts.index("src") + 1 :]) for path in PACKAGES}
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Names with an underscore that a file takes from another module of ours. The name of a module may have one."""
+    modules: set[str] = set()
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("liger_")):
+            of_modules = {alias for alias in node.names if f"{node.module}.{alias.name}" in MODULES}
+            modules |= {alias.asname or alias.name for alias in of_modules}
+            found |= {alias.name for alias in node.names if alias not in of_modules and alias.name.startswith("_")}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return found | {
+        f"{node.value.id}.{node.attr}"
+        for node in attributes
+        if node.attr.startswith("_") and isinstance(node.value, ast.Name) and node.value.id in modules
+    }
+
+
+def test_what_another_module_takes_has_a_public_name() -> None:
+    source = "from liger_core import modes\nfrom liger_core.op import _hidden\nfrom liger_triton.ops import _rows\nmodes._own()"
+    assert private_names(ast.parse(source)) == {"_hidden", "modes._own"}
+    found = {name_of(path): names for path in PACKAGES if (names := private_names(ast.parse(path.read_text("utf-8"))))}
+    assert not found, f"another file takes these names, so they begin without an underscore: {found}"

@@ -20,8 +20,8 @@ from liger_core.opaque import opaque
 from liger_cutile.ops._device import multiplies_from_shared
 from liger_cutile.ops._launch import ConstBool, ConstInt, block_number, given, launch, one_each
 from liger_cutile.ops._rows import ZERO, blocks, near, power_of_2
-from liger_cutile.ops.geglu import _gelu
-from liger_cutile.ops.swiglu import _silu
+from liger_cutile.ops.geglu import gelu
+from liger_cutile.ops.swiglu import silu
 
 # Tiles of rows whose blocks run together on all tiles of columns, so that what they load is still in the L2 cache.
 TURN = 8
@@ -37,9 +37,9 @@ HALF_NORMAL = 2.0**-15
 @ct.function
 def _activate(gate, array, GELU):
     if GELU:
-        return _gelu(gate)
+        return gelu(gate)
     else:
-        return _silu(gate, array)
+        return silu(gate, array)
 
 
 @ct.function

@@ -13,7 +13,7 @@ from liger_cutile.ops.swiglu import TILE
 
 
 @ct.function
-def _gelu(xs):
+def gelu(xs):
     """gelu(x) = x·σ(z), and its derivative. Here z = √(8/π)·(x + 0.044715·x³), since 1 + tanh(z/2) = 2σ(z)."""
     square = xs * xs
     # e^−|z|: never infinite
@@ -30,8 +30,8 @@ def _forward(y, gate, up, ROWS: ConstInt, BLOCK: ConstInt):
     at = places(ROWS, BLOCK)
     xs = gather(gate, at)
     us = gather(up, at)
-    gelu, _ = _gelu(xs)
-    ct.scatter(y, at, ct.astype(gelu * us, y.dtype))
+    value, _ = gelu(xs)
+    ct.scatter(y, at, ct.astype(value * us, y.dtype))
 
 
 @ct.kernel
@@ -40,9 +40,9 @@ def _backward(dgate, dup, dy, gate, up, ROWS: ConstInt, BLOCK: ConstInt):
     dys = gather(dy, at)
     xs = gather(gate, at)
     us = gather(up, at)
-    gelu, derivative = _gelu(xs)
+    value, derivative = gelu(xs)
     if given(dup):
-        ct.scatter(dup, at, ct.astype(dys * gelu, dup.dtype))
+        ct.scatter(dup, at, ct.astype(dys * value, dup.dtype))
     if given(dgate):
         ct.scatter(dgate, at, ct.astype(dys * us * derivative, dgate.dtype))
 

@@ -10,7 +10,7 @@ from liger_core.contract import Needs, Saved, implements
 from liger_core.opaque import opaque
 from liger_cutile.ops._heads import far_apart, like, side_by_side, tiling, within_reach
 from liger_cutile.ops._launch import MOST_DOWN, ConstBool, ConstInt, given, launch
-from liger_cutile.ops.rope import _columns, _rotate_heads
+from liger_cutile.ops.rope import column_parts, rotate_heads
 
 
 @ct.function
@@ -37,9 +37,9 @@ def _rotate(
     if BACKWARD:  # the transpose: by the negative angle, if both halves have the same angles
         sin1, sin2 = -sin2, -sin1
     if given(q):
-        _rotate_heads(yq1, yq2, (), q, cos1, cos2, sin1, sin2, COLUMNS, Q_TILES, Q_HEADS, TOKENS, HALF, 0, CHECK)
+        rotate_heads(yq1, yq2, (), q, cos1, cos2, sin1, sin2, COLUMNS, Q_TILES, Q_HEADS, TOKENS, HALF, 0, CHECK)
     if given(k):
-        _rotate_heads(yk1, yk2, (), k, cos1, cos2, sin1, sin2, COLUMNS, K_TILES, K_HEADS, TOKENS, HALF, 0, CHECK)
+        rotate_heads(yk1, yk2, (), k, cos1, cos2, sin1, sin2, COLUMNS, K_TILES, K_HEADS, TOKENS, HALF, 0, CHECK)
 
 
 @opaque(writes=("yq", "yk"))
@@ -77,7 +77,7 @@ def _launch_samples(
     q_heads, k_heads = 1 if q is None else q.shape[1], 1 if k is None else k.shape[1]
     across, whole, tile = tiling(columns, 0, length, q_heads, k_heads)
     launch(
-        _rotate, (across, batch), *_columns(yq, columns)[:2], *_columns(yk, columns)[:2], q, k, cos, sin,
+        _rotate, (across, batch), *column_parts(yq, columns)[:2], *column_parts(yk, columns)[:2], q, k, cos, sin,
         backward, cos.shape[1] > 1, not whole, mrope_section[0], mrope_section[1], columns, *tile,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from liger_cutile.ops._rows import power_of_2
 
 
 @ct.function
-def _rotate_heads(y1s, y2s, rest, x, cos1, cos2, sin1, sin2, COLUMNS, TILES, HEADS, TOKENS, HALF, REST, CHECK):
+def rotate_heads(y1s, y2s, rest, x, cos1, cos2, sin1, sin2, COLUMNS, TILES, HEADS, TOKENS, HALF, REST, CHECK):
     """The heads of some tokens. `y1s`, `y2s` and `rest` are columns of one tensor, which no other block writes to."""
     x1s, x2s = x.slice(3, 0, COLUMNS // 2), x.slice(3, COLUMNS // 2, COLUMNS)
     for head in range(TILES):
@@ -41,9 +41,9 @@ def _rotate(
     if BACKWARD:  # the transpose: by the negative angle, if both halves have the same angles
         sin1, sin2 = -sin2, -sin1
     if given(q):
-        _rotate_heads(yq1, yq2, q_rest, q, cos1, cos2, sin1, sin2, COLUMNS, Q_TILES, Q_HEADS, TOKENS, HALF, REST, CHECK)
+        rotate_heads(yq1, yq2, q_rest, q, cos1, cos2, sin1, sin2, COLUMNS, Q_TILES, Q_HEADS, TOKENS, HALF, REST, CHECK)
     if given(k):
-        _rotate_heads(yk1, yk2, k_rest, k, cos1, cos2, sin1, sin2, COLUMNS, K_TILES, K_HEADS, TOKENS, HALF, REST, CHECK)
+        rotate_heads(yk1, yk2, k_rest, k, cos1, cos2, sin1, sin2, COLUMNS, K_TILES, K_HEADS, TOKENS, HALF, REST, CHECK)
 
 
 @opaque(writes=("yq", "yk"))
@@ -69,12 +69,12 @@ def _launch_samples(
     q_heads, k_heads = 1 if q is None else q.shape[1], 1 if k is None else k.shape[1]
     across, whole, tile = tiling(columns, rest, length, q_heads, k_heads)
     launch(
-        _rotate, (across, batch), *_columns(yq, columns), *_columns(yk, columns), q, k, cos, sin,
+        _rotate, (across, batch), *column_parts(yq, columns), *column_parts(yk, columns), q, k, cos, sin,
         backward, tables > 1, not whole, columns, *tile, power_of_2(rest),
     )  # fmt: skip
 
 
-def _columns(y: Tensor | None, columns: int) -> tuple[Tensor | None, ...]:
+def column_parts(y: Tensor | None, columns: int) -> tuple[Tensor | None, ...]:
     """The two halves that are rotated, and the rest, if there is any.
 
     As separate arrays they are written in any order. A kernel that got one tensor would wait for one half before it wrote the

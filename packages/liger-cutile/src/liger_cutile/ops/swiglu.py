@@ -17,7 +17,7 @@ TILE = 1024
 
 
 @ct.function
-def _silu(a, array):
+def silu(a, array):
     """a · sigmoid(a), and its derivative, as accurate as the array's dtype needs."""
     q = exp_like(-ct.abs(a), array)  # never infinite
     r = ct.truediv(1.0, 1.0 + q, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
@@ -31,8 +31,8 @@ def _forward(y, gate, up, gate_multiplier, down_multiplier, ROWS: ConstInt, BLOC
     at = places(ROWS, BLOCK)
     a = gather(gate, at) * gate_multiplier
     us = gather(up, at)
-    silu, _ = _silu(a, gate)
-    ct.scatter(y, at, ct.astype(silu * us * down_multiplier, y.dtype))
+    value, _ = silu(a, gate)
+    ct.scatter(y, at, ct.astype(value * us * down_multiplier, y.dtype))
 
 
 @ct.kernel
@@ -41,9 +41,9 @@ def _backward(dgate, dup, dy, gate, up, gate_multiplier, down_multiplier, ROWS: 
     dys = gather(dy, at) * down_multiplier
     a = gather(gate, at) * gate_multiplier
     us = gather(up, at)
-    silu, derivative = _silu(a, gate)
+    value, derivative = silu(a, gate)
     if given(dup):
-        ct.scatter(dup, at, ct.astype(dys * silu, dup.dtype))
+        ct.scatter(dup, at, ct.astype(dys * value, dup.dtype))
     if given(dgate):
         ct.scatter(dgate, at, ct.astype(dys * us * gate_multiplier * derivative, dgate.dtype))
 

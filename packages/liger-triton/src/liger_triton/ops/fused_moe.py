@@ -17,7 +17,7 @@ from liger_triton.ops._device import is_hopper, shared_memory
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._linear import TILES_IN_TURN, tile_in_turn
 from liger_triton.ops._rows import in_vectors, power_of_2
-from liger_triton.ops.geglu import _gelu
+from liger_triton.ops.geglu import gelu
 
 COUNTED, FOUND = 128, 16
 """Slots that one program counts and places; experts or blocks of rows that one program finds."""
@@ -42,7 +42,7 @@ def _silu(xs):
 @triton.jit
 def _activate(gate, GELU: tl.constexpr):
     if GELU:
-        return _gelu(gate)
+        return gelu(gate)
     else:
         return _silu(gate)
 

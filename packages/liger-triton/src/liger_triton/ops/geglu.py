@@ -12,7 +12,7 @@ from liger_triton.ops._rows import as_rows, divide, place
 
 
 @triton.jit
-def _gelu(xs):
+def gelu(xs):
     """gelu(x) = x·σ(z), and its derivative. Here z = √(8/π)·(x + 0.044715·x³), since 1 + tanh(z/2) = 2σ(z)."""
     square = xs * xs
     q = tl.exp2(-tl.abs(xs * (2.302208198144325 + 0.1029432395800235 * square)))  # e^−|z|: never infinite
@@ -30,7 +30,7 @@ def _forward(
     row, first, column, inside = place(rows, columns, blocks, ROWS, BLOCK)
     xs = tl.load(gate + (row * gate_stride + first) + column, inside, other=0.0).to(tl.float32)
     us = tl.load(up + (row * up_stride + first) + column, inside, other=0.0).to(tl.float32)
-    tl.store(y + (row * columns + first) + column, _gelu(xs)[0] * us, inside)
+    tl.store(y + (row * columns + first) + column, gelu(xs)[0] * us, inside)
 
 
 @kernel
@@ -45,9 +45,9 @@ def _backward(
     xs = tl.load(gate + (row * gate_stride + first) + column, inside, other=0.0).to(tl.float32)
     if dgate is not None:
         us = tl.load(up + (row * up_stride + first) + column, inside, other=0.0).to(tl.float32)
-    gelu, derivative = _gelu(xs)
+    value, derivative = gelu(xs)
     if dup is not None:
-        tl.store(dup + at, dys * gelu, inside)
+        tl.store(dup + at, dys * value, inside)
     if dgate is not None:
         tl.store(dgate + at, dys * us * derivative, inside)
 

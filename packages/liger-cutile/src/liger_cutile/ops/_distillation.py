@@ -340,82 +340,62 @@ def _kind(divergence: str) -> tuple[bool, ...]:
     return *named, divergence in ("given", "log"), divergence == "log"
 
 
-def _as_wide(student: Tensor, teacher: Tensor, columns: int) -> Tensor:
+def _as_wide(student: Logits, teacher: Logits) -> Tensor:
     """The student's logits with what lies behind them, if so does the teacher's.
 
     If threads load the one row's columns at once and the other's one by one, tileiras 13.4 exchanges them, and spills.
     """
-    return student if student.shape[1] == teacher.shape[1] else Logits(student, columns).tensor()
+    return student.memory if student.memory.shape[1] == teacher.memory.shape[1] else student.tensor()
 
 
-@opaque(writes=("soft", "hard", "statistics"))
-def _launch_rows(
-    soft: Tensor,
-    hard: Tensor | None,
-    statistics: Tensor,
-    student: Tensor,
-    teacher: Tensor,
-    columns: int,
-    labels: Tensor | None,
-    student_bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    first: int,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    student_softcap: float | None,
-    teacher_softcap: float | None,
-    ignore_index: int,
-) -> None:
-    student, teacher = as_rows(_as_wide(student, teacher, columns)), as_rows(teacher)
-    rows, size = student.shape[0], max(student.element_size(), teacher.element_size())
-    tempered = temperature != 1.0
-    added = [x for x in (student_bias, teacher_bias, student_softcap, teacher_softcap) if x is not None]
-    roomy = bool(added) or (hard is not None and tempered) or divergence in ("given", "log")
-    kernel = _with_room() if roomy else _rows
+@opaque(writes=("results",))
+def _launch_rows(results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+    options = given.options
+    students, teachers = as_rows(_as_wide(student, teacher)), as_rows(teacher.memory)
+    rows, size = students.shape[0], max(students.element_size(), teachers.element_size())
+    tempered = options.temperature != 1.0
+    added = (given.student_bias, given.teacher_bias, options.student_softcap, options.teacher_softcap)
+    roomy = any(x is not None for x in added) or options.divergence in ("given", "log")
+    kernel = _with_room() if roomy or (results.hard is not None and tempered) else _rows
     launch(
-        kernel, (min(rows, MOST_BLOCKS),), soft, hard, statistics, student, teacher, student_bias, teacher_bias, labels,
-        columns, first, ignore_index, LOG2_E / temperature, beta, 1.0 - beta, student_softcap, teacher_softcap,
-        *_kind(divergence), beta == 0.5, tempered, student.shape[1] != columns, ROW_BYTES // size, GROUP_BYTES // size,
+        kernel, (min(rows, MOST_BLOCKS),), *results, students, teachers, given.student_bias, given.teacher_bias, given.labels,
+        student.columns, first, options.ignore_index, LOG2_E / options.temperature, options.beta, 1.0 - options.beta,
+        options.student_softcap, options.teacher_softcap, *_kind(options.divergence), options.beta == 0.5, tempered,
+        students.shape[1] != student.columns, ROW_BYTES // size, GROUP_BYTES // size,
     )  # fmt: skip
 
 
 @opaque(writes=("dstudent",))
 def _launch_gradient(
-    dstudent: Tensor,
-    student: Tensor | None,
-    teacher: Tensor,
-    columns: int,
+    dstudent: Logits,
+    student: Logits | None,
+    teacher: Logits,
+    given: Given,
     statistics: Tensor,
-    labels: Tensor | None,
-    student_bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    by_soft: Tensor | None,
-    by_hard: Tensor | None,
+    incoming: Incoming,
     first: int,
     first_column: int,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    student_softcap: float | None,
-    teacher_softcap: float | None,
-    ignore_index: int,
 ) -> None:
-    student = None if student is None else as_rows(_as_wide(student, teacher, columns))
-    dstudent, teacher = _as_wide(dstudent, teacher, columns), as_rows(teacher)
+    students = None if student is None else as_rows(_as_wide(student, teacher))
+    dstudents, teachers = _as_wide(dstudent, teacher), as_rows(teacher.memory)
+    columns, options, (by_soft, by_hard) = dstudent.columns, given.options, incoming
     of_columns = slice(first_column, first_column + columns)
-    student_bias, teacher_bias = (None if bias is None else bias[of_columns] for bias in (student_bias, teacher_bias))
-    block = min(power_of_2(columns), GRADIENT_BYTES // max(dstudent.element_size(), teacher.element_size()))
+    student_bias, teacher_bias = (
+        None if bias is None else bias[of_columns] for bias in (given.student_bias, given.teacher_bias)
+    )
+    block = min(power_of_2(columns), GRADIENT_BYTES // max(dstudents.element_size(), teachers.element_size()))
+    divergence, beta = options.divergence, options.beta
     share = {"forward": 1.0, "given": 1.0, "log": 1.0, "reverse": LN_2, "tvd": 0.5}.get(
         divergence, (1.0 - beta) * LN_2
-    ) / temperature
-    roomy = divergence in ("given", "log") and (student_bias is not None or student_softcap is not None)
+    ) / options.temperature
+    roomy = divergence in ("given", "log") and (student_bias is not None or options.student_softcap is not None)
     kernel = _gradient_with_room() if roomy else _gradient
     launch(
-        kernel, (min(dstudent.shape[0] * blocks(columns, block), MOST_BLOCKS),), dstudent, student, teacher,
-        student_bias, teacher_bias, statistics, labels, by_soft, by_hard, first, first_column, ignore_index, LOG2_E / temperature,
-        1.0 if divergence == "cosine" else share, beta, 1.0 - beta, student_softcap, teacher_softcap,
-        *_kind(divergence), beta == 0.5, step_of(by_soft), step_of(by_hard), block,
+        kernel, (min(dstudents.shape[0] * blocks(columns, block), MOST_BLOCKS),), dstudents, students, teachers,
+        student_bias, teacher_bias, statistics, given.labels, by_soft, by_hard, first, first_column, options.ignore_index,
+        LOG2_E / options.temperature, 1.0 if divergence == "cosine" else share, beta, 1.0 - beta,
+        options.student_softcap, options.teacher_softcap, *_kind(divergence), beta == 0.5,
+        step_of(by_soft), step_of(by_hard), block,
     )  # fmt: skip
 
 
@@ -431,8 +411,7 @@ def _launch_total(total: Tensor, losses: Tensor, divisor: Tensor | None) -> None
 
 class _Kernels(DistillationKernels):
     def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
-        *tensors, options = given
-        _launch_rows(*results, student.memory, teacher.memory, student.columns, *tensors, first, *options[:-1])
+        _launch_rows(results, student, teacher, given, first)
 
     def gradient(
         self,
@@ -445,11 +424,7 @@ class _Kernels(DistillationKernels):
         first: int,
         first_column: int,
     ) -> None:
-        *tensors, options = given
-        _launch_gradient(
-            dstudent.memory, None if student is None else student.memory, teacher.memory, dstudent.columns, statistics,
-            *tensors, *incoming, first, first_column, *options[:-1],
-        )  # fmt: skip
+        _launch_gradient(dstudent, student, teacher, given, statistics, incoming, first, first_column)
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         if labels is None:

@@ -185,83 +185,52 @@ def _gradient(
             ct.store(dlogits, (local, tile), ct.zeros((1, BLOCK), dlogits.dtype))
 
 
-@opaque(writes=("lse", "picked", "entropy", "total", "log_sum_squares", "best", "best_index", "kept"))
-def _launch_rows(
-    lse: Tensor,
-    picked: Tensor,
-    entropy: Tensor | None,
-    total: Tensor | None,
-    log_sum_squares: Tensor | None,
-    best: Tensor | None,
-    best_index: Tensor | None,
-    kept: Tensor | None,
-    logits: Tensor,
-    columns: int,
-    bias: Tensor | None,
-    target: Tensor,
-    weight: Tensor | None,
-    first_row: int,
-    first_id: int,
-    ignore_index: int,
-    softcap: float | None,
-    temperature: float | None,
-    inverse: float | None,
-) -> None:
-    logits, target = as_rows(Logits(logits, columns).tensor()), as_rows(target)
-    for begin in range(0, logits.shape[0], MOST_BLOCKS):
-        some = logits[begin : begin + MOST_BLOCKS]
+@opaque(writes=("results",))
+def _launch_rows(results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
+    memory, columns, target, options = as_rows(logits.tensor()), logits.columns, as_rows(labels.target), labels.options
+    size = memory.element_size()
+    for begin in range(0, memory.shape[0], MOST_BLOCKS):
+        chunk = memory[begin : begin + MOST_BLOCKS]
         launch(
-            _rows, (some.shape[0],), lse, picked, entropy, total, log_sum_squares, best, best_index, kept, some, bias,
-            target, weight, columns, first_row + begin, first_id, ignore_index, softcap, temperature, inverse,
-            min(power_of_2(columns), ROWS_BYTES // logits.element_size()), 16 // logits.element_size(),
+            _rows, (chunk.shape[0],), *results, chunk, labels.bias, target, labels.weight, columns, first_row + begin,
+            *options, min(power_of_2(columns), ROWS_BYTES // size), 16 // size,
             min(power_of_2(target.shape[1], 1), MOST_TARGETS),
         )  # fmt: skip
 
 
 @opaque(writes=("dlogits",))
 def _launch_gradient(
-    dlogits: Tensor,
-    logits: Tensor | None,
-    columns: int,
-    bias: Tensor | None,
-    target: Tensor,
-    weight: Tensor | None,
+    dlogits: Logits,
+    logits: Logits | None,
+    labels: Labels,
     kept: Tensor,
-    dlse: Tensor | None,
-    dpicked: Tensor | None,
-    dentropy: Tensor | None,
-    dtotal: Tensor | None,
+    incoming: Incoming,
     first_row: int,
     first_column: int,
-    first_id: int,
-    ignore_index: int,
-    softcap: float | None,
-    inverse: float | None,
 ) -> None:
-    n, dlogits = dlogits.shape[0], Logits(dlogits, columns).tensor()
-    block = min(power_of_2(columns), GRADIENT_BLOCK)
+    dx, columns, target, options = dlogits.tensor(), dlogits.columns, as_rows(labels.target), labels.options
+    n, block = dx.shape[0], min(power_of_2(columns), GRADIENT_BLOCK)
     # If rows are few, one block per row would be too few blocks.
-    wanted = 2 * GRADIENT_OCCUPANCY * sm_count(dlogits.device)
+    wanted = 2 * GRADIENT_OCCUPANCY * sm_count(dx.device)
     parts = min(blocks(columns, block), blocks(wanted, n))
     of_columns = slice(first_column, first_column + columns)
-    bias, weight = (None if x is None else x[of_columns] for x in (bias, weight))
-    logits = None if logits is None else Logits(logits, columns).tensor()
-    logits, target, dpicked = (None if x is None else as_rows(x) for x in (logits, target, dpicked))
-    assert target is not None
+    bias, weight = (None if x is None else x[of_columns] for x in (labels.bias, labels.weight))
+    x = None if logits is None else as_rows(logits.tensor())
+    dlse, dpicked, dentropy, dtotal = incoming
+    dpicked = None if dpicked is None else as_rows(dpicked)
     most = MOST_BLOCKS // parts
     for begin in range(0, n, most):
-        some = slice(begin, min(begin + most, n))
+        chunk = slice(begin, min(begin + most, n))
         launch(
-            _gradient, ((some.stop - begin) * parts,), dlogits[some], None if logits is None else logits[some], bias,
-            target, weight, kept, dlse, dpicked, dentropy, dtotal, first_row + begin, first_column, parts, first_id,
-            ignore_index, softcap, inverse, target.shape[1] > 1, block,
+            _gradient, ((chunk.stop - begin) * parts,), dx[chunk], None if x is None else x[chunk], bias, target, weight,
+            kept, dlse, dpicked, dentropy, dtotal, first_row + begin, first_column, parts, options.first,
+            options.ignore_index, options.softcap, options.inverse, target.shape[1] > 1, block,
         )  # fmt: skip
 
 
 class _Kernels(StatisticsKernels):
     def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
-        target, weight, bias, options = labels
-        _launch_rows(*results, *logits, bias, target, weight, first_row, *options)
+        _launch_rows(results, logits, labels, first_row)
 
     def gradient(
         self,
@@ -273,11 +242,7 @@ class _Kernels(StatisticsKernels):
         first_row: int,
         first_column: int,
     ) -> None:
-        target, weight, bias, (first_id, ignore_index, softcap, _, inverse) = labels
-        _launch_gradient(
-            dlogits.memory, None if logits is None else logits.memory, dlogits.columns, bias, target, weight, kept,
-            *incoming, first_row, first_column, first_id, ignore_index, softcap, inverse,
-        )  # fmt: skip
+        _launch_gradient(dlogits, logits, labels, kept, incoming, first_row, first_column)
 
 
 KERNELS = _Kernels()

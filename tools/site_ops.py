@@ -18,7 +18,8 @@ LANGUAGES = {"Triton": "liger-triton", "cuTile": "liger-cutile", "triton-ascend"
 
 # Who calls ops, by file: what a reader knows it as. A file that is not here is known by its package.
 CALLERS = {
-    "liger_transformers/leaves.py": "[`liger_transformers.apply`](../packages/liger-transformers.md): norms and activations",
+    "liger_transformers/norms.py": "[`liger_transformers.apply`](../packages/liger-transformers.md): norms",
+    "liger_transformers/activations.py": "[`liger_transformers.apply`](../packages/liger-transformers.md): activations",
     "liger_transformers/rotary.py": "[`liger_transformers.apply`](../packages/liger-transformers.md): rotary functions",
     "liger_transformers/experts.py": "[`liger_transformers.apply(model, experts=True)`](../packages/liger-transformers.md)",
     "liger_transformers/logits.py": "[`liger_transformers.apply`](../packages/liger-transformers.md): the loss",

@@ -1,4 +1,4 @@
-"""What `apply` swaps, leaves and reports, and how a swapped model is copied, stored, generated from and restored."""
+"""Modules that `apply` swaps, leaves and reports, and a swapped model that is copied, stored, generated from and restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers.activations import ReLUSquaredActivation
 
 import liger_transformers
 from liger_core import dispatch
-from liger_transformers import leaves, rotary
+from liger_transformers import norms, rotary
 from liger_transformers.swap import swapped_for
 
 
@@ -58,7 +58,7 @@ def test_kinds(kind: str, op: str, calls: Counter[str]) -> None:
 
 
 def test_swaps_are_proved_under_a_demand_that_a_cpu_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for proof in (leaves._norm_class, rotary._rotary_class):
+    for proof in (norms._norm_class, rotary._rotary_class):
         proof.cache_clear()
     monkeypatch.setattr(dispatch.state, "demand", "acme")
     assert liger_transformers.apply(build("llama")).ops.keys() >= {"rms_norm", "rope", "swiglu"}

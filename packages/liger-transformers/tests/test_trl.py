@@ -21,7 +21,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import liger_transformers
 from liger_transformers.logits import Logits
-from liger_transformers.logprobs import LogSoftmax, Softmax, Surprise
+from liger_transformers.logprobs import EntropyTerm, LogSoftmax, Softmax
 from liger_transformers.swap import swapped_for
 
 SLOW = pytest.mark.slow
@@ -41,7 +41,7 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, counted)
 
-    for cls in (Logits, LogSoftmax, Softmax, Surprise):
+    for cls in (Logits, LogSoftmax, Softmax, EntropyTerm):
         count(cls, "compute", "logits")
     count(nn.Linear, "forward", "logits", lambda self, x: self.out_features == trainers.VOCABULARY and x.shape[-2] > 1)
     count(trl_utils._ChunkedLogProbFunction, "apply", "TRL's op")
@@ -320,7 +320,7 @@ def test_lazy_is_refused_where_outputs_must_be_tensors(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trls_functions_of_owed_logits(name: str, dtype: torch.dtype, dense: Counter[str]) -> None:
+def test_trls_functions_of_deferred_logits(name: str, dtype: torch.dtype, dense: Counter[str]) -> None:
     plain, swapped, ids = build(name).to(dtype), build(name).to(dtype), batch()["input_ids"]
     liger_transformers.apply(swapped, lazy=True, rms_norm=False, rope=False, glu=False)
     found = []

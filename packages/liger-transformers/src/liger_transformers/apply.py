@@ -1,4 +1,4 @@
-"""Swap the leaves of one model for liger_core's ops, and undo it."""
+"""Swap the leaf modules of one model for liger_core's ops, and undo it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from transformers import PreTrainedModel
 
 import liger_core as liger
 from liger_core.checks import flag
-from liger_transformers import leaves
+from liger_transformers.activations import activations
 from liger_transformers.experts import experts as mixture_experts
 from liger_transformers.experts import gate as own_gate
 from liger_transformers.head import Lazy, head_of, swap_head
 from liger_transformers.lean import layer
 from liger_transformers.mlp import mlp as gated_mlp
+from liger_transformers.norms import norm
 from liger_transformers.rotary import OPS as ROTARY_OPS
 from liger_transformers.rotary import rotary
-from liger_transformers.swap import original_class, replaced_by, swapped_for
+from liger_transformers.swap import Swap, original_class, replaced_by, swapped_for
 
 log = logging.getLogger("liger_transformers")
 
 
 @dataclass
 class Report:
-    """What `apply` found in a model.
+    """A model's modules, as `apply` swapped or left them.
 
     Attributes:
         model: the model's class.
@@ -127,7 +128,7 @@ def apply(
     if (trl or lazy) and not loss:
         raise ValueError("liger_transformers.apply: trl and lazy take loss=True, since the head is what they are about")
     report = Report(type(_pretrained(model) or model).__name__)
-    wanted = {
+    enabled = {
         "rms_norm": rms_norm,
         "layer_norm": layer_norm,
         **dict.fromkeys(ROTARY_OPS, rope),
@@ -140,22 +141,22 @@ def apply(
     }
     for module in list(model.modules()):
         if rms_norm or layer_norm:
-            _become(module, leaves.norm(module), wanted, report)
+            _become(module, norm(module), enabled, report)
         if lean:
-            _become(module, layer(module), wanted, report)
+            _become(module, layer(module), enabled, report)
         if rope:
-            _become(module, rotary(module), wanted, report)
+            _become(module, rotary(module), enabled, report)
         if mlp:
-            _become(module, gated_mlp(module), wanted, report)
-        _become(module, mixture_experts(module), wanted, report)
+            _become(module, gated_mlp(module), enabled, report)
+        _become(module, mixture_experts(module), enabled, report)
         gates = glu and "fused_moe" not in (swapped_for(module) or "")
         if gates:
-            _become(module, own_gate(module), wanted, report, f"{type(module).__name__}._apply_gate")
-        for name, child, found in leaves.activations(module) if gates else ():
-            if isinstance(found, type) and found is not type(child):
+            _become(module, own_gate(module), enabled, report, f"{type(module).__name__}._apply_gate")
+        for name, child, swap in activations(module) if gates else ():
+            if isinstance(swap, type) and swap is not type(child):
                 child = copy.copy(child)  # some models share one activation between modules
                 module._modules[name] = child
-            _become(child, found, wanted, report, f"{type(module).__name__}.{name}")
+            _become(child, swap, enabled, report, f"{type(module).__name__}.{name}")
     if loss and (pretrained := _pretrained(model)) is not None:
         linears, why = head_of(pretrained, trl, lazy)
         for name in linears or ("head",):
@@ -190,16 +191,17 @@ def _pretrained(model: nn.Module) -> PreTrainedModel | None:
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
 
 
-def _become(module: nn.Module, found: leaves.Found, wanted: dict[str, bool], report: Report, what: str = "") -> None:
-    if found is None:
+def _become(module: nn.Module, swap: Swap, enabled: dict[str, bool], report: Report, what: str = "") -> None:
+    """Swap the module if every op of its swap is enabled, and report it."""
+    if swap is None:
         return
     what = what or type(module).__name__
-    if isinstance(found, str):
-        report.left[what, found] = report.left.get((what, found), 0) + 1
+    if isinstance(swap, str):
+        report.left[what, swap] = report.left.get((what, swap), 0) + 1
         return
-    op = cast("str", cast("Any", found).liger_op)
-    if all(wanted[name] for name in names(op)):
-        module.__class__ = found
+    op = cast("str", cast("Any", swap).liger_op)
+    if all(enabled[name] for name in names(op)):
+        module.__class__ = swap
         report.swapped[what, op] = report.swapped.get((what, op), 0) + 1
 
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from liger_transformers.apply import apply
-from liger_transformers.leaves import PROBE_ERRORS
+from liger_transformers.probe import PROBE_ERRORS
 
 AUTO = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModel)
 """The classes are tried in this order."""

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import liger_core as liger
-from liger_transformers.leaves import PROBE_ERRORS, Found, activation_op, is_activation, simple
-from liger_transformers.swap import has_own_forward, original_class, subclass, swapped_for
+from liger_transformers.activations import activation_op, is_activation
+from liger_transformers.probe import PROBE_ERRORS, plain_attributes, stand_in_for
+from liger_transformers.swap import Swap, has_own_forward, original_class, subclass, swapped_for
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_tanh"}
 """fused_moe's name of an activation, by the op of its gate."""
 
 
-def experts(module: nn.Module) -> Found:
+def experts(module: nn.Module) -> Swap:
     """The swap of a module with the parameters that transformers' experts interface reads, `gate_up_proj` and `down_proj`."""
     if "fused_moe" in (swapped_for(module) or ""):
         return type(module)
@@ -30,10 +31,10 @@ def experts(module: nn.Module) -> Found:
     if (why := has_own_forward(module)) is not None:
         return why
     if {*parameters} != {"gate_up_proj", "down_proj"}:
-        more = ", ".join(sorted({*parameters} - {"gate_up_proj", "down_proj"}))
-        return f"it has {more}; fused_moe takes gate_up_proj and down_proj"
-    ((name, act), *more) = (*module.named_children(), ("", module))
-    if len(more) != 1 or not is_activation(act):
+        others = ", ".join(sorted({*parameters} - {"gate_up_proj", "down_proj"}))
+        return f"it has {others}; fused_moe takes gate_up_proj and down_proj"
+    ((name, act), *others) = (*module.named_children(), ("", module))
+    if len(others) != 1 or not is_activation(act):
         return "it doesn't hold an activation alone"
     activation = ACTIVATIONS.get(activation_op(act) or "")
     if activation is None:
@@ -41,7 +42,7 @@ def experts(module: nn.Module) -> Found:
     transposed = bool(getattr(module, "is_transposed", False))
     count, rows, columns = parameters["gate_up_proj"].shape
     sizes = (count, rows, columns // 2) if transposed else (count, columns, rows // 2)
-    return _experts_class(original_class(type(module)), name, activation, transposed, sizes, simple(module))
+    return _experts_class(original_class(type(module)), name, activation, transposed, sizes, plain_attributes(module))
 
 
 @functools.cache
@@ -52,7 +53,7 @@ def _experts_class(
     transposed: bool,
     sizes: tuple[int, int, int],
     attributes: tuple[tuple[str, Any], ...],
-) -> Found:
+) -> Swap:
     forward = inspect.unwrap(cls.forward)
     if len(inspect.signature(forward).parameters) != 4:
         return "its forward takes other tensors than tokens, their experts and weights"
@@ -63,9 +64,7 @@ def _experts_class(
     count, hidden, width = (small[size] for size in sizes)
     small.setdefault(2 * sizes[2], 2 * width)
     numbers = {name: small.get(value, value) if type(value) is int else value for name, value in attributes}
-    stand_in = object.__new__(cls)
-    nn.Module.__init__(stand_in)
-    stand_in.__dict__.update(numbers)
+    stand_in = stand_in_for(cls, tuple(numbers.items()))
     stand_in._modules[act] = nn.SiLU() if activation == "silu" else nn.GELU(approximate="tanh")
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     gate_up, down = draw(count, 2 * width, hidden), draw(count, hidden, width)
@@ -116,50 +115,49 @@ def _swap(cls: type[nn.Module], activation: str, transposed: bool, limit: float 
         y = fused(self, *args, **kwargs)
         return cls.forward(self, *args, **kwargs) if y is None else y
 
-    new = subclass(cls, forward, f"fused_moe(activation={activation!r}{'' if limit is None else f', limit={limit:g}'})")
-    new.fused = staticmethod(fused)  # type: ignore[attr-defined]
-    return new
+    op = f"fused_moe(activation={activation!r}{'' if limit is None else f', limit={limit:g}'})"
+    swapped = subclass(cls, forward, op)
+    swapped.fused = staticmethod(fused)  # type: ignore[attr-defined]
+    return swapped
 
 
-def gate(module: nn.Module) -> Found:
+def gate(module: nn.Module) -> Swap:
     """The swap of experts whose gate is no module: `_apply_gate`, which transformers' experts interface calls.
 
     It gets both factors in one tensor. In gpt_oss they alternate, with the gate clamped from above and the other factor from
     both sides.
     """
     cls = original_class(type(module))
-    own = getattr(cls, "_apply_gate", None)
-    if own is None or module._modules or not callable(own):
+    apply_gate = getattr(cls, "_apply_gate", None)
+    if apply_gate is None or module._modules or not callable(apply_gate):
         return None
-    numbers = {value for _, value in simple(module) if type(value) is float and value > 0}
-    return _gate_class(cls, own, tuple(sorted(numbers)), simple(module))
+    numbers = {value for _, value in plain_attributes(module) if type(value) is float and value > 0}
+    return _gate_class(cls, apply_gate, tuple(sorted(numbers)), plain_attributes(module))
 
 
 @functools.cache
 def _gate_class(
     cls: type[nn.Module],
-    own: Callable[[nn.Module, Tensor], Tensor],
+    apply_gate: Callable[[nn.Module, Tensor], Tensor],
     numbers: tuple[float, ...],
     attributes: tuple[tuple[str, Any], ...],
-) -> Found:
-    stand_in = object.__new__(cls)
-    nn.Module.__init__(stand_in)
-    stand_in.__dict__.update(attributes)
+) -> Swap:
+    stand_in = stand_in_for(cls, attributes)
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     inputs = [draw(7, 24) * scale for scale in (0.3, 3.0, 30.0, 10 * max(numbers, default=1.0))]
     try:
         with torch.no_grad():
-            wanted = [own(stand_in, x) for x in inputs]
+            expected = [apply_gate(stand_in, x) for x in inputs]
     except PROBE_ERRORS as error:
         return f"its _apply_gate raises {type(error).__name__} on a tensor of both factors"
     for turns, limit, alpha, shift in itertools.product((False, True), (None, *numbers), (1.0, *numbers), (0.0, 1.0)):
         form = functools.partial(_gated, turns=turns, limit=limit, alpha=alpha, shift=shift)
-        if all(_close(want, form(x)) for want, x in zip(wanted, inputs, strict=True)):
-            words = {"turns": turns, "limit": limit, "alpha": None if alpha == 1 else alpha, "shift": shift}
-            given = ", ".join(f"{name}={value:g}" for name, value in words.items() if value)
-            new = subclass(cls, cls.forward, f"swiglu({given})" if given else "swiglu")
-            new._apply_gate = staticmethod(form)  # type: ignore[attr-defined]
-            return new
+        if all(_close(want, form(x)) for want, x in zip(expected, inputs, strict=True)):
+            options = {"turns": turns, "limit": limit, "alpha": None if alpha == 1 else alpha, "shift": shift}
+            described = ", ".join(f"{name}={value:g}" for name, value in options.items() if value)
+            swapped = subclass(cls, cls.forward, f"swiglu({described})" if described else "swiglu")
+            swapped._apply_gate = staticmethod(form)  # type: ignore[attr-defined]
+            return swapped
     return "its _apply_gate is not swiglu"
 
 
@@ -195,11 +193,11 @@ def experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     Raises:
         ValueError: the module is another op; the message says why.
     """
-    found: Any = experts(self)
-    if not isinstance(found, type):
+    swap: Any = experts(self)
+    if not isinstance(swap, type):
         raise ValueError(
-            f"liger_transformers: {type(self).__name__} can't run fused_moe: {found or 'it has no gate_up_proj and down_proj'}; "
+            f"liger_transformers: {type(self).__name__} can't run fused_moe: {swap or 'it has no gate_up_proj and down_proj'}; "
             "model.set_experts_implementation('grouped_mm') is transformers' own"
         )
-    y: Tensor | None = cast("Any", found).fused(self, *args, **kwargs)
+    y: Tensor | None = cast("Any", swap).fused(self, *args, **kwargs)
     return inspect.unwrap(original_class(type(self)).forward)(self, *args, **kwargs) if y is None else y

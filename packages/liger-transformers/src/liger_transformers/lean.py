@@ -1,4 +1,4 @@
-"""Layers that keep less for backward."""
+"""Layers that save less for backward."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import liger_core as liger
-from liger_transformers.leaves import Found
-from liger_transformers.swap import has_own_forward, subclass, swapped_for
+from liger_transformers.swap import Swap, has_own_forward, subclass, swapped_for
 
 
-def layer(module: nn.Module) -> Found:
+def layer(module: nn.Module) -> Swap:
     """The swap of a layer, which transformers checkpoints. Its forward runs in `liger_core.lean`, also in a checkpoint."""
     if not isinstance(module, GradientCheckpointingLayer):
         return None

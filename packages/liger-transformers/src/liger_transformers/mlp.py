@@ -13,10 +13,11 @@ from torch.nn.modules.module import _has_any_global_hook
 import liger_core as liger
 from liger_core import remade, tensors
 from liger_core.ops.gated_mlp import whole_memory
+from liger_transformers.activations import activation_op, is_activation, multiplies
+from liger_transformers.deferred import materialize
 from liger_transformers.experts import ACTIVATIONS
-from liger_transformers.leaves import PROBE_ERRORS, Found, activation_op, is_activation, multiplies, simple
-from liger_transformers.promise import settle
-from liger_transformers.swap import has_own_forward, original_class, subclass, swapped_for
+from liger_transformers.probe import PROBE_ERRORS, plain_attributes, stand_in_for
+from liger_transformers.swap import Swap, has_own_forward, original_class, subclass, swapped_for
 
 PARTS, SMALL = 3, 2**29
 """A call's memory budget is a part of what it takes at once, but so many bytes at least: small products are slow.
@@ -24,7 +25,7 @@ PARTS, SMALL = 3, 2**29
 A third is as little as other parts of a step take: docs/memory.md counts them."""
 
 
-def mlp(module: nn.Module) -> Found:
+def mlp(module: nn.Module) -> Swap:
     """The swap of a module of three linear layers and an activation."""
     if "gated_mlp" in (swapped_for(module) or ""):
         return type(module)
@@ -47,7 +48,7 @@ def mlp(module: nn.Module) -> Found:
     if activation is None:
         return "its activation is neither SiLU nor GELU's tanh approximation"
     act = name, original_class(type(children[name]))
-    return _mlp_class(original_class(type(module)), act, linears, activation, simple(module))
+    return _mlp_class(original_class(type(module)), act, linears, activation, plain_attributes(module))
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -83,11 +84,9 @@ def _mlp_class(
     linears: tuple[str, ...],
     activation: str,
     attributes: tuple[tuple[str, Any], ...],
-) -> Found:
+) -> Swap:
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    stand_in = object.__new__(cls)
-    nn.Module.__init__(stand_in)
-    stand_in.__dict__.update(attributes)
+    stand_in = stand_in_for(cls, attributes)
     stand_in._modules[act[0]] = nn.SiLU() if activation == "silu" else nn.GELU(approximate="tanh")
     x, gate_weight, up_weight, down_weight = draw(2, 3, 5), draw(7, 5), draw(7, 5), draw(6, 7)
     numbers = sorted({value for _, value in attributes if type(value) is float}) if activation == "silu" else []
@@ -98,7 +97,7 @@ def _mlp_class(
         try:
             with torch.no_grad():
                 want = cls.forward(stand_in, x)
-        except PROBE_ERRORS as error:  # of matrices that don't fit, in another order than the module's
+        except PROBE_ERRORS as error:  # the matrices don't fit in another order than the module's
             failed = failed or f"its forward raises {type(error).__name__} on a tensor"
             continue
         failed = "it is not gated_mlp"
@@ -134,7 +133,7 @@ def _swap(
         options |= {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
 
     def weights(self: nn.Module) -> list[Tensor] | None:
-        """Those of the products; None if the module has become another one since, as by PEFT."""
+        """The products' weights; None if the module has become another one since, as by PEFT."""
         child, linears = self._modules.get(act[0]), [cast("Any", self._modules.get(name)) for name in names]
         if child is None or original_class(type(child)) is not act[1] or _why_not_alone(child) is not None:
             return None
@@ -144,22 +143,22 @@ def _swap(
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and remade.checkpointed():
-            x, given = settle(args[0]), weights(self)
-            if given is not None and isinstance(x, Tensor) and _fit(x, given):
-                return liger.gated_mlp(x, *given, **options, memory_budget=memory_budget(x, given[0]))
+            x, matrices = materialize(args[0]), weights(self)
+            if matrices is not None and isinstance(x, Tensor) and _fit(x, matrices):
+                return liger.gated_mlp(x, *matrices, **options, memory_budget=memory_budget(x, matrices[0]))
         return cls.forward(self, *args, **kwargs)
 
-    words = ", ".join(["in checkpointing", *(f"{name}={value!r}" for name, value in options.items())])
-    return subclass(cls, functools.wraps(cls.forward)(forward), f"gated_mlp({words})")
+    described = ", ".join(["in checkpointing", *(f"{name}={value!r}" for name, value in options.items())])
+    return subclass(cls, functools.wraps(cls.forward)(forward), f"gated_mlp({described})")
 
 
 def _fit(x: Tensor, weights: list[Tensor]) -> bool:
-    """Whether the op takes these tensors as the linear layers would; weights that are divided among processes it doesn't."""
+    """Whether the op takes these tensors as the linear layers would. It takes no weights that are divided among processes."""
     if any(type(weight) not in (nn.Parameter, Tensor) for weight in weights):
         return False
-    same = {x.dtype, *(weight.dtype for weight in weights)}
-    halves = {torch.float32, torch.bfloat16, torch.float16}
-    return same <= halves and (len(same) == 1 or torch.is_autocast_enabled(x.device.type))
+    dtypes = {x.dtype, *(weight.dtype for weight in weights)}
+    supported = {torch.float32, torch.bfloat16, torch.float16}
+    return dtypes <= supported and (len(dtypes) == 1 or torch.is_autocast_enabled(x.device.type))
 
 
 def memory_budget(x: Tensor, gate_weight: Tensor) -> int | None:

@@ -13,24 +13,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import liger_core as liger
-from liger_transformers.leaves import PROBE_ERRORS, Found
-from liger_transformers.promise import settle
-from liger_transformers.swap import has_own_forward, subclass, swapped_for
+from liger_transformers.deferred import materialize
+from liger_transformers.probe import PROBE_ERRORS
+from liger_transformers.swap import Swap, has_own_forward, subclass, swapped_for
 
 Rotated = tuple[Tensor, Tensor]
 OPS = ("llama4_rope", "qwen2vl_mrope", "rope")
 
 
-def rotary(module: nn.Module) -> Found:
+def rotary(module: nn.Module) -> Swap:
     """The swap of a module whose forward calls a rotary function: the same code, with that one name bound to the op."""
     if (op := swapped_for(module)) is not None:
         return type(module) if "rope" in op else None
-    found = _rotary_class(type(module))
-    return has_own_forward(module) or found if found is not None else None
+    swap = _rotary_class(type(module))
+    return has_own_forward(module) or swap if swap is not None else None
 
 
 @functools.cache
-def _rotary_class(cls: type[nn.Module]) -> Found:
+def _rotary_class(cls: type[nn.Module]) -> Swap:
     forward = cls.forward
     inner = inspect.unwrap(forward)
     if not isinstance(inner, types.FunctionType):
@@ -39,22 +39,22 @@ def _rotary_class(cls: type[nn.Module]) -> Found:
     functions = {name: f for name, f in functions.items() if isinstance(f, types.FunctionType) and _parameters(f)}
     if not functions:
         return None
-    around = _decorators(forward)
-    if around is None:
+    decorators = _decorators(forward)
+    if decorators is None:
         return "its forward is decorated"
-    proved = {name: found for name, f in functions.items() if (found := _proved(f)).layouts}
+    proved = {name: proof for name, f in functions.items() if (proof := _proof(f)).layouts}
     if not proved:
         return f"{', '.join(functions)}: it is none of {', '.join(OPS)}"
-    space = {**inner.__globals__, **{name: _swap(functions[name], found) for name, found in proved.items()}}
+    namespace = {**inner.__globals__, **{name: _swap(functions[name], proof) for name, proof in proved.items()}}
     # If a function's globals have a `__name__`, Dynamo takes those of that module instead, and there the name has the original.
-    del space["__name__"]
-    bound = _copy(inner, space, inner.__closure__)
-    for decorator in reversed(around):
+    del namespace["__name__"]
+    bound = _copy(inner, namespace, inner.__closure__)
+    for decorator in reversed(decorators):
         cells = [types.CellType(bound) if _holds(cell, decorator) else cell for cell in decorator.__closure__ or ()]
-        again = _copy(decorator, decorator.__globals__, tuple(cells))
-        again.__wrapped__ = bound  # type: ignore[attr-defined]
-        bound = again
-    ops = {layout.name for found in proved.values() for layout in found.layouts.values()}
+        wrapper = _copy(decorator, decorator.__globals__, tuple(cells))
+        wrapper.__wrapped__ = bound  # type: ignore[attr-defined]
+        bound = wrapper
+    ops = {layout.name for proof in proved.values() for layout in proof.layouts.values()}
     return subclass(cls, bound, ", ".join(sorted(ops)))
 
 
@@ -64,7 +64,7 @@ def _decorators(forward: Any) -> list[types.FunctionType] | None:
     Such a decorator renames arguments, and its closure holds the function that it calls. So the same decorator goes around the
     copy of the forward.
     """
-    around: list[types.FunctionType] = []
+    decorators: list[types.FunctionType] = []
     while (inner := getattr(forward, "__wrapped__", None)) is not None:
         if (
             not isinstance(forward, types.FunctionType)
@@ -73,9 +73,9 @@ def _decorators(forward: Any) -> list[types.FunctionType] | None:
             return None
         if sum(_holds(cell, forward) for cell in forward.__closure__ or ()) != 1:
             return None
-        around.append(forward)
+        decorators.append(forward)
         forward = inner
-    return around
+    return decorators
 
 
 def _holds(cell: types.CellType, decorator: Any) -> bool:
@@ -84,10 +84,10 @@ def _holds(cell: types.CellType, decorator: Any) -> bool:
 
 
 def _copy(
-    function: types.FunctionType, space: dict[str, Any], closure: tuple[types.CellType, ...] | None
+    function: types.FunctionType, namespace: dict[str, Any], closure: tuple[types.CellType, ...] | None
 ) -> types.FunctionType:
     """The same code with other globals and another closure."""
-    copy = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, closure)
+    copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
     copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
     return copy
@@ -115,8 +115,8 @@ def _backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
 def _of_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
     """Neighbouring columns, rotated by the angles of the first half. Columns without an angle aren't rotated."""
     half = cos.shape[-1] // 2
-    more = (0, q.shape[-1] // 2 - half)
-    angles = F.pad(cos[0, :, :half], more, value=1.0), F.pad(sin[0, :, :half], more)
+    padding = (0, q.shape[-1] // 2 - half)
+    angles = F.pad(cos[0, :, :half], padding, value=1.0), F.pad(sin[0, :, :half], padding)
     return _of_complex_heads(q, k, torch.stack(angles, -1).unsqueeze(0))
 
 
@@ -174,15 +174,15 @@ LAYOUTS = (
 )
 
 
-class Proved(NamedTuple):
+class Proof(NamedTuple):
     """The layout for each shape of call, and whether a narrower q keeps its dtype with float32 angles."""
 
     layouts: dict[str, Layout]
-    keeps: bool
+    keeps_dtype: bool
 
 
 @functools.cache
-def _proved(function: Callable[..., Any]) -> Proved:
+def _proof(function: Callable[..., Any]) -> Proof:
     """The layouts in which the function is the op, found with random angles, all of them different."""
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     q, k = draw(2, 3, 5, 8), draw(2, 1, 5, 8)
@@ -195,7 +195,7 @@ def _proved(function: Callable[..., Any]) -> Proved:
         "complex heads": (q, k, torch.complex(draw(2, 5, 4), draw(2, 5, 4))),
     }
     layouts: dict[str, Layout] = {}
-    keeps = True
+    keeps_dtype = True
     for layout in LAYOUTS:
         q, k, *angles = trials[layout.trial]
         if layout.single:
@@ -210,8 +210,8 @@ def _proved(function: Callable[..., Any]) -> Proved:
         if len(results) == 2 and all(map(_close, results, layout.op(q, k, *angles))):
             layouts.update({shape: layout for shape in layout.shapes if shape not in layouts})
             narrow = function(q.bfloat16(), k.bfloat16(), *angles)
-            keeps = keeps and narrow[0].dtype == narrow[1].dtype == torch.bfloat16
-    return Proved(layouts, keeps)
+            keeps_dtype = keeps_dtype and narrow[0].dtype == narrow[1].dtype == torch.bfloat16
+    return Proof(layouts, keeps_dtype)
 
 
 def _close(got: Any, want: Tensor) -> bool:
@@ -247,18 +247,18 @@ def _shape(q: Tensor, k: Tensor, cos: Tensor, options: bool) -> str | None:
     return "whole" if columns == q.shape[3] else "part" if columns * 2 != q.shape[3] else "half"
 
 
-def _swap(original: Callable[..., Any], proved: Proved) -> Callable[..., Any]:
+def _swap(original: Callable[..., Any], proof: Proof) -> Callable[..., Any]:
     """The op in the layouts in which `original` was proved to be it; `original` in the others."""
 
     def op_of(q: Tensor, k: Tensor, cos: Tensor, sections: bool = False) -> Callable[..., Rotated] | None:
-        layout = proved.layouts.get(_shape(q, k, cos, sections) or "")
+        layout = proof.layouts.get(_shape(q, k, cos, sections) or "")
         if layout is None or (layout.single and cos.shape[0] != 1):
             return None
-        same = q.dtype == k.dtype == cos.dtype or proved.keeps or torch.is_autocast_enabled(q.device.type)
+        same = q.dtype == k.dtype == cos.dtype or proof.keeps_dtype or torch.is_autocast_enabled(q.device.type)
         return layout.op if same else None
 
     def apply_rotary(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        q, k = settle(q), settle(k)
+        q, k = materialize(q), materialize(k)
         usual = not args and (not kwargs or (len(kwargs) == 1 and kwargs.get("unsqueeze_dim") == 1))
         sections = len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple))
         turned = (usual or sections) and not (cos.requires_grad or sin.requires_grad)
@@ -266,7 +266,7 @@ def _swap(original: Callable[..., Any], proved: Proved) -> Callable[..., Any]:
         return original(q, k, cos, sin, *args, **kwargs) if op is None else op(q, k, cos, sin, *args)
 
     def apply_complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor, *args: Any, **kwargs: Any) -> Any:
-        xq, xk = settle(xq), settle(xk)
+        xq, xk = materialize(xq), materialize(xk)
         op = None if args or kwargs or freqs_cis.requires_grad else op_of(xq, xk, freqs_cis)
         return original(xq, xk, freqs_cis, *args, **kwargs) if op is None else op(xq, xk, freqs_cis)
 

@@ -1,4 +1,4 @@
-"""How one module gets another forward: its class becomes a subclass, which is made once and remembers what it replaced."""
+"""A module gets another forward: its class becomes a subclass, which is made once and remembers what it replaced."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 
 from torch import nn
 
+Swap = type[nn.Module] | str | None
+"""The class that a module may become, the reason why it stays unchanged, or None for a module of another kind."""
+
 
 def subclass(cls: type[nn.Module], forward: Callable[..., Any], op: str) -> type[nn.Module]:
     """A subclass of `cls` that differs in its forward, for a module's ``__class__``.
@@ -20,19 +23,19 @@ def subclass(cls: type[nn.Module], forward: Callable[..., Any], op: str) -> type
     Args:
         cls: the module's class.
         forward: the other forward.
-        op: what `swapped_for` returns: the op, with its options.
+        op: the op with its options, which `swapped_for` returns.
     """
 
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        twin = memo[id(self)] = self.__new__(type(self))
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+        clone = memo[id(self)] = self.__new__(type(self))
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # pickle compares the class that copyreg.__newobj__ gets with the instance's class. Here these differ.
         return copyreg._reconstructor, (original_class(type(self)), object, None), self.__dict__  # type: ignore[attr-defined]
 
-    space = {
+    namespace = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
@@ -41,7 +44,7 @@ def subclass(cls: type[nn.Module], forward: Callable[..., Any], op: str) -> type
         "forward": forward,
         "liger_op": op,
     }
-    return type(cls.__name__, (cls,), space)
+    return type(cls.__name__, (cls,), namespace)
 
 
 def swapped_for(module: nn.Module) -> str | None:
@@ -56,8 +59,8 @@ def original_class(cls: type[Any]) -> type[Any]:
     bases = tuple(map(original_class, cls.__bases__)) if hasattr(cls, "liger_op") else cls.__bases__
     if bases == cls.__bases__:
         return cls
-    space = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type(cls.__name__, bases, space)
+    namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, bases, namespace)
 
 
 def replaced_by(method: Any, module: nn.Module) -> Callable[..., Any] | None:
@@ -70,5 +73,5 @@ def has_own_forward(module: nn.Module) -> str | None:
     """Why a swap would have no effect on this module: its forward is an attribute of the instance. None if it isn't."""
     if "forward" not in vars(module):
         return None
-    place = getattr(vars(module)["forward"], "__module__", None)
-    return f"its forward is bound to the instance{f', by {place}' if place else ''}; apply before that"
+    binder = getattr(vars(module)["forward"], "__module__", None)
+    return f"its forward is bound to the instance{f', by {binder}' if binder else ''}; apply before that"

@@ -1,4 +1,4 @@
-"""TRL's fused head, answered from what the model's own forward owes.
+"""TRL's fused head, served by the deferred logits of the model's own forward.
 
 TRL's trainers bind a forward to the model (`add_fused_lm_head`). It runs the backbone, reads the head's weight and returns
 log-probabilities of the labels. It takes scales and softcaps from names in the configuration, and ignores what else the model's
@@ -24,14 +24,14 @@ from torch import Tensor, nn
 import liger_core as liger
 from liger_core.contract import compiling
 from liger_transformers import logprobs
+from liger_transformers.deferred import materialize
 from liger_transformers.logits import Logits
-from liger_transformers.promise import Promise
 
 CLOSED_OVER = ("original_forward", "text_config", "temperature", "cast_lm_head_to_fp32", "outputs")
 """Variables of TRL's forward that are its options."""
 
 FIELDS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-"""What TRL may request besides log_probs."""
+"""Outputs that TRL may request besides log_probs."""
 
 
 class FusedHead(NamedTuple):
@@ -46,14 +46,14 @@ class FusedHead(NamedTuple):
     result: Callable[..., Any]
 
     def served(
-        self, model: nn.Module, original: Callable[..., Any], owing: Callable[[], AbstractContextManager[None]]
+        self, model: nn.Module, original: Callable[..., Any], deferring: Callable[[], AbstractContextManager[None]]
     ) -> types.MethodType:
         """A method for the model that does what TRL's does.
 
         Args:
             model: the model.
             original: its class's own forward.
-            owing: a context in which heads owe their logits.
+            deferring: a context in which heads defer their logits.
         """
 
         @functools.wraps(self.forward)
@@ -67,27 +67,27 @@ class FusedHead(NamedTuple):
             **kwargs: Any,
         ) -> Any:
             if not fused_lm_head:
-                more = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-                given = {name: value for name, value in more.items() if value is not None}
-                return self._otherwise(module, original)(*args, **kwargs, **given)
-            with owing():
+                labelling = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+                labelling = {name: value for name, value in labelling.items() if value is not None}
+                return self._unfused(module, original)(*args, **kwargs, **labelling)
+            with deferring():
                 output = original(module, *args, **{**kwargs, "use_cache": False, "return_dict": True})
-            return self._answer(output, labels, shift_labels, num_items_in_batch)
+            return self._output(output, labels, shift_labels, num_items_in_batch)
 
         forward.liger_replaces = self.forward  # type: ignore[attr-defined]
         return types.MethodType(forward, model)
 
-    def _otherwise(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _unfused(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         """The forward that TRL replaced, for this module.
 
         If a model is copied, the copy still has the first model's variables in TRL's closure.
         """
-        found = getattr(self.original_forward, "__func__", None)
-        if found is None:
+        function = getattr(self.original_forward, "__func__", None)
+        if function is None:
             return self.original_forward
-        return types.MethodType(type(module).forward if found is original else found, module)
+        return types.MethodType(type(module).forward if function is original else function, module)
 
-    def _answer(self, output: Any, labels: Tensor | None, shift_labels: Tensor | None, items: Any) -> Any:
+    def _output(self, output: Any, labels: Tensor | None, shift_labels: Tensor | None, items: Any) -> Any:
         z = output.logits
         if shift_labels is None:
             if labels is None:
@@ -101,21 +101,21 @@ class FusedHead(NamedTuple):
             z, target = z.reshape(-1, z.shape[-1]), shift_labels.reshape(-1)
         if self.temperature != 1.0:
             z = torch.div(z, self.temperature)
-        found = [self._spread(values, mask) for values in _fields(z, target, self.outputs)]
-        log_probs = found[0]
+        values = [self._spread(of_rows, mask) for of_rows in _fields(z, target, self.outputs)]
+        log_probs = values[0]
         assert log_probs is not None
         loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
         aux_loss = output.get("aux_loss")
         if aux_loss is not None:
             loss = loss + getattr(self.text_config, "router_aux_loss_coef", 0.0) * aux_loss
-        fields = dict(zip(("log_probs", *FIELDS), found, strict=True))
+        fields = dict(zip(("log_probs", *FIELDS), values, strict=True))
         return self.result(loss=loss, **fields, label_mask=mask, aux_loss=aux_loss)
 
     def _spread(self, values: Tensor | None, mask: Tensor) -> Tensor | None:
         """Values of the rows that count at their places, 0 elsewhere."""
         if values is None or compiling():
             return None if values is None else values.view(mask.shape)
-        # It depends on the values even if there are none, so that backward has something to run through.
+        # The result depends on the values even if there are none, so that backward has something to run through.
         return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
@@ -123,24 +123,23 @@ IGNORED = -100
 
 
 def _fields(z: Any, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor | None, ...]:
-    """log_probs and FIELDS of rows of logits, whether owed or made."""
-    wanted: dict[str, Any] = {
+    """log_probs and FIELDS of rows of logits, deferred or computed."""
+    returns: dict[str, Any] = {
         "return_entropy": "entropy" in outputs,
         "return_total": "mean_logits" in outputs,
         "return_log_sum_squares": "log_sum_sq_probs" in outputs,
         "return_best": "is_top1" in outputs,
     }
-    if isinstance(z, Logits) and not z.settled:
-        found = logprobs.statistics(z, target, ignore_index=IGNORED, **wanted)
+    if isinstance(z, Logits) and not z.materialized:
+        statistics = logprobs.statistics(z, target, ignore_index=IGNORED, **returns)
     else:
-        made = z.tensor() if isinstance(z, Promise) else z
-        found = liger.logit_statistics(made, target, ignore_index=IGNORED, **wanted)
+        statistics = liger.logit_statistics(materialize(z), target, ignore_index=IGNORED, **returns)
     return (
-        found.picked - found.lse,
-        found.entropy,
-        found.log_sum_squares,
-        None if found.total is None else found.total.detach() / z.shape[-1],
-        None if found.best_index is None else found.best_index == target,
+        statistics.picked - statistics.lse,
+        statistics.entropy,
+        statistics.log_sum_squares,
+        None if statistics.total is None else statistics.total.detach() / z.shape[-1],
+        None if statistics.best_index is None else statistics.best_index == target,
     )
 
 

@@ -1,4 +1,4 @@
-"""Whatever is done to a promise gives what the same does to the tensor that it stands for, gradients included."""
+"""A function of a deferred tensor gives the result and gradients that the same function of the tensor itself gives."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_transformers.head import _head_class
-from liger_transformers.leaves import GATED, Gate
+from liger_transformers.activations import GATED, Gate
+from liger_transformers.deferred import DeferredTensor, materialize
+from liger_transformers.head import head_class
 from liger_transformers.logits import Logits
-from liger_transformers.promise import Promise, settle
 
 B, S, H, V = 2, 3, 4, 5
 LABELS = torch.tensor([1, -100, 4, 0, 2, 2])
@@ -26,7 +26,7 @@ LABELS = torch.tensor([1, -100, 4, 0, 2, 2])
 def head(bias: bool = True, seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
     linear = nn.Linear(H, V, bias=bias, dtype=torch.float64)
-    linear.__class__ = _head_class(nn.Linear)
+    linear.__class__ = head_class(nn.Linear)
     return linear
 
 
@@ -146,7 +146,7 @@ steps = st.lists(
 
 
 def play(program: list[Step], values: list[Any]) -> str | None:
-    """Run the program's steps, each on values made before; returns the type of what one of them raises."""
+    """Run the program's steps, each on earlier values; returns the type of the error that one of them raises."""
     for name, i, j in program:
         a, b = values[-1 - i % len(values)], values[-1 - j % len(values)]
         try:
@@ -158,7 +158,7 @@ def play(program: list[Step], values: list[Any]) -> str | None:
 
 def losses(values: list[Any]) -> list[Tensor]:
     """A number of every value that weighs its entries differently, and cross-entropies where there are rows of logits."""
-    found = []
+    numbers = []
     for value in values:
         if value.ndim == 2 and value.shape[1] == V and 0 < value.shape[0] <= len(LABELS):
             labels = LABELS[: value.shape[0]]
@@ -175,10 +175,10 @@ def losses(values: list[Any]) -> list[Tensor]:
                 ):
                     options = {"ignore_index": -100, **options}
                     ids = torch.where(labels == -100, options["ignore_index"], labels)
-                    found.append(F.cross_entropy(value, ids, **options).sum())
-        tensor = settle(value)
-        found.append((tensor * torch.arange(1.0, tensor.numel() + 1, dtype=tensor.dtype).view(tensor.shape)).sum())
-    return found
+                    numbers.append(F.cross_entropy(value, ids, **options).sum())
+        tensor = materialize(value)
+        numbers.append((tensor * torch.arange(1.0, tensor.numel() + 1, dtype=tensor.dtype).view(tensor.shape)).sum())
+    return numbers
 
 
 @given(steps, st.booleans(), st.booleans())
@@ -201,29 +201,29 @@ def losses(values: list[Any]) -> list[Tensor]:
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_programs(program: list[Step], two: bool, bias: bool) -> None:
     results: list[Any] = []
-    for promised in (False, True):
+    for deferred in (False, True):
         one, other = head(bias), head(bias, seed=1)
         torch.manual_seed(2)
         x, y = (torch.randn(B, S, H, dtype=torch.float64, requires_grad=True) for _ in range(2))
         values = (
             [Logits.of(x, one), Logits.of(y, other)]
-            if promised
+            if deferred
             else [F.linear(x, one.weight, one.bias), F.linear(y, other.weight, other.bias)]
         )
         values = values[: 1 + two]
         error = play(program, values)
         parameters = [x, y, *one.parameters(), *other.parameters()]
         try:
-            found = losses(values)
+            numbers = losses(values)
         except RuntimeError:
-            assert not promised or results[0] is None
+            assert not deferred or results[0] is None
             results.append(None)  # one of several views that a function returned was written to
             continue
         try:
-            gradients = torch.autograd.grad(sum(found), parameters, allow_unused=True)
+            gradients = torch.autograd.grad(sum(numbers), parameters, allow_unused=True)
         except RuntimeError:
             gradients = None  # something that backward needs was written to, or nothing requires a gradient
-        results.append((error, [f.detach() for f in found], gradients))
+        results.append((error, [number.detach() for number in numbers], gradients))
     if results[0] is None:
         return
     (error, plain, plain_gradients), (our_error, ours, our_gradients) = results
@@ -241,7 +241,7 @@ def test_programs(program: list[Step], two: bool, bias: bool) -> None:
 
 
 def test_written_or_set_attributes_are_not_lost() -> None:
-    """What Python would store on the promise and torch on the tensor is an error, not silence."""
+    """An attribute that Python would store on the object and torch on the tensor is an error, not silence."""
     x = torch.randn(B, S, H, dtype=torch.float64)
     z = Logits.of(x, head())
     with pytest.raises(AttributeError):
@@ -264,7 +264,7 @@ def test_dtypes_follow_the_logits() -> None:
     z = Logits.of(torch.randn(B, S, H).bfloat16(), linear)
     labels = LABELS.clone()
     assert z.dtype == z.contiguous().dtype == z.to(torch.bfloat16).dtype == torch.bfloat16
-    assert isinstance(z.float(), Promise)
+    assert isinstance(z.float(), DeferredTensor)
     assert z.float().dtype == z.to(torch.float32).dtype == z.float().tensor().dtype == torch.float32
     assert F.cross_entropy(z.view(-1, V), labels).dtype == torch.bfloat16
     assert F.cross_entropy(z.float().view(-1, V), labels).dtype == torch.float32
@@ -290,11 +290,11 @@ def test_autocast_is_that_of_the_head(calls: Counter[str]) -> None:
 def test_gate_becomes_the_op(op: str, multiply: Callable[[Any, Tensor], Tensor], calls: Counter[str]) -> None:
     act, function = GATED[op]
     gate, up = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
-    promise = Gate(gate, act, function)
-    assert promise.shape == gate.shape
+    deferred = Gate(gate, act, function)
+    assert deferred.shape == gate.shape
     want = act(gate) * up
     calls.clear()
-    torch.testing.assert_close(multiply(promise, up), want)
+    torch.testing.assert_close(multiply(deferred, up), want)
     assert calls == {op: 1}
 
 
@@ -323,12 +323,12 @@ def test_gate_that_meets_something_else(use: Callable[[Any], Any], calls: Counte
 def test_gate_made_without_gradient_has_none(calls: Counter[str]) -> None:
     gate, up = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
     with torch.no_grad():
-        promise = Gate(gate, *GATED["swiglu"])
-    assert not (promise * up).requires_grad
+        deferred = Gate(gate, *GATED["swiglu"])
+    assert not (deferred * up).requires_grad
 
 
-def test_a_copied_head_still_owes(calls: Counter[str]) -> None:
-    """PEFT copies heads; what tells a head to owe its logits is no attribute of it."""
+def test_a_copied_head_still_defers(calls: Counter[str]) -> None:
+    """PEFT copies heads; the switch that makes a head defer its logits is no attribute of it."""
     from tiny_models import batch, build
 
     import liger_transformers

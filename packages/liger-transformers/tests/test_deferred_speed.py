@@ -1,4 +1,4 @@
-"""What a promise costs beside the op that it becomes: pytest packages/liger-transformers -k speed -n 0 --benchmark-enable."""
+"""Time of a deferred tensor beside its op: pytest packages/liger-transformers -k speed -n 0 --benchmark-enable."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_transformers.head import _head_class
-from liger_transformers.leaves import Gate
+from liger_transformers.activations import Gate
+from liger_transformers.head import head_class
 from liger_transformers.logits import Logits
 
 MOST = 2e-6
-"""Seconds of a promise, where they are measured."""
+"""Seconds of a deferred tensor, where they are measured."""
 
 MOST_CALLS = 18
-"""Calls of functions, Python's and C's, by which no run depends on its machine: what a promise takes is mostly these."""
+"""Calls of functions, Python's and C's, which take most of the time and are the same on every machine."""
 
 
 def check(benchmark: Any, make: Callable[[], Any]) -> Any:
-    """What `make` returns, which takes no longer than a promise may."""
-    made = benchmark(make)
+    """The result of `make`, which takes no longer than a deferred tensor may."""
+    result = benchmark(make)
     assert benchmark.disabled or benchmark.stats.stats.min < MOST
     calls = 0
 
@@ -39,11 +39,11 @@ def check(benchmark: Any, make: Callable[[], Any]) -> Any:
     finally:
         sys.setprofile(before)
     assert calls <= MOST_CALLS
-    return made
+    return result
 
 
 def test_speed_of_a_gate(benchmark: Any) -> None:
-    """One promise: made, and multiplied by an op that does nothing."""
+    """One deferred tensor: made, and multiplied by an op that does nothing."""
     gate, up = torch.randn(2, 3), torch.randn(2, 3)
 
     def op(gate: Tensor, up: Tensor) -> Tensor:
@@ -59,21 +59,21 @@ def logits() -> Logits:
 
 def head() -> nn.Module:
     head = nn.Linear(4, 5)
-    head.__class__ = _head_class(nn.Linear)
+    head.__class__ = head_class(nn.Linear)
     return head
 
 
 def test_speed_of_logits(benchmark: Any) -> None:
-    """One promise: what the head owes."""
+    """One deferred tensor: the logits of a head."""
     linear, x = head(), torch.randn(2, 3, 4)
     assert isinstance(check(benchmark, lambda: Logits.of(x, linear)), Logits)
 
 
 def test_speed_of_scaled_logits(benchmark: Any, logits: Logits) -> None:
-    """One promise of another one."""
+    """One deferred tensor of another one."""
     assert isinstance(check(benchmark, lambda: logits * 2.0), Logits)
 
 
 def test_speed_of_widened_logits(benchmark: Any, logits: Logits) -> None:
-    """`float`, which changes nothing here, by the way that most functions take."""
+    """`float`, which changes nothing here, as an example of most functions."""
     assert check(benchmark, lambda: logits.float()) is logits

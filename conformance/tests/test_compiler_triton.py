@@ -134,6 +134,41 @@ def test_any_spills(site: Path, run_suite: Suite) -> None:
     assert any(kernel["spills"] for kernel in report["kernels"] if kernel["kernel"] == "geglu._row")
 
 
+def test_results_of_a_file(site: Path, run_suite: Suite, tmp_path: Path) -> None:
+    """They are judged anew in each run; one that is compared has to agree; a changed kernel and a wrong one are compiled."""
+    file, package = tmp_path / "bent.txt", site / "liger_bent"
+    ops = [f"--op={op}" for op in ("softmax", "geglu", "embedding")]
+    asked = ("--impl=bent", "--compile=sm_120", *ops, f"--results={file}", "-k", "test_compiled and -large-")
+
+    def failed(*options: str) -> set[str]:
+        done = run_suite(site, *asked, *options)
+        return set(re.findall(r"^FAILED \S+\[(\w+)-bent-", done.stdout, re.M))
+
+    wrong = failed("--write-results")
+    assert wrong == {"geglu", "embedding"}
+    text = file.read_text("utf-8")
+    assert failed("--check-results=1") == failed() == failed("-n2") == wrong
+    softmax = re.compile(r"^(\w+ softmax\._row \w+ \[)(\d+),(\d+),", re.M)
+    file.write_text(softmax.sub(r"\g<1>255,400,", text), "utf-8")
+    assert failed() == wrong | {"softmax"}  # it spills
+    file.write_text(softmax.sub(r"\g<1>9,\3,", text), "utf-8")
+    assert failed() == wrong
+    assert failed("--check-results=1") == wrong | {"softmax"}
+    assert failed("--check-results=1", "--write-results", "-n2") == wrong
+    assert file.read_text("utf-8") == text
+    kernel = package / "ops" / "softmax.py"
+    right = kernel.read_text("utf-8")
+    kernel.write_text(f"# Lines move.\n{right}", "utf-8")
+    failed("--write-results")
+    assert file.read_text("utf-8") == text
+    kernel.write_text(right.replace("x, columns, BLOCK)\n\n", "x, columns + 1, BLOCK)\n\n"), "utf-8")
+    try:
+        failed("--write-results")
+    finally:
+        kernel.write_text(right, "utf-8")
+    assert len(file.read_text("utf-8").splitlines()) > len(text.splitlines())
+
+
 @pytest.mark.parametrize(
     ("key", "reason", "says"),
     [
@@ -163,6 +198,13 @@ def test_declarations_are_checked(
             "--compile: no chip sm_91; it takes gfx942, sm_100, sm_120, sm_80, sm_90",
         ),
         (["--impl=bent", "--any-spills"], {}, "--any-spills is about what --compile finds: name the chips"),
+        (["--impl=bent", "--results=bent.txt"], {}, "--results are those of --compile: name the chips"),
+        (["--impl=bent", "--compile=sm_90", "--write-results"], {}, "--write-results takes a file: --results=FILE"),
+        (
+            ["--impl=bent", "--impl=triton", "--compile=sm_90", "--results=bent.txt"],
+            {},
+            "--results is a file of one language: --impl is one of bent, triton",
+        ),
         (["--impl=bent", "--compile=all", "--device=cuda"], {}, "--compile runs on no device: leave out --device"),
         (
             ["--impl=bent", "--compile=all"],

@@ -21,8 +21,9 @@ from platformdirs import user_cache_path
 import liger_core
 from liger_conformance import interpreters, reach, running
 from liger_conformance.case import QUICK, Case, cases_of
-from liger_conformance.compilers import compiler_of, cutile, executor_of
+from liger_conformance.compilers import compiler_of, cutile, executor_of, results
 from liger_conformance.compilers.host_code import compiled_cases
+from liger_conformance.compilers.results import Results
 from liger_conformance.known import AnySpills, KnownFailures, KnownSpills, KnownUnreached, Unclaimed, matches
 from liger_conformance.report import Report, classify
 from liger_conformance.running import Target
@@ -46,8 +47,9 @@ unclaimed_key = pytest.StashKey[Unclaimed]()
 report_key = pytest.StashKey[Report]()
 failed_key = pytest.StashKey[bool]()
 watch_key = pytest.StashKey[reach.Watch]()
+results_key = pytest.StashKey[Results]()
 part_key = pytest.StashKey[str]()
-"""Why what was run can't tell what the cases of a language reach: it is a part of them."""
+"""Why what was run can't tell what the cases of a language reach, or compile: it is a part of them."""
 
 
 CASES = (
@@ -96,6 +98,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--execute", action="store_true", help="with --compile: run what is compiled on the CPU, where that is possible"
     )
     group.addoption(
+        "--results",
+        metavar="FILE",
+        type=Path,
+        help="with --compile, of one language: a file of results of earlier runs; only launches that it lacks are compiled",
+    )
+    group.addoption(
+        "--check-results",
+        metavar="SHARE",
+        type=float,
+        help="with --results: this share of the launches that the file has is compiled too, and has to agree (default: 0)",
+    )
+    group.addoption(
+        "--write-results",
+        action="store_true",
+        help="with --results: write the file anew; of a chip whose cases all ran, lines that no launch used leave it",
+    )
+    group.addoption(
         "--any-spills",
         action="store_true",
         help="with --compile, for a compiler that the kernels weren't tuned for: report registers that are kept in memory "
@@ -104,7 +123,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--random", type=int, metavar="N", help="instead of the cases, N random calls of each language, spread over ops"
     )
-    group.addoption("--seed", type=int, metavar="S", help="with --random: other calls for each seed (default: 0)")
+    group.addoption(
+        "--seed",
+        type=int,
+        metavar="S",
+        help="with --random or --check-results: others for each seed (default: 0)",
+    )
     group.addoption(
         "--seconds", type=float, metavar="T", help="with --random: calls that T seconds don't suffice for are not run"
     )
@@ -131,6 +155,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--execute runs what --compile compiles: name the chips")
     if option(config, "--any-spills") and not option(config, "--compile"):
         raise pytest.UsageError("--any-spills is about what --compile finds: name the chips")
+    if option(config, "--results") is not None and not option(config, "--compile"):
+        raise pytest.UsageError("--results are those of --compile: name the chips")
+    for name in ("--check-results", "--write-results"):
+        if option(config, name) and option(config, "--results") is None:
+            raise pytest.UsageError(f"{name} takes a file: --results=FILE")
     if option(config, "--torch-compile") and (option(config, "--random") is None or option(config, "--compile")):
         raise pytest.UsageError("--torch-compile is of random calls on a device: --random=N, without --compile")
     if option(config, "--random") is not None:
@@ -144,13 +173,19 @@ def pytest_configure(config: pytest.Config) -> None:
         if option(config, "--seconds") is not None and not hasattr(config.option, "liger_until"):
             # Processes of pytest-xdist inherit it.
             config.option.liger_until = time.time() + option(config, "--seconds")
-    else:
-        for name in ("--seed", "--seconds"):
-            if option(config, name) is not None:
-                raise pytest.UsageError(f"{name} is of random calls: say how many with --random=N")
+    elif option(config, "--seconds") is not None:
+        raise pytest.UsageError("--seconds is of random calls: say how many with --random=N")
+    elif option(config, "--seed") is not None and option(config, "--check-results") is None:
+        raise pytest.UsageError("--seed is of random calls or of --check-results: say how many with --random=N")
     targets, report = _targets_of_chips(config) if option(config, "--compile") else _targets_of_devices(config)
     config.stash[targets_key] = targets
     packages = {t.backend.language: t.backend.package for t in targets if t.backend}
+    if option(config, "--results") is not None:
+        if len(packages) > 1:
+            raise pytest.UsageError(f"--results is a file of one language: --impl is one of {', '.join(packages)}")
+        share, writes = option(config, "--check-results") or 0.0, option(config, "--write-results")
+        results.current = Results(option(config, "--results"), share, _seed(config), writes)
+        config.stash[results_key] = results.current
     config.stash[known_key] = KnownFailures(packages)
     config.stash[unclaimed_key] = Unclaimed(packages)
     any_spills = option(config, "--any-spills")
@@ -596,33 +631,48 @@ class Listener:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """A process of pytest-xdist ends, and says what its tests reached."""
+    """A process of pytest-xdist ends, and says what its tests reached and compiled."""
     stash = node.config.stash
-    if watch_key not in stash:
-        return
-    if error or not hasattr(node, "workeroutput"):
+    output: dict[str, Any] = getattr(node, "workeroutput", {})
+    if error or "liger part" not in output:
         stash[part_key] = "a process died"
-    elif "liger reached" in node.workeroutput:
-        branches, launched, part = node.workeroutput["liger reached"]
-        stash[watch_key].add(branches, launched)
-        if part:
-            stash[part_key] = part
+        return
+    if output["liger part"]:
+        stash[part_key] = output["liger part"]
+    if watch_key in stash:
+        stash[watch_key].add(*output["liger reached"])
+    if results_key in stash:
+        stash[results_key].used.update(output["liger results"])
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
-    if watch_key not in config.stash or option(config, "collectonly"):
+    if option(config, "collectonly"):
         return
-    watch = config.stash[watch_key]
-    output = getattr(config, "workeroutput", None)  # of a process of pytest-xdist
+    output = getattr(config, "workeroutput", None)
     if output is not None:
-        part = config.stash.get(part_key, "")
-        output["liger reached"] = watch.branches, sorted(watch.launched), part
-    elif part_key not in config.stash and not session.shouldstop and not session.shouldfail:
+        _tell(config, output)
+        return
+    complete = part_key not in config.stash and not session.shouldstop and not session.shouldfail
+    if option(config, "--write-results"):
+        whole = complete and session.exitstatus == pytest.ExitCode.OK and not option(config, "--op")
+        config.stash[results_key].write({target.device for target in config.stash[targets_key]} if whole else ())
+    if watch_key in config.stash and complete:
+        watch = config.stash[watch_key]
         failed = [_judge(config, watch, language, package) for language, package in _watched(config)]
         if any(failed) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _tell(config: pytest.Config, output: dict[str, Any]) -> None:
+    """Tell the process that started this one, of pytest-xdist, what its tests reached and compiled."""
+    output["liger part"] = config.stash.get(part_key, "")
+    if watch_key in config.stash:
+        watch = config.stash[watch_key]
+        output["liger reached"] = watch.branches, sorted(watch.launched)
+    if results_key in config.stash:
+        output["liger results"] = config.stash[results_key].used
 
 
 def _judge(config: pytest.Config, watch: reach.Watch, language: str, package: str) -> bool:

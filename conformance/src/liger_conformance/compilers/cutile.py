@@ -16,17 +16,21 @@ import math
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import time
 import zipfile
 from collections.abc import Generator, Iterable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
+from liger_conformance import sources
+from liger_conformance.compilers import alignment, chips, results
 from liger_conformance.compilers.chips import (
     CHIPS,
     Chip,
@@ -107,17 +111,83 @@ class CutileCompiler:
             yield f"cuda:{device}", compiled
 
 
+class Resources(NamedTuple):
+    """Resources that a launch takes of its chip, and the compiler's words on what it could not use."""
+
+    registers: int
+    stack: int
+    """Bytes of a thread."""
+    shared: int
+    """Bytes of a block."""
+    bulk_copies: int
+    products: int
+    lost: list[str]
+    lines: str = ""
+    """A digest of the lines that `lost` names, if it names any."""
+
+
 _made: dict[tuple[Any, str, str], Compiled] = {}
 
 
 def _compile_once(kernel: Any, signature: Any, chip: str) -> Compiled:
     key = kernel, signature.symbol, chip
     if key not in _made:
-        _made[key] = _compile(kernel, signature, chip)
+        _made[key] = _describe(kernel, signature, CHIPS[chip], _look_up(kernel, signature, chip))
     return _made[key]
 
 
-def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
+def _look_up(kernel: Any, signature: Any, chip: str) -> Resources:
+    """What a launch takes: as `results.current` has it, or else compiled."""
+    if results.current is None:
+        return _compile(kernel, signature, chip)
+    try:
+        source, placed = (sources.digest(kernel._pyfunc, lines) for lines in (False, True))
+    except sources.NoDigest:
+        return _compile(kernel, signature, chip)
+
+    def compile() -> Resources:
+        resources = _compile(kernel, signature, chip)
+        return resources._replace(lines=placed[: results.DIGITS] if resources.lost else "")
+
+    def is_current(result: list[Any]) -> bool:
+        return Resources(*result).lines in ("", placed[: results.DIGITS])
+
+    options = repr(kernel._compiler_options)
+    launch = "\0".join((_compiler(), source, options, signature.symbol, chip))
+    return Resources(*results.current.of(chip, _name(kernel._pyfunc), launch, compile, is_current))
+
+
+@functools.cache
+def _compiler() -> str:
+    """Versions of what compiles, and a digest of what reads the result here."""
+    reads = sources.of_modules(sys.modules[__name__], chips, alignment, capture)
+    return f"{_version().decode()} cuda-tile {version('cuda-tile')} Tile IR {capture.bytecode_version()} {reads}"
+
+
+def _name(function: Any) -> str:
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+
+
+def _describe(kernel: Any, signature: Any, chip: Chip, resources: Resources) -> Compiled:
+    """What a launch was compiled for, and what it takes."""
+    over = [f"{resources.shared} bytes of shared memory, of {chip.shared}"] if resources.shared > chip.shared else []
+    return Compiled(
+        _name(kernel._pyfunc),
+        _variant(kernel._pyfunc, signature),
+        {
+            "registers": resources.registers,
+            "bytes of stack": resources.stack,
+            "bytes shared": resources.shared,
+            "bulk copies": resources.bulk_copies,
+            "matrix products": resources.products,
+        },
+        -(-resources.stack // 4),
+        tuple(over),
+        tuple(resources.lost),
+    )
+
+
+def _compile(kernel: Any, signature: Any, chip: str) -> Resources:
     """Compile a kernel for a chip, and read what it takes.
 
     Raises:
@@ -149,22 +219,13 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Compiled:
             f"tileiras compiled {name} for {chip} to bulk loads whose barrier is set up anew before they have arrived:"
             f" {'; '.join(wrong[:4])}; allow_tma=False, or a view of which tiles can be loaded, mends it"
         )
-    chosen = _instructions(said)
-    if chosen["bulk copies"] and (wanted := starved(made, registers)):  # some whose copies hang on a condition
+    bulk_copies, products = _instructions(said)
+    if bulk_copies and (wanted := starved(made, registers)):  # some whose copies hang on a condition
         raise RuntimeError(
             f"tileiras compiled {name} for {chip} to a program that never ends: its warps wait for {wanted};"
             " allow_tma=False for one of its copies mends it"
         )
-    over = [f"{shared} bytes of shared memory, of {CHIPS[chip].shared}"] if shared > CHIPS[chip].shared else []
-    function = kernel._pyfunc
-    return Compiled(
-        f"{function.__module__.rpartition('.')[2]}.{function.__name__}",
-        _variant(function, signature),
-        {"registers": registers, "bytes of stack": stack, "bytes shared": shared, **chosen},
-        -(-stack // 4),
-        tuple(over),
-        _lost(said, CHIPS[chip]),
-    )
+    return Resources(registers, stack, shared, bulk_copies, products, _lost(said, CHIPS[chip]))
 
 
 def _run_tileiras(code: bytes, chip: str, name: str) -> tuple[bytes, str]:
@@ -306,12 +367,12 @@ def _remarks(text: str) -> Iterator[SimpleNamespace]:
         )
 
 
-def _instructions(text: str) -> dict[str, int]:
+def _instructions(text: str) -> tuple[int, int]:
     """Places that load or store with the tensor memory accelerator, and places that multiply on tensor cores."""
     chosen = {(remark.place, remark.name, remark.instruction) for remark in _remarks(text) if remark.kind == "Passed"}
     bulk = sum(instruction.startswith("TMA") for _, _, instruction in chosen)
     cores = sum("TensorCore" in name for _, name, _ in chosen)
-    return {"bulk copies": bulk, "matrix products": cores}
+    return bulk, cores
 
 
 def _bulk_stores(text: str) -> int:
@@ -319,7 +380,7 @@ def _bulk_stores(text: str) -> int:
     return len({remark.place for remark in _remarks(text) if remark.instruction.startswith("TMA Store")})
 
 
-def _lost(text: str, chip: Chip) -> tuple[str, ...]:
+def _lost(text: str, chip: Chip) -> list[str]:
     """Loads and stores that could be bulk copies, and products that could be on tensor cores, and are not."""
     found = set[str]()
     for remark in _remarks(text):
@@ -329,4 +390,4 @@ def _lost(text: str, chip: Chip) -> tuple[str, ...]:
         if "Tma" in remark.name and (chip.capability < (9, 0) or not reasons):
             continue
         found.add(f"{remark.name.removeprefix('Remark')} at {remark.place}: {', '.join(reasons) or remark.instruction}")
-    return tuple(sorted(found))
+    return sorted(found)

@@ -11,17 +11,22 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Generator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from liger_conformance import sources
+from liger_conformance.compilers import chips, results
 from liger_conformance.compilers.chips import CHIPS, Chip, resource_usage, torch_on
 from liger_conformance.compilers.compiler import Compiled
 from liger_conformance.reach import untraced
@@ -69,11 +74,13 @@ class TritonCompiler:
         @untraced
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
             named = {name: pointers(value) for name, value in named.items()}
-            kernel = compile(self, *pointers(args), grid=grid, warmup=True, **named)
-            compiled.append(_describe(kernel, CHIPS[chip]))
+            launch = compile(self, *pointers(args), grid=grid, warmup=True, **named)
+            compiled.append(_describe(launch, CHIPS[chip]))
 
         device = self.chips.index(chip)
-        driver.set_active(cast("Any", _Driver(CHIPS[chip], device)))  # for good: there is no driver to go back to
+        # For good: there is no driver to go back to.
+        driver.set_active(cast("Any", _Driver(CHIPS[chip], device)))
+        _measure_launches()
         with (
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(Autotuner, "run", _every_configuration),
@@ -150,38 +157,132 @@ def pointers(value: Any) -> Any:
     return value
 
 
-def _describe(kernel: Any, chip: Chip) -> Compiled:
-    """What a triton.compiler.CompiledKernel was compiled for, and what it takes."""
-    function, metadata = kernel.src.fn, kernel.metadata
-    constants = {path[0]: value for path, value in kernel.src.constants.items()}
+class Resources(NamedTuple):
+    """Resources that a launch takes of its chip, and what may be wrong with its code."""
+
+    registers: int
+    stack: int
+    """Bytes of a thread."""
+    spilled: int
+    """Registers that the compiler says are kept in memory; ptxas doesn't say."""
+    shared: int
+    """Bytes of a program."""
+    tensor_memory: int
+    """Columns of a program."""
+    warps: int
+    stages: int
+    scattered: int
+    """See `scattered_reductions`."""
+
+
+class _Launch(NamedTuple):
+    """In place of a triton.compiler.CompiledKernel, of which nothing else is read where nothing runs."""
+
+    src: Any
+    resources: Resources
+
+
+@functools.cache
+def _measure_launches() -> None:
+    """Let Triton return a `_Launch` for what it compiles, from `results.current` where that has it. For good, in this process."""
+    from triton import compiler
+
+    triton: Any = compiler
+    compile = triton.compile
+
+    def measure(src: Any, target: Any, options: dict[str, Any], **named: Any) -> _Launch:
+        def resources() -> Resources:
+            return _resources(compile(src, target=target, options=options, **named))
+
+        if results.current is None:
+            return _Launch(src, resources())
+        try:
+            launch = _key(src, target, options)
+        except sources.NoDigest:
+            return _Launch(src, resources())
+        chip = next(name for name, chip in CHIPS.items() if (chip.backend, chip.arch) == (target.backend, target.arch))
+        return _Launch(src, Resources(*results.current.of(chip, _name(src.fn), launch, resources)))
+
+    triton.compile = measure
+
+
+def _key(src: Any, target: Any, options: dict[str, Any]) -> str:
+    """All that decides what Triton compiles a launch to: what its own cache goes by, but for line numbers and folders."""
+    from triton import compiler
+    from triton._C import libtriton
+
+    backend: Any = cast("Any", compiler).make_backend(target)
+    variables: dict[str, str] = cast("Any", libtriton).get_cache_invalidating_env_vars()
+    chosen = cast("dict[str, Any]", vars(backend.parse_options({**options, **src.parse_options()})))
+    libraries = [(name, _digest(path)) for name, path in chosen["extern_libs"]]
+    constants = {place: _constant(value) for place, value in src.constants.items()}
+    parts: tuple[object, ...] = (
+        _compiler(),
+        backend.hash(),
+        sources.digest(src.fn.fn),
+        [*src.signature.items()],
+        sorted(src.attrs.items()),
+        sorted(constants.items()),
+        sorted((name, str(value)) for name, value in chosen.items() if name != "extern_libs"),
+        libraries,
+        sorted(variables.items()),
+    )
+    return repr(parts)
+
+
+def _constant(value: Any) -> str:
+    function = getattr(value, "fn", None)
+    return str(value) if function is None else sources.digest(function)
+
+
+@functools.cache
+def _compiler() -> str:
+    """Triton's version, and a digest of what reads the result here. A digest of its library would take each process a second."""
+    import triton
+
+    return f"triton {triton.__version__} {sources.of_modules(sys.modules[__name__], chips)}"
+
+
+@functools.cache
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _name(function: Any) -> str:
+    return f"{function.module.rpartition('.')[2]}.{function.__name__}"
+
+
+def _describe(launch: _Launch, chip: Chip) -> Compiled:
+    """What a launch was compiled for, and what it takes."""
+    src, resources = launch
+    constants = {path[0]: value for path, value in src.constants.items()}
     # Divisible by 16; on AMD also an address range of 32 bits.
-    facts = {path[0]: [f":{value}" for _, value in attributes] for path, attributes in kernel.src.attrs.items()}
+    facts = {path[0]: [f":{value}" for _, value in attributes] for path, attributes in src.attrs.items()}
     named, types = list[str](), list[str]()
-    for parameter, kind in zip(function.params, kernel.src.signature.values(), strict=True):
+    for parameter, kind in zip(src.fn.params, src.signature.values(), strict=True):
         if parameter.is_constexpr:
             named.append(f"{parameter.name}={constants[parameter.num]}")
         elif kind == "constexpr":  # None, or an integer of 1
             types.append(str(constants[parameter.num]))
         else:
             types.append("".join([str(kind), *facts.get(parameter.num, ())]))
-    named += [f"{name}={getattr(metadata, name)}" for name in ("num_warps", "num_stages")]
-    registers, stack, spills = _memory_of_a_thread(kernel)
+    named += [f"num_warps={resources.warps}", f"num_stages={resources.stages}"]
     over = list[str]()
-    if metadata.shared > chip.shared:
-        over.append(f"{metadata.shared} bytes of shared memory, of {chip.shared}")
-    if metadata.num_warps * chip.warp > THREADS:
-        over.append(f"{metadata.num_warps} warps of {chip.warp} threads, of {THREADS} threads")
-    if (getattr(metadata, "tmem_size", None) or 0) > TENSOR_MEMORY:
-        over.append(f"{metadata.tmem_size} columns of tensor memory, of {TENSOR_MEMORY}")
-    if scattered := scattered_reductions(kernel.asm["ttgir"]):
+    if resources.shared > chip.shared:
+        over.append(f"{resources.shared} bytes of shared memory, of {chip.shared}")
+    if resources.warps * chip.warp > THREADS:
+        over.append(f"{resources.warps} warps of {chip.warp} threads, of {THREADS} threads")
+    if resources.tensor_memory > TENSOR_MEMORY:
+        over.append(f"{resources.tensor_memory} columns of tensor memory, of {TENSOR_MEMORY}")
+    if resources.scattered:
         over.append(
-            f"{scattered} reductions over lanes that don't follow each other, which Triton up to 3.6 gets wrong"
+            f"{resources.scattered} reductions over lanes that don't follow each other, which Triton up to 3.6 gets wrong"
         )
     return Compiled(
-        f"{function.module.rpartition('.')[2]}.{function.__name__}",
+        _name(src.fn),
         f"{', '.join(named)}; {', '.join(types)}",
-        {"registers": registers, "bytes of stack": stack, "bytes shared": metadata.shared},
-        spills,
+        {"registers": resources.registers, "bytes of stack": resources.stack, "bytes shared": resources.shared},
+        _spills(resources, chip),
         tuple(over),
     )
 
@@ -204,20 +305,36 @@ def scattered_reductions(ttgir: str) -> int:
     return count
 
 
-@functools.cache
-def _memory_of_a_thread(kernel: Any) -> tuple[int, int, int]:
-    """Registers of a thread; bytes of its stack; and the registers that are kept there for want of others.
+def _resources(kernel: Any) -> Resources:
+    """What a triton.compiler.CompiledKernel takes."""
+    if "amdgcn" in kernel.asm:
+        fields = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
+        numbers = [re.search(rf"^\s*\.{field}: +(\d+)", kernel.asm["amdgcn"], re.M) for field in fields]
+        registers, stack, spilled = (int(found[1]) for found in numbers if found)
+    else:
+        (registers, stack, _), spilled = resource_usage(kernel.asm["cubin"]), 0
+    metadata = kernel.metadata
+    return Resources(
+        registers,
+        stack,
+        spilled,
+        metadata.shared,
+        getattr(metadata, "tmem_size", None) or 0,
+        metadata.num_warps,
+        metadata.num_stages,
+        scattered_reductions(kernel.asm["ttgir"]),
+    )
+
+
+def _spills(resources: Resources, chip: Chip) -> int:
+    """Registers of a thread that are kept in memory for want of others.
 
     ptxas keeps some in memory although there are more, where a multiprocessor then holds one more program. A few of
     them are not for want of others.
     """
-    if "amdgcn" in kernel.asm:
-        fields = ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
-        numbers = [re.search(rf"^\s*\.{field}: +(\d+)", kernel.asm["amdgcn"], re.M) for field in fields]
-        registers, spilled, stack = (int(found[1]) for found in numbers if found)
-        return registers, stack, max(spilled, -(-stack // 4))
-    registers, stack, _ = resource_usage(kernel.asm["cubin"])
-    most = min(255, REGISTERS // (kernel.metadata.num_warps * 32))
-    in_memory = -(-stack // 4)
-    chosen = in_memory <= FEW and registers <= most - 8  # they are given out by eight
-    return registers, stack, 0 if chosen else in_memory
+    in_memory = -(-resources.stack // 4)
+    if chip.backend == "hip":
+        return max(resources.spilled, in_memory)
+    most = min(255, REGISTERS // (resources.warps * 32))
+    chosen = in_memory <= FEW and resources.registers <= most - 8  # they are given out by eight
+    return 0 if chosen else in_memory

@@ -35,8 +35,8 @@ def refuses(device: str) -> str | None:
 
 def _cuda_tile() -> str | None:
     # `cuda` has other packages of NVIDIA's as well, torch's among them.
-    found = find_spec("cuda") and find_spec("cuda.tile")
-    return None if found else f"cuda-tile is not installed: {INSTALL}"
+    installed = find_spec("cuda") and find_spec("cuda.tile")
+    return None if installed else f"cuda-tile is not installed: {INSTALL}"
 
 
 def _gpu() -> str | None:
@@ -83,8 +83,8 @@ def _compiler() -> str | None:
     minors = {tuple(number.split(".")[:2]) for number in installed.values() if number}
     if not absent and len(minors) == 1 and _wheels_tileiras():
         return None
-    if found := _system_tileiras():
-        return _trial(*found)
+    if tileiras := _system_tileiras():
+        return _trial(*tileiras)
     if absent:
         return f"{', '.join(absent)} not installed, and no tileiras on PATH: {INSTALL}"
     if len(minors) > 1:
@@ -103,17 +103,18 @@ def _version(name: str) -> str | None:
 def _wheels_tileiras() -> str | None:
     spec = find_spec("nvidia.cu13") if find_spec("nvidia") else None
     folders = (spec and spec.submodule_search_locations) or ()
-    return next((found for folder in folders if (found := shutil.which("tileiras", path=f"{folder}/bin"))), None)
+    paths = (shutil.which("tileiras", path=f"{folder}/bin") for folder in folders)
+    return next((path for path in paths if path), None)
 
 
 def _system_tileiras() -> tuple[str, dict[str, str]] | None:
     """The tileiras that cuda.tile falls back on, and the environment in which cuda.tile runs it."""
     home = os.environ.get("CUDA_HOME")
-    if found := shutil.which("tileiras") or (home and shutil.which("tileiras", path=f"{home}/bin")):
-        return found, dict(os.environ)
+    if path := shutil.which("tileiras") or (home and shutil.which("tileiras", path=f"{home}/bin")):
+        return path, dict(os.environ)
     default = os.pathsep.join(f"{folder}/bin" for folder in sorted(glob("/usr/local/cuda*")))
-    found = shutil.which("tileiras", path=default)
-    return (found, _without(HOMES)) if found else None
+    path = shutil.which("tileiras", path=default)
+    return (path, _without(HOMES)) if path else None
 
 
 def _trial(tileiras: str, environment: dict[str, str]) -> str | None:
@@ -127,9 +128,9 @@ def _trial(tileiras: str, environment: dict[str, str]) -> str | None:
         return None
     culprits = [name for name in HOMES if environment.get(name)]
     if culprits and _compile_nothing(tileiras, _without(HOMES)) is None:
-        found = " and ".join(f"{name}={environment[name]}" for name in culprits)
+        settings = " and ".join(f"{name}={environment[name]}" for name in culprits)
         return (
-            f'{found} makes {tileiras} load the libnvvm of another CUDA toolkit, and it fails with "Return code 5": '
+            f'{settings} makes {tileiras} load the libnvvm of another CUDA toolkit, and it fails with "Return code 5": '
             f"unset {' '.join(culprits)}"
         )
     return f"{tileiras} can't compile an empty program ({error}): {INSTALL}"

@@ -47,7 +47,7 @@ def _clash() -> str | None:
         pass
     for path in ours.files or ():
         if path.parts[0] == "triton" and path.size is not None:
-            found = Path(path.locate())
-            if not found.exists() or found.stat().st_size != path.size:
-                return f"{found} is not the one that triton-ascend installed: {ALONE}"
+            installed = Path(path.locate())
+            if not installed.exists() or installed.stat().st_size != path.size:
+                return f"{installed} is not the one that triton-ascend installed: {ALONE}"
     return None

@@ -24,7 +24,7 @@ KNOWN_SPILLS = {
     ),
 }
 
-# What is tuned for the locked release differs in others.
+# Kernels are tuned for the locked release, and spill differently with others.
 if triton.__version__.startswith("3.5."):
     KNOWN_SPILLS |= {
         "layer_norm-triton-sm_90 layer_norm._forward[TWICE=True, ROWS=64, BLOCK=64, *": (6, "by triton 3.5 alone"),

@@ -1,1 +1,1 @@
-"""One file per op that has a cuTile kernel, named after the op. There is no other registration."""
+"""The kernels: one file per op, named after it. There is no other registration."""

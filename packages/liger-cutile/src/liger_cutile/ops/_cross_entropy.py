@@ -196,7 +196,7 @@ def _reduce(
     loss, z_loss, accuracy, totals, losses, z_losses, hits, target, weight, columns, ignore_index: ct.ScalarInt64,
     MEAN: ConstBool, BLOCK: ConstInt,
 ):  # fmt: skip
-    # One block adds up everything, so the order of the sums is always the same.
+    # A single block adds up everything, so the order of the sums is always the same.
     counted = ct.zeros((BLOCK,), ct.float32)
     weights, weights_lost = ct.zeros((BLOCK,), ct.float32), ct.zeros((BLOCK,), ct.float32)
     loss_sum, lost = ct.zeros((BLOCK,), ct.float32), ct.zeros((BLOCK,), ct.float32)
@@ -211,8 +211,8 @@ def _reduce(
         if given(weight):
             known = counts & (label >= 0) & (label < columns)
             at = ct.astype(ct.where(known, label, 0), ct.int32)
-            found = ct.astype(ct.gather(weight, at, mask=known), ct.float32)
-            weights, weights_lost = add_up(weights, weights_lost, found)
+            row_weights = ct.astype(ct.gather(weight, at, mask=known), ct.float32)
+            weights, weights_lost = add_up(weights, weights_lost, row_weights)
         if given(losses):
             loss_sum, lost = add_up(loss_sum, lost, ct.load(losses, (tile,), (BLOCK,), padding_mode=ZERO))
         if given(z_losses):

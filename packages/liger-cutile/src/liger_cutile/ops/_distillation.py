@@ -90,8 +90,8 @@ def _log2_ratio(q_sum, p_sum):
 @ct.function
 def _difference(x, y, tops, scale, ratio):
     """log2 q − log2 p for logits x and y. It is finite, and 0 if both are -inf."""
-    found = ((finite(x) - finite(y)) - tops) * scale - ratio
-    return finite(ct.minimum(found, 1e30, propagate_nan=True))
+    difference = ((finite(x) - finite(y)) - tops) * scale - ratio
+    return finite(ct.minimum(difference, 1e30, propagate_nan=True))
 
 
 @ct.function
@@ -191,8 +191,8 @@ def _rows(
                     from_q += ct.sum(p, axis=1, keepdims=True)
                     above = log_p - log_q
                     from_p += ct.sum(ct.where(p == 0.0, 0.0, p * above), axis=1, keepdims=True)
-                    # What q exceeds p by where they are close, else q. A GPU's exponential is off by 1e-7, for equal classes
-                    # the same way.
+                    # A term is how far q exceeds p where they are close, else q. A GPU's exponential is off by 1e-7, for equal
+                    # classes the same way.
                     near = ct.abs(above) < 1.0
                     if not LOG:
                         near = near & (p >= beta)

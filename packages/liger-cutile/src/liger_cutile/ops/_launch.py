@@ -41,7 +41,7 @@ _INTERPRETED = os.environ.get("CUTILE_INTERPRET") == "1"
 
 
 class _Thread(threading.local):
-    """What is known of the running thread."""
+    """Whether the running thread has a context of the driver."""
 
     has_context = False
 

@@ -18,7 +18,7 @@ def load_part(array, row, column, BLOCK, INSIDE):
 
 @ct.function
 def load_number(array, row, column):
-    """One coefficient of a row, ``[1, 1]``."""
+    """A coefficient of a row, ``[1, 1]``."""
     return ct.astype(ct.load(array, (row, column), (1, 1), check_bounds=False, allow_tma=False), ct.float32)
 
 

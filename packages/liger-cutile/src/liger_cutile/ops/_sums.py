@@ -59,8 +59,8 @@ def _totals(first, second, partial, ROWS: ConstInt, BLOCK: ConstInt):
     column, which = ct.bid(0), ct.bid(1)
     sums, lost = ct.zeros((1, ROWS, BLOCK), ct.float32), ct.zeros((1, ROWS, BLOCK), ct.float32)
     for row in range(ct.num_tiles(partial, axis=1, shape=(1, ROWS, BLOCK))):
-        found = ct.load(partial, (which, row, column), (1, ROWS, BLOCK), padding_mode=ct.PaddingMode.ZERO)
-        sums, lost = add_up(sums, lost, found)
+        sums_of_blocks = ct.load(partial, (which, row, column), (1, ROWS, BLOCK), padding_mode=ct.PaddingMode.ZERO)
+        sums, lost = add_up(sums, lost, sums_of_blocks)
     total = ct.reshape(ct.sum(sums, axis=1), (BLOCK,))
     if which == 0:
         _store(first, column, total)
@@ -93,11 +93,11 @@ def launch_totals(first: Tensor | None, second: Tensor | None, partial: Tensor) 
         second: its partial sums are the last of `partial`.
         partial: ``float32[1 or 2, P, H]``: P partial sums for each of the two that isn't None.
     """
-    wanted, _, columns = partial.shape
+    results, _, columns = partial.shape
     if columns == 1:
         partial = as_rows(partial).unflatten(0, partial.shape[:2])
     # 32 columns are one 128-byte line of each row: the narrowest block, which gives the most blocks.
-    launch(_totals, (blocks(columns, 32), wanted), first, second, partial, 64, 32)
+    launch(_totals, (blocks(columns, 32), results), first, second, partial, 64, 32)
 
 
 def launch_total(total: Tensor, partial: Tensor) -> None:

@@ -103,10 +103,9 @@ def _launch_forward(y: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Te
         beta = beta.contiguous()
     exact = x.dtype is torch.float32
     tile_rows, block, across = tiles(*x.shape, FORWARD_TILE)
-    for some in within_grid(tile_rows, y, x):
-        launch(
-            _forward, (across, blocks(some[0].shape[0], tile_rows)), *some, alpha, gamma, beta, exact, tile_rows, block
-        )
+    for tensors in within_grid(tile_rows, y, x):
+        grid = across, blocks(tensors[0].shape[0], tile_rows)
+        launch(_forward, grid, *tensors, alpha, gamma, beta, exact, tile_rows, block)
 
 
 @opaque(writes=("dx", "dalpha", "dgamma", "dbeta"))

@@ -60,9 +60,9 @@ def _keys(indices, position, vocabulary):
 def _sort_parts(keys, order, indices, vocabulary, size, COUNTED: ConstInt, COMPARED: ConstInt):
     """Sort each run of `size` indices by itself. An index's place is the number of lesser ones and of equal ones before it."""
     rows = indices.shape[0]
-    own = ct.bid(0) * COUNTED + ct.arange(COUNTED, dtype=ct.int32)
-    key = _keys(indices, own, vocabulary)
-    value, at = ct.reshape(key, (COUNTED, 1)), ct.reshape(own, (COUNTED, 1))
+    counted = ct.bid(0) * COUNTED + ct.arange(COUNTED, dtype=ct.int32)
+    key = _keys(indices, counted, vocabulary)
+    value, at = ct.reshape(key, (COUNTED, 1)), ct.reshape(counted, (COUNTED, 1))
     start = ct.bid(0) * COUNTED // size * size
     count = ct.zeros((COUNTED, COMPARED), ct.int32)
     for first in range(start, ct.minimum(start + size, rows), COMPARED):
@@ -70,8 +70,8 @@ def _sort_parts(keys, order, indices, vocabulary, size, COUNTED: ConstInt, COMPA
         other = ct.where(position < rows, _keys(indices, position, vocabulary), LARGEST)
         count += ct.where((other < value) | ((other == value) & (position < at)), 1, 0)
     place = start + ct.sum(count, axis=1)
-    ct.scatter(keys, place, key, mask=own < rows)
-    ct.scatter(order, place, own, mask=own < rows)
+    ct.scatter(keys, place, key, mask=counted < rows)
+    ct.scatter(order, place, counted, mask=counted < rows)
 
 
 @ct.kernel
@@ -80,11 +80,11 @@ def _merge_parts(keys, order, part_keys, part_order, size, PARTS: ConstInt, MERG
     position = ct.bid(0) * MERGED + ct.arange(MERGED, dtype=ct.int32)
     exists = position < keys.shape[0]
     key = ct.gather(part_keys, position)
-    own = ct.bid(0) * MERGED // size
-    first = own // PARTS * PARTS
+    own_part = ct.bid(0) * MERGED // size
+    first = own_part // PARTS * PARTS
     part = first + ct.arange(PARTS, dtype=ct.int32)
-    # Of two equal indices, the one in the earlier part comes first.
-    limit = ct.reshape(key, (MERGED, 1)) + ct.where(part < own, 1, 0)
+    # The earlier part's index comes first of two that are equal.
+    limit = ct.reshape(key, (MERGED, 1)) + ct.where(part < own_part, 1, 0)
     # Rows are indices: tileiras 13.4 deals rows out first. Transposed, neighbouring threads would search in different parts.
     count = ct.zeros((MERGED, PARTS), ct.int32)
     step = size // 2
@@ -94,7 +94,7 @@ def _merge_parts(keys, order, part_keys, part_order, size, PARTS: ConstInt, MERG
         step = step // 2
     last = ct.gather(part_keys, part * size + count, padding_value=LARGEST)
     count += ct.where(last < limit, 1, 0)
-    count = ct.where(part == own, ct.reshape(position, (MERGED, 1)) - own * size, count)
+    count = ct.where(part == own_part, ct.reshape(position, (MERGED, 1)) - own_part * size, count)
     place = first * size + ct.sum(count, axis=1)
     ct.scatter(keys, place, key, mask=exists)
     ct.scatter(order, place, ct.gather(part_order, position), mask=exists)

@@ -44,8 +44,8 @@ def _place(x, tiles, PARTS):
 def _load(x, line, tile, part, BLOCK, WIDTH):
     """A tile of a line's positions, and a part of their columns; ``[BLOCK, WIDTH]``."""
     sample, head, residue, _, _ = line
-    found = ct.load(x, (sample, head, tile, residue, part), (1, 1, BLOCK, 1, WIDTH), padding_mode=ZERO)
-    return ct.reshape(found, (BLOCK, WIDTH))
+    values = ct.load(x, (sample, head, tile, residue, part), (1, 1, BLOCK, 1, WIDTH), padding_mode=ZERO)
+    return ct.reshape(values, (BLOCK, WIDTH))
 
 
 @ct.function
@@ -57,9 +57,9 @@ def _store(x, line, tile, part, value, BLOCK, WIDTH):
 
 @ct.function
 def _load_line(x, which, tile, line, ROWS, COLUMNS):
-    """One of the numbers kept per query, for a tile of queries of a line; ``[ROWS, COLUMNS]``, one of which is 1."""
-    found = ct.load(x, (line[4], which, tile), (1, 1, ROWS * COLUMNS), padding_mode=ZERO)
-    return ct.reshape(found, (ROWS, COLUMNS))
+    """A number that is kept per query, for a tile of a line's queries: ``[ROWS, 1]`` or ``[1, COLUMNS]``."""
+    values = ct.load(x, (line[4], which, tile), (1, 1, ROWS * COLUMNS), padding_mode=ZERO)
+    return ct.reshape(values, (ROWS, COLUMNS))
 
 
 @ct.function
@@ -192,14 +192,14 @@ def _forward_near(
         for (at, far, SIZE), k_tile in ct.static_iter(zip(keys, k_tiles, strict=True))
     )
     maximum = ct.full((BLOCK, 1), LEAST, ct.float32)
-    for some in ct.static_iter(scores):
-        maximum = ct.maximum(maximum, ct.max(some, axis=1, keepdims=True))
-    weights = tuple(exp_like(some - maximum, q) for some in ct.static_iter(scores))
+    for tile_scores in ct.static_iter(scores):
+        maximum = ct.maximum(maximum, ct.max(tile_scores, axis=1, keepdims=True))
+    weights = tuple(exp_like(tile_scores - maximum, q) for tile_scores in ct.static_iter(scores))
     total = ct.zeros((BLOCK, 1), ct.float32)
     sums = ct.zeros((BLOCK, WIDTH), ct.float32)
-    for some, v_tile in ct.static_iter(zip(weights, v_tiles, strict=True)):
-        total += ct.sum(some, axis=1, keepdims=True)
-        sums = ct.mma(ct.astype(some, v.dtype), v_tile, sums)
+    for weight, v_tile in ct.static_iter(zip(weights, v_tiles, strict=True)):
+        total += ct.sum(weight, axis=1, keepdims=True)
+        sums = ct.mma(ct.astype(weight, v.dtype), v_tile, sums)
     _store_output(o, statistics, line, own, part, sums, total, maximum, BLOCK, WIDTH)
 
 
@@ -301,15 +301,16 @@ def _backward_near(
         for (at, _, _), v_tile in ct.static_iter(zip(beside, v_tiles, strict=True))
     )
     mean = ct.zeros((BLOCK, 1), ct.float32)
-    for some, dsome in ct.static_iter(zip(weights, dweights, strict=True)):
-        mean += ct.sum(some * dsome, axis=1, keepdims=True)
+    for weight, dweight in ct.static_iter(zip(weights, dweights, strict=True)):
+        mean += ct.sum(weight * dweight, axis=1, keepdims=True)
     dscores = tuple(
-        _dscores_of(some, dsome, mean, reach, q) for some, dsome in ct.static_iter(zip(weights, dweights, strict=True))
+        _dscores_of(weight, dweight, mean, reach, q)
+        for weight, dweight in ct.static_iter(zip(weights, dweights, strict=True))
     )
     if given(dq):
         dq_sums = ct.zeros((BLOCK, WIDTH), ct.float32)
-        for some, k_tile in ct.static_iter(zip(dscores, k_tiles, strict=True)):
-            dq_sums = ct.mma(some, k_tile, dq_sums)
+        for dscore, k_tile in ct.static_iter(zip(dscores, k_tiles, strict=True)):
+            dq_sums = ct.mma(dscore, k_tile, dq_sums)
         _store(dq, line, own, 0, scale * dq_sums, BLOCK, WIDTH)
     sides = beside[1:]
     q_sides = tuple(_load(q, line, at, 0, SIZE, CHUNK) for at, _, SIZE in ct.static_iter(sides))
@@ -325,17 +326,17 @@ def _backward_near(
     if given(dv):
         zeros = ct.zeros((BLOCK, WIDTH), ct.float32)
         dv_sums = ct.mma(ct.transpose(ct.astype(weights[0], q.dtype)), do_tile, zeros)
-        for some, do_side in ct.static_iter(zip(side_weights, do_sides, strict=True)):
-            dv_sums = ct.mma(ct.astype(some, q.dtype), do_side, dv_sums)
+        for weight, do_side in ct.static_iter(zip(side_weights, do_sides, strict=True)):
+            dv_sums = ct.mma(ct.astype(weight, q.dtype), do_side, dv_sums)
         _store(dv, line, own, 0, dv_sums, BLOCK, WIDTH)
     if given(dk):
         dk_sums = ct.mma(ct.transpose(dscores[0]), q_tile, ct.zeros((BLOCK, WIDTH), ct.float32))
-        for (at, _, SIZE), some, q_side, do_side in ct.static_iter(
+        for (at, _, SIZE), weight, q_side, do_side in ct.static_iter(
             zip(sides, side_weights, q_sides, do_sides, strict=True)
         ):
-            dsome = _products(v_tiles[0], v, own, do_side, do, at, line, HEAD, CHUNK)
+            dweight = _products(v_tiles[0], v, own, do_side, do, at, line, HEAD, CHUNK)
             side_mean = ct.reshape(_means_of(do_side, do, o, at, line, HEAD, CHUNK), (1, SIZE))
-            dk_sums = ct.mma(_dscores_of(some, dsome, side_mean, reach, q), q_side, dk_sums)
+            dk_sums = ct.mma(_dscores_of(weight, dweight, side_mean, reach, q), q_side, dk_sums)
         _store(dk, line, own, 0, scale * dk_sums, BLOCK, WIDTH)
 
 
@@ -435,9 +436,9 @@ def _launch(
         tiles = blocks(steps, tiling.block)
         lines = heads * len(residues)
         of_sample = lines * tiles * parts
-        some = 1 if apart else max(1, MOST_BLOCKS // of_sample)
-        for begin in range(0, batch, some):
-            count = min(some, batch - begin)
+        most_samples = 1 if apart else max(1, MOST_BLOCKS // of_sample)
+        for begin in range(0, batch, most_samples):
+            count = min(most_samples, batch - begin)
             own_lines, positions = of_lines, of_positions
             some_samples = count < batch or apart
             if some_samples:

@@ -51,8 +51,8 @@ def _backward(dgate, dup, dy, gate, up, ROWS: ConstInt, BLOCK: ConstInt):
 def _launch_forward(y: Tensor, gate: Tensor, up: Tensor) -> None:
     y, gate, up = as_one_row(y, gate, up)
     tile_rows, block, across = tiles(*y.shape, TILE)
-    for some in within_grid(tile_rows, y, gate, up):
-        launch(_forward, (across, blocks(some[0].shape[0], tile_rows)), *some, tile_rows, block)
+    for tensors in within_grid(tile_rows, y, gate, up):
+        launch(_forward, (across, blocks(tensors[0].shape[0], tile_rows)), *tensors, tile_rows, block)
 
 
 @opaque(writes=("dgate", "dup"))
@@ -60,8 +60,8 @@ def _launch_backward(dgate: Tensor | None, dup: Tensor | None, dy: Tensor, gate:
     dy, gate, up = as_one_row(dy, gate, up)
     dgate, dup = (None if x is None else x.view_as(dy) for x in (dgate, dup))
     tile_rows, block, across = tiles(*dy.shape, TILE)
-    for some in within_grid(tile_rows, dgate, dup, dy, gate, up):
-        launch(_backward, (across, blocks(some[2].shape[0], tile_rows)), *some, tile_rows, block)
+    for tensors in within_grid(tile_rows, dgate, dup, dy, gate, up):
+        launch(_backward, (across, blocks(tensors[2].shape[0], tile_rows)), *tensors, tile_rows, block)
 
 
 @implements(geglu)

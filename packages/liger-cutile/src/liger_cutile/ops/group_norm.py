@@ -133,7 +133,7 @@ def _merge(counts, means, squares):
 
 @ct.function
 def _moments(x, WHOLE, CHANNELS, BLOCK):
-    """Of this block's part of a group, what `_merge` returns. Each place of a tile has a mean of its own before."""
+    """The results of `_merge` for this block's part of a group. Each place of a tile has a mean of its own before."""
     group, sample = ct.bid(0), ct.bid(1)
     shape = (1, 1, CHANNELS, BLOCK)
     first, last = _positions(x, CHANNELS, BLOCK)
@@ -188,7 +188,7 @@ def _measure(moments, x, WHOLE: ConstBool, CHANNELS: ConstInt, BLOCK: ConstInt):
 
 @ct.function
 def _load_parts(array, which, PARTS):
-    """What the blocks that share a group have found."""
+    """The results of the blocks that share a group."""
     return _load(array, (which, ct.bid(1), ct.bid(0), 0), (1, 1, 1, PARTS))
 
 
@@ -378,9 +378,9 @@ def _launch_forward(
     if samples <= MOST_DOWN:
         _launch_forward_samples(y, statistics, x, weight, bias, eps)
         return
-    for some in _evenly(samples):
-        own = None if statistics is None else statistics[:, some]
-        _launch_forward_samples(y[some], own, x[some], weight, bias, eps)
+    for part in _evenly(samples):
+        part_statistics = None if statistics is None else statistics[:, part]
+        _launch_forward_samples(y[part], part_statistics, x[part], weight, bias, eps)
 
 
 def _launch_forward_samples(
@@ -432,16 +432,16 @@ def _launch_backward(
         dx = dx.view(*shape)
     if weight is not None:
         weight = weight.reshape(groups, channels)
-    wanted = dweight is not None, dbias is not None
+    needed = dweight is not None, dbias is not None
     parts, partial = 1 if _short_tile(groups, channels, length) else _long_tile(x)[1], None
-    if True in wanted:
-        partial = torch.empty((sum(wanted), samples * parts, groups, channels), dtype=torch.float32, device=x.device)
+    if True in needed:
+        partial = torch.empty((sum(needed), samples * parts, groups, channels), dtype=torch.float32, device=x.device)
     if samples <= MOST_DOWN:
-        _launch_backward_samples(dx, partial, dy, x, weight, statistics, *wanted)
+        _launch_backward_samples(dx, partial, dy, x, weight, statistics, *needed)
     else:  # so many that no group is divided into parts
-        for some in _evenly(samples):
-            own_dx, own_partial = None if dx is None else dx[some], None if partial is None else partial[:, some]
-            _launch_backward_samples(own_dx, own_partial, dy[some], x[some], weight, statistics[:, some], *wanted)
+        for part in _evenly(samples):
+            part_dx, part_sums = None if dx is None else dx[part], None if partial is None else partial[:, part]
+            _launch_backward_samples(part_dx, part_sums, dy[part], x[part], weight, statistics[:, part], *needed)
     if partial is not None:
         launch_totals(dweight, dbias, partial.flatten(2))
 
@@ -492,8 +492,8 @@ def _groups(x: Tensor, groups: int) -> tuple[int, int, int, int]:
 
 def _evenly(samples: int) -> list[slice]:
     """As many samples at a time as a grid takes, or fewer."""
-    some = blocks(samples, blocks(samples, MOST_DOWN))
-    return [slice(begin, begin + some) for begin in range(0, samples, some)]
+    count = blocks(samples, blocks(samples, MOST_DOWN))
+    return [slice(begin, begin + count) for begin in range(0, samples, count)]
 
 
 def _as_groups(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
@@ -546,8 +546,8 @@ def _long_tile(x: Tensor) -> tuple[tuple[int, int], int]:
     tile_channels = min(power_of_2(channels, 1), LONG_TILE // block)
     if samples * groups >= sm_count(x.device):
         return (tile_channels, block), 1
-    wanted = LONG_BLOCKS * sm_count(x.device) // (samples * groups)
-    return (tile_channels, block), max(1, min(wanted, blocks(length, block)))
+    parts = LONG_BLOCKS * sm_count(x.device) // (samples * groups)
+    return (tile_channels, block), max(1, min(parts, blocks(length, block)))
 
 
 @implements(group_norm)

@@ -203,15 +203,15 @@ def forward(
     _launch_forward(loss, dstudent, count, student_logprobs, teacher_logprobs, labels, beta, ignore_index)
     if not needs[0]:
         return loss, ()
-    given = student_logprobs, teacher_logprobs, labels, count
-    return loss, (*given, Once(dstudent)) if now else given
+    arguments = student_logprobs, teacher_logprobs, labels, count
+    return loss, (*arguments, Once(dstudent)) if now else arguments
 
 
 def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_index: int) -> tuple[Tensor | None, ...]:
     student, teacher, labels, count, *last = saved
-    made = last[0].take() if last else None
-    if made is not None:
-        (dstudent,) = made
+    gradients = last[0].take() if last else None
+    if gradients is not None:
+        (dstudent,) = gradients
     else:
         dstudent = torch.empty_like(student, memory_format=torch.contiguous_format)
         # An earlier backward has taken the gradient: it is made again, with the same bits.

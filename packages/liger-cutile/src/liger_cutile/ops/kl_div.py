@@ -162,9 +162,9 @@ def backward(
     needs: Needs, saved: Saved, dloss: Tensor, *, reduction: str, log_target: bool, eps: float
 ) -> tuple[Tensor | None, ...]:
     like, target, *last = saved
-    made = last[0].take() if last else None
-    if made is not None:
-        (dlog_pred,) = made
+    gradients = last[0].take() if last else None
+    if gradients is not None:
+        (dlog_pred,) = gradients
     else:
         dlog_pred = torch.empty(*target.shape, dtype=like.dtype, device=target.device)
         # An earlier backward has taken the gradient: it is made again, with the same bits.

@@ -237,7 +237,7 @@ def forward(needs: Needs, x: Tensor, weight: Tensor, bias: Tensor, eps: float = 
     if True not in needs:
         _launch_forward(y, None, x, weight, bias, eps)
         return y, ()
-    # Of x, x² and x³ in each row.
+    # The inverse RMS of x, x² and x³ in each row.
     inverse_rms = torch.empty((3, x.numel() // x.shape[-1]), dtype=torch.float32, device=x.device)
     _launch_forward(y, inverse_rms, x, weight, bias, eps)
     return y, (x, weight, bias, inverse_rms)

@@ -57,10 +57,10 @@ def _launch(
     if samples <= MOST_DOWN and not far_apart(yq, yk, q, k, cos, sin):
         _launch_samples(yq, yk, q, k, cos, sin, mrope_section, backward)
         return
-    for *own, own_cos, own_sin in within_reach(
+    for *heads, part_cos, part_sin in within_reach(
         yq, yk, side_by_side(q), side_by_side(k), cos.transpose(0, 1), sin.transpose(0, 1)
     ):
-        _launch_samples(*own, own_cos.transpose(0, 1), own_sin.transpose(0, 1), mrope_section, backward)
+        _launch_samples(*heads, part_cos.transpose(0, 1), part_sin.transpose(0, 1), mrope_section, backward)
 
 
 def _launch_samples(

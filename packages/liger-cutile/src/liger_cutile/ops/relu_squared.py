@@ -44,9 +44,9 @@ def _launch_forward(y: Tensor, x: Tensor, up: Tensor | None) -> None:
     y, x, *rest = as_one_row(*(t for t in (y, x, up) if t is not None))
     up = rest[0] if rest else None
     tile_rows, block, across = tiles(*y.shape, TILE)
-    for some in within_grid(tile_rows, y, x, up):
-        grid = across, blocks(some[0].shape[0], tile_rows)
-        launch(_forward, grid, *some, tile_rows, block)
+    for tensors in within_grid(tile_rows, y, x, up):
+        grid = across, blocks(tensors[0].shape[0], tile_rows)
+        launch(_forward, grid, *tensors, tile_rows, block)
 
 
 @opaque(writes=("dx", "dup"))
@@ -55,9 +55,9 @@ def _launch_backward(dx: Tensor | None, dup: Tensor | None, dy: Tensor, x: Tenso
     up = rest[0] if rest else None
     dx, dup = (None if t is None else t.view_as(dy) for t in (dx, dup))
     tile_rows, block, across = tiles(*dy.shape, TILE)
-    for some in within_grid(tile_rows, dx, dup, dy, x, up):
-        grid = across, blocks(some[2].shape[0], tile_rows)
-        launch(_backward, grid, *some, tile_rows, block)
+    for tensors in within_grid(tile_rows, dx, dup, dy, x, up):
+        grid = across, blocks(tensors[2].shape[0], tile_rows)
+        launch(_backward, grid, *tensors, tile_rows, block)
 
 
 @implements(relu_squared)

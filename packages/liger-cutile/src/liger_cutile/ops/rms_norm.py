@@ -45,7 +45,7 @@ def _load_first(h, x, residual, place, ROWS, BLOCK, INSIDE):
 
 @ct.function
 def _load_again(h, x, place, BLOCK):
-    """What `_load_first` returned."""
+    """The result of `_load_first`, loaded again."""
     if given(h):
         return load(h, place, 1, BLOCK)
     else:
@@ -54,7 +54,7 @@ def _load_again(h, x, place, BLOCK):
 
 @ct.function
 def _load_rows(h, inverse_rms, x, residual, row, columns, eps, NATIVE, ROWS, BLOCK, INSIDE):
-    """What `_load_first` returns for whole rows, and their inverse RMS, which is written as well."""
+    """The results of `_load_first` for whole rows, and their inverse RMS, which is written as well."""
     xs = _load_first(h, x, residual, (row, 0), ROWS, BLOCK, INSIDE)
     squares = ct.sum(rounded(xs * xs, x.dtype, NATIVE), axis=1, keepdims=True)
     r = inverse_rms_of(squares, columns, eps, x.dtype, NATIVE)

@@ -32,7 +32,7 @@ def _rotate(
     Q_TILES: ConstInt, Q_HEADS: ConstInt, K_TILES: ConstInt, K_HEADS: ConstInt, HALF: ConstInt, REST: ConstInt,
 ):  # fmt: skip
     at = (ct.bid(1) if BATCHED else 0, ct.bid(0), 0)
-    # One row of the tables serves all heads.
+    # A row of the tables serves all heads.
     shape = (1, 1, TOKENS, HALF)
     cos1 = ct.reshape(load_heads(cos.slice(2, 0, COLUMNS // 2), at, (1, TOKENS, HALF), CHECK), shape)
     cos2 = ct.reshape(load_heads(cos.slice(2, COLUMNS // 2, COLUMNS), at, (1, TOKENS, HALF), CHECK), shape)
@@ -52,12 +52,12 @@ def _launch(
 ) -> None:
     if cos.dim() == 2:
         cos, sin = cos[None], sin[None]
-    own = side_by_side(yq), side_by_side(yk)
-    for tensors in within_reach(*own, side_by_side(q), side_by_side(k), cos, sin):
+    results = side_by_side(yq), side_by_side(yk)
+    for tensors in within_reach(*results, side_by_side(q), side_by_side(k), cos, sin):
         _launch_samples(*tensors, backward)
-    for y, made in zip((yq, yk), own, strict=True):
-        if y is not None and made is not None and made is not y:
-            y.copy_(made)
+    for y, result in zip((yq, yk), results, strict=True):
+        if y is not None and result is not None and result is not y:
+            y.copy_(result)
 
 
 def _launch_samples(

@@ -196,9 +196,9 @@ def _backward(dx, dy, y, ROWS: ConstInt, BLOCK: ConstInt):
 def _load_groups(dy, support, row, column, BLOCK, GROUP):
     """dy of one row, by groups of columns. A group with no element in the support is 0, and isn't read."""
     groups = (1, BLOCK // GROUP, GROUP)
-    wanted = ct.max(ct.reshape(ct.where(support, 1, 0), groups), axis=2, keepdims=True) > 0
+    in_support = ct.max(ct.reshape(ct.where(support, 1, 0), groups), axis=2, keepdims=True) > 0
     columns = ct.reshape(column * BLOCK + ct.arange(BLOCK, dtype=ct.int32), groups)
-    dys = ct.gather(dy, (row, columns), mask=wanted, check_bounds=False)
+    dys = ct.gather(dy, (row, columns), mask=in_support, check_bounds=False)
     return ct.reshape(ct.astype(dys, ct.float32), (1, BLOCK))
 
 
@@ -259,8 +259,8 @@ def _launch_forward(y: Tensor, x: Tensor) -> None:
     y, x = as_rows(y), as_rows(x)
     rows, columns = x.shape
     group = 16 // x.element_size()  # what a thread loads at once
-    if found := _in_parts(_forward_parts, columns, x.dtype, 1024, 5):
-        kernel, parts, block = found
+    if division := _in_parts(_forward_parts, columns, x.dtype, 1024, 5):
+        kernel, parts, block = division
         launch(kernel, (rows,), y, x, parts, block)
     elif columns > LONGEST:
         launch(_forward_long, (rows,), y, x, columns, LONG_BLOCK, group)
@@ -273,8 +273,8 @@ def _launch_forward(y: Tensor, x: Tensor) -> None:
 def _launch_backward(dx: Tensor, dy: Tensor, y: Tensor) -> None:
     dx, dy, y = as_rows(dx), as_rows(dy), as_rows(y)
     rows, columns = y.shape
-    if found := _in_parts(_backward_parts, columns, y.dtype, 2048, 4):
-        kernel, parts, block = found
+    if division := _in_parts(_backward_parts, columns, y.dtype, 2048, 4):
+        kernel, parts, block = division
         launch(kernel, (rows,), dx, dy, y, parts, block, 16 // y.element_size())
     elif columns > LONGEST:
         launch(_backward_long, (rows,), dx, dy, y, LONG_BLOCK)

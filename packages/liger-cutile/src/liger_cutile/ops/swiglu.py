@@ -52,9 +52,9 @@ def _backward(dgate, dup, dy, gate, up, gate_multiplier, down_multiplier, ROWS: 
 def _launch_forward(y: Tensor, gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float) -> None:
     y, gate, up = as_one_row(y, gate, up)
     tile_rows, block, across = tiles(*y.shape, TILE)
-    for some in within_grid(tile_rows, y, gate, up):
-        grid = across, blocks(some[0].shape[0], tile_rows)
-        launch(_forward, grid, *some, float(gate_multiplier), float(down_multiplier), tile_rows, block)
+    for tensors in within_grid(tile_rows, y, gate, up):
+        grid = across, blocks(tensors[0].shape[0], tile_rows)
+        launch(_forward, grid, *tensors, float(gate_multiplier), float(down_multiplier), tile_rows, block)
 
 
 @opaque(writes=("dgate", "dup"))
@@ -70,9 +70,9 @@ def _launch_backward(
     dy, gate, up = as_one_row(dy, gate, up)
     dgate, dup = (None if x is None else x.view_as(dy) for x in (dgate, dup))
     tile_rows, block, across = tiles(*dy.shape, TILE)
-    for some in within_grid(tile_rows, dgate, dup, dy, gate, up):
-        grid = across, blocks(some[2].shape[0], tile_rows)
-        launch(_backward, grid, *some, float(gate_multiplier), float(down_multiplier), tile_rows, block)
+    for tensors in within_grid(tile_rows, dgate, dup, dy, gate, up):
+        grid = across, blocks(tensors[2].shape[0], tile_rows)
+        launch(_backward, grid, *tensors, float(gate_multiplier), float(down_multiplier), tile_rows, block)
 
 
 @implements(swiglu)

@@ -71,8 +71,8 @@ def _log_ratio(q_sum, p_sum):
 @triton.jit
 def _difference(x, y, tops, scale, ratio):
     """log q − log p for logits x and y. It is finite, and 0 if both are -inf."""
-    found = ((finite(x) - finite(y)) - tops) * scale - ratio
-    return finite(tl.minimum(found, 1e30, propagate_nan=tl.PropagateNan.ALL))
+    difference = ((finite(x) - finite(y)) - tops) * scale - ratio
+    return finite(tl.minimum(difference, 1e30, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

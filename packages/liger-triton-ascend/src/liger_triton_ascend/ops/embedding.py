@@ -33,8 +33,8 @@ def _look_up(
             index = tl.load(indices + row)
             exists = (index >= 0) & (index < vocabulary)
             weight_row = weight + tl.where(exists, tl.cast(index, tl.int64), 0) * row_stride
-            found = tl.load(weight_row + column * column_stride, inside, other=0.0)
-            tl.store(y + row * columns + column, found, inside)
+            values = tl.load(weight_row + column * column_stride, inside, other=0.0)
+            tl.store(y + row * columns + column, values, inside)
             if not exists:
                 tl.store(y + row * columns + column, tl.full((BLOCK,), float("nan"), tl.float32), inside)
 

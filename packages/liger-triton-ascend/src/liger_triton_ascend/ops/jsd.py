@@ -121,20 +121,20 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     labels = None if labels is None else labels.contiguous()
     count = count_of(student_logprobs, labels, ignore_index)
-    given = student_logprobs, teacher_logprobs, labels
+    arguments = student_logprobs, teacher_logprobs, labels
     now = needs[0] and student_logprobs.dtype is not torch.float16 and not compiling()
-    total, dstudent = _launch(*given, 1.0 / count if now else None, beta, ignore_index)
+    total, dstudent = _launch(*arguments, 1.0 / count if now else None, beta, ignore_index)
     if not needs[0]:
         return total / count, ()
-    return total / count, (*given, count, Once(dstudent)) if now else (*given, count)
+    return total / count, (*arguments, count, Once(dstudent)) if now else (*arguments, count)
 
 
 def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_index: int) -> tuple[Tensor | None, ...]:
     student, teacher, labels, count, *rest = saved
-    given = student, teacher, labels
+    arguments = student, teacher, labels
     if not rest:
-        return (_launch(*given, dloss / count, beta, ignore_index)[1],)
-    made = rest[0].take()
+        return (_launch(*arguments, dloss / count, beta, ignore_index)[1],)
+    gradients = rest[0].take()
     # If an earlier backward has taken the gradient, it is made again, with the same bits.
-    dstudent = _launch(*given, 1.0 / count, beta, ignore_index)[1] if made is None else made[0]
+    dstudent = _launch(*arguments, 1.0 / count, beta, ignore_index)[1] if gradients is None else gradients[0]
     return (LINEAR.scaled(dstudent, student.dtype, dloss, None, own=True),)

@@ -27,7 +27,7 @@ def _load_weight(weight):
 
 @triton.jit
 def _means(w0, w1, w2, r1, r2, r3, sum1, sum2, sum3, columns):
-    """What dx loses for each power, from the sums of dy·x, dy·x² and dy·x³. No intermediate product is out of range."""
+    """The share of each power that dx loses, from the sums of dy·x, dy·x² and dy·x³. No intermediate product is out of range."""
     mean1 = w2 / columns * r1 * (r1 * sum1) * r1
     mean2 = 2.0 * w1 / columns * r2 * (r2 * sum2) * r2
     mean3 = 3.0 * w0 / columns * r3 * (r3 * sum3) * r3

@@ -190,7 +190,7 @@ def _reduce(
     losses, z_losses, hits, target, weight, loss, z_loss, accuracy, totals, rows, columns, ignore_index,
     MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program adds up everything, so the order of the sums is always the same.
+    # A single program adds up everything, so the order of the sums is always the same.
     counted = tl.zeros([BLOCK], tl.float32)
     weights, weights_lost = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     loss_sum, lost = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -204,8 +204,8 @@ def _reduce(
         counted += tl.where(counts, 1.0, 0.0)
         if weight is not None:
             known = counts & (label >= 0) & (label < columns)
-            found = tl.load(weight + label, known, other=0.0).to(tl.float32)
-            weights, weights_lost = add_up(weights, weights_lost, found)
+            row_weights = tl.load(weight + label, known, other=0.0).to(tl.float32)
+            weights, weights_lost = add_up(weights, weights_lost, row_weights)
         if losses is not None:
             loss_sum, lost = add_up(loss_sum, lost, tl.load(losses + row, inside, other=0.0))
         if z_losses is not None:

@@ -102,15 +102,15 @@ def _above(difference, beta, rest, KIND: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def _log2_ratio(q_sum, p_sum):
     """log2(q_sum / p_sum). It is NaN if a sum is 0, as for a row that is all -inf."""
-    some = (q_sum > 0.0) & (p_sum > 0.0)
-    return libdevice.log2(tl.where(some, tl.math.div_rn(q_sum, p_sum), float("nan")))
+    positive = (q_sum > 0.0) & (p_sum > 0.0)
+    return libdevice.log2(tl.where(positive, tl.math.div_rn(q_sum, p_sum), float("nan")))
 
 
 @triton.jit
 def _difference(x, y, tops, scale, ratio):
     """log2 q − log2 p for logits x and y. It is finite, and 0 if both are -inf."""
-    found = ((finite(x) - finite(y)) - tops) * scale - ratio
-    return finite(tl.minimum(found, 1e30, propagate_nan=tl.PropagateNan.ALL))
+    difference = ((finite(x) - finite(y)) - tops) * scale - ratio
+    return finite(tl.minimum(difference, 1e30, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -194,7 +194,8 @@ def _rows(
             from_q += tl.sum(p, axis=1)
             above = log_p - log_q
             from_p += tl.sum(tl.where(p == 0.0, 0.0, p * above), axis=1)
-            # What q exceeds p by where they are close, else q. A GPU's exponential is off by 1e-7, for equal classes alike.
+            # A term is how far q exceeds p where they are close, else q. A GPU's exponential is off by 1e-7, for equal classes
+            # alike.
             near = tl.abs(above) < 1.0
             if KIND == GIVEN:
                 near &= p >= beta

@@ -110,9 +110,9 @@ def rotate(
         time, height: columns of a half that take the first plane, and the second; the others take the third.
     """
     if backward and compiling():
-        made = tuple(None if x is None else torch.empty_like(x) for x in (q, k))
-        _rotate_gradients(*made, q, k, cos, sin, time, height)
-        return made
+        results = tuple(None if x is None else torch.empty_like(x) for x in (q, k))
+        _rotate_gradients(*results, q, k, cos, sin, time, height)
+        return results
     return _rotated(None, None, q, k, cos, sin, backward, time, height)
 
 
@@ -168,10 +168,10 @@ def _rotate_gradients(
     time: int,
     height: int,
 ) -> None:
-    """Where a backward asks for a gradient's strides, Dynamo doesn't know them, and copies all gradients."""
-    for y, made in zip((yq, yk), _rotated(yq, yk, dq, dk, cos, sin, True, time, height), strict=True):
-        if y is not None and made is not y:
-            y.copy_(made)
+    """`rotate` for a traced backward. If it asks for gradients' strides, Dynamo doesn't know them, and copies all gradients."""
+    for y, result in zip((yq, yk), _rotated(yq, yk, dq, dk, cos, sin, True, time, height), strict=True):
+        if y is not None and result is not y:
+            y.copy_(result)
 
 
 def _launch(

@@ -23,7 +23,7 @@ MOST_REMEMBERED = 4096
 
 
 def _specialised(n: int) -> int:
-    """What Triton specialises a kernel on for an integer: 1 is compiled in; otherwise its width and whether 16 divides it.
+    """The property of an integer that Triton compiles a kernel for: 1 itself, or its width and whether 16 divides it.
 
     `triton.jit` finds the same in `specialize_impl`. No part of that which can be called costs less than a launch.
     """
@@ -51,7 +51,7 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-        key, given, pointers, device = list(named.values()), [], 0, -1
+        key, runtime_arguments, pointers, device = list(named.values()), [], 0, -1
         # On AMD, Triton compiles separately for tensors whose offsets fit 32 bits. Read on each launch: one process compiles for
         # several chips.
         on_amd = torch.version.hip is not None
@@ -70,7 +70,7 @@ class Kernel:
                 key.append((value.base.dtype, *value.block_shape))
             else:  # None is compiled in; the values of floats and bools are not
                 key.append(kind)
-            given.append(value)
+            runtime_arguments.append(value)
         key.append(device)
         key = tuple(key)
         compiled = self._compiled.get(key)
@@ -81,7 +81,7 @@ class Kernel:
             return
         run, function, metadata, stream_of, constants = compiled
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        run(x, y, z, stream_of(device), function, metadata, None, None, None, *given, *constants)
+        run(x, y, z, stream_of(device), function, metadata, None, None, None, *runtime_arguments, *constants)
 
     def _launch_anew(self, grid: tuple[int, ...], args: Sequence[Any], named: dict[str, Any], key: Any) -> None:
         compiled = self.jit[grid](*args, **named)

@@ -313,9 +313,9 @@ def _join(
         there = part < parts
         at = local * parts + part
         if best is not None:
-            found = tl.load(bests + at, there, other=-float("inf"))
-            better = found > highest
-            highest = tl.where(better, found, highest)
+            part_best = tl.load(bests + at, there, other=-float("inf"))
+            better = part_best > highest
+            highest = tl.where(better, part_best, highest)
             highest_column = tl.where(better, tl.load(best_columns + at, there, other=0), highest_column)
         if total is not None:
             weighted += tl.load(weighted_sums + at, there, other=0.0)
@@ -473,7 +473,7 @@ def _loads(rows: Tensor) -> bool:
 
 
 class _Found(NamedTuple):
-    """What `_tiles` finds of each part of a row, ``[rows, parts]``."""
+    """Results of `_tiles` for each part of a row, ``[rows, parts]``."""
 
     maxima: Tensor
     exp_sums: Tensor
@@ -519,14 +519,14 @@ def _like(maxima: Tensor, wanted: Tensor | None) -> Tensor | None:
 
 
 def _bases(x: Tensor, weight: Tensor, labels: Labels) -> Tensor:
-    """What each row's terms are relative to, except in parts far above that."""
+    """The base that each row's terms are relative to, except in parts far above it."""
     if x.dtype is torch.float16:  # all parts are: float16 has too few exponents
         return torch.full((x.shape[0],), -torch.inf, dtype=torch.float32, device=x.device)
     step = max(weight.shape[0] // SAMPLE, 8)  # at 8, the sample takes less memory than terms leave of the logits'
-    some = slice(None, SAMPLE * step, step)
-    logits = torch.mm(x, weight[some].t())
+    sampled = slice(None, SAMPLE * step, step)
+    logits = torch.mm(x, weight[sampled].t())
     if labels.bias is not None:
-        logits = logits + labels.bias[some]
+        logits = logits + labels.bias[sampled]
     return logits.amax(1).float() + RISE.value * (labels.options.temperature or 1.0)
 
 

@@ -40,8 +40,8 @@ def _look_up(
     row = row[:, None]
     inside = (row < rows) & (column < columns)
     exists = inside & (index >= 0) & (index < vocabulary)
-    found = tl.load(weight + index * row_stride + column * column_stride, exists, other=float("nan"))
-    tl.store(y + row * columns + column, found, inside)
+    values = tl.load(weight + index * row_stride + column * column_stride, exists, other=float("nan"))
+    tl.store(y + row * columns + column, values, inside)
 
 
 @triton.jit
@@ -62,15 +62,15 @@ def _order_few(
     if program < finders:
         first = program.to(tl.int64) * FOUND
         lane = tl.arange(0, FOUND)
-        found = (index >= first) & (index < first + FOUND)
-        counts = tl.histogram(tl.where(found, index - first, 0).to(tl.int32), FOUND, mask=found)
+        here = (index >= first) & (index < first + FOUND)
+        counts = tl.histogram(tl.where(here, index - first, 0).to(tl.int32), FOUND, mask=here)
         start = tl.sum((index < first).to(tl.int32)) + tl.cumsum(counts) - counts
         tl.store(starts + first + lane, start.to(tl.int64), first + lane <= vocabulary)
     else:
-        own = (program - finders) * COUNTED + tl.arange(0, COUNTED)
-        value = _load_indices(indices, own, rows, vocabulary)[:, None]
-        before = (index[None, :] < value) | ((index[None, :] == value) & (position[None, :] < own[:, None]))
-        tl.store(order + tl.sum(before.to(tl.int32), 1), own.to(tl.int64), own < rows)
+        ordered = (program - finders) * COUNTED + tl.arange(0, COUNTED)
+        value = _load_indices(indices, ordered, rows, vocabulary)[:, None]
+        before = (index[None, :] < value) | ((index[None, :] == value) & (position[None, :] < ordered[:, None]))
+        tl.store(order + tl.sum(before.to(tl.int32), 1), ordered.to(tl.int64), ordered < rows)
 
 
 @kernel(do_not_specialize=["shift"])

@@ -121,7 +121,7 @@ def _forward(
     total = tl.zeros((BLOCK,), tl.float32)
     sums = tl.zeros((BLOCK, WIDTH), tl.float32)
     begin = tl.maximum(first - reach, 0)
-    # One block of keys holds the windows of all queries, unless a block has as many queries as keys.
+    # A block of keys holds the windows of all queries, unless a block has as many queries as keys.
     blocks = 1 if STEP < BLOCK else tl.cdiv(tl.minimum(first + STEP + reach, count) - begin, BLOCK)
     for block in range(0, blocks):
         key = begin + block * BLOCK + tl.arange(0, BLOCK)

@@ -75,8 +75,8 @@ def _sum_groups(values, ROWS: tl.constexpr, SIZE: tl.constexpr):
 def _load_channels(values, group, channels, CHANNELS: tl.constexpr):
     """The values of the channels of each group, ``[ROWS, CHANNELS, 1]``."""
     channel = tl.arange(0, CHANNELS)[None, :]
-    found = tl.load(values + group[:, None] * channels + channel, channel < channels, other=0.0)
-    return found.to(tl.float32)[:, :, None]
+    channel_values = tl.load(values + group[:, None] * channels + channel, channel < channels, other=0.0)
+    return channel_values.to(tl.float32)[:, :, None]
 
 
 @kernel

@@ -165,20 +165,20 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     labels = None if labels is None else labels.contiguous()
     count = None if labels is None else count_of(labels, ignore_index)
-    given = student_logprobs, teacher_logprobs, labels, count
+    arguments = student_logprobs, teacher_logprobs, labels, count
     now = needs[0] and student_logprobs.dtype is not torch.float16 and not compiling()
-    sums, dstudent = _launch(*given, None, beta, ignore_index, now)
+    sums, dstudent = _launch(*arguments, None, beta, ignore_index, now)
     loss = total(sums, count, student_logprobs.shape[0] if count is None else 1)
     if not needs[0]:
         return loss, ()
-    return loss, (*given, Once(dstudent)) if now else given
+    return loss, (*arguments, Once(dstudent)) if now else arguments
 
 
 def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_index: int) -> tuple[Tensor | None, ...]:
-    *given, last = saved
+    *arguments, last = saved
     if not isinstance(last, Once):
         return (_launch(*saved, dloss, beta, ignore_index, True)[1],)
-    made = last.take()
+    gradients = last.take()
     # If an earlier backward has taken the gradient, it is made again, with the same bits.
-    dstudent = _launch(*given, None, beta, ignore_index, True)[1] if made is None else made[0]
+    dstudent = _launch(*arguments, None, beta, ignore_index, True)[1] if gradients is None else gradients[0]
     return (scale_(dstudent, dloss),)

@@ -131,9 +131,9 @@ def backward(
     like, target, *last = saved
     if not last:
         return (_gradient(like, target, dloss, reduction, log_target),)
-    made = last[0].take()
+    gradients = last[0].take()
     # If an earlier backward has taken the gradient, it is made again, with the same bits.
-    dlog_pred = _gradient(like, target, None, reduction, log_target) if made is None else made[0]
+    dlog_pred = _gradient(like, target, None, reduction, log_target) if gradients is None else gradients[0]
     return (scale_(dlog_pred, dloss),)
 
 

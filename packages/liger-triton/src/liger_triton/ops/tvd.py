@@ -23,7 +23,7 @@ from liger_triton.ops._rows import as_rows
 
 @triton.jit
 def _groups(tile, rows, columns, blocks, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a tile's groups of eight columns are, and which of them exist."""
+    """The places of a tile's groups of eight columns, and which of them exist."""
     groups = (columns + 7) // 8
     row, group, inside = place(tile, rows, groups, blocks, WHOLE, ROWS, BLOCK // 8)
     return row * groups + group, inside

@@ -3,27 +3,41 @@
 The files keep their links between one another, which work in the repository; on the site they are turned to its pages. A link to
 a file that is no page, such as source code, becomes the file's path, or a link to it if mkdocs.yml has a `repo_url`.
 
-tools/site_ops.py knows the ops, tools/site_math.py typesets their formulas, and tools/site_links.py checks what was built.
+An op's page is read from its source, not imported: the site's environment has no torch. tools/site_links.py checks what is built.
 """
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
+CORE = ROOT / "packages/liger-core/src/liger_core"
+sys.path.append(str(ROOT / "benchmarks"))
 
-import pictures  # noqa: E402 - benchmarks/ and tools/ are no packages
-from site_ops import LANGUAGES, callers, kinds, languages, ops, shapes, summary  # noqa: E402
+import pictures  # noqa: E402 - benchmarks/ is no package
 
+LANGUAGES = {"Triton": "liger-triton", "cuTile": "liger-cutile", "triton-ascend": "liger-triton-ascend"}
+CALLING = {
+    "liger-transformers": (
+        "packages/liger-transformers/src",
+        "[`liger_transformers`](../packages/liger-transformers.md)",
+    ),
+    "liger-distributed": ("packages/liger-distributed/src", "[`liger_distributed`](../packages/liger-distributed.md)"),
+    "losses": ("packages/liger-core/src/liger_core/losses", "[`liger_core.losses`](losses.md)"),
+    "examples": ("examples", "`examples`"),
+}
+"""Folders whose code calls ops, with what a reader knows them as."""
 # A file of the repository, and the page that it is. Those under docs/ keep their names.
 PAGES = {
     "README.md": "index.md",
@@ -182,3 +196,134 @@ def losses_page() -> str:
       show_root_heading: false
       members_order: source
 """
+
+
+def ops() -> list[str]:
+    """The ops, by name."""
+    return sorted(path.stem for path in (CORE / "ops").glob("*.py") if not path.stem.startswith("_"))
+
+
+@cache
+def module(name: str) -> ast.Module:
+    """The source of an op."""
+    return ast.parse((CORE / "ops" / f"{name}.py").read_text("utf-8"))
+
+
+def function(name: str) -> ast.FunctionDef:
+    """The op itself: its signature, docstring and declaration."""
+    return next(node for node in module(name).body if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
+def summary(name: str) -> str:
+    """The first paragraph of an op's docstring, which has its formula."""
+    return (ast.get_docstring(function(name)) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def kinds() -> dict[str, list[str]]:
+    """The ops by kind, as the README's table has them."""
+    table = (ROOT / "README.md").read_text("utf-8").partition("\n## Ops\n")[2].partition("\n\nThe reference")[0]
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines() if "`" in line]
+    found = {kind[0].upper() + kind[1:]: re.findall(r"`(\w+)`", listed) for kind, listed in cells}
+    if missing := set(ops()) ^ {name for listed in found.values() for name in listed}:
+        raise ValueError(f"README.md's table of ops by kind and liger_core differ in {', '.join(sorted(missing))}")
+    return found
+
+
+def declaration(name: str) -> dict[str, ast.expr]:
+    """What an op is declared with."""
+    call = next(node for node in function(name).decorator_list if isinstance(node, ast.Call))
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+
+
+def shapes(name: str) -> str:
+    """A table of the op's tensors and results, from its declaration."""
+    declared = declaration(name)
+    if "dimensions" not in declared:
+        return "Its dimensions are not declared."
+    arguments, _, results = ast.literal_eval(declared["dimensions"]).partition(" -> ")
+    differentiable = ast.literal_eval(declared["differentiable"])
+    fields = result_fields(name, len(results.split(",")))
+    rows = [
+        f"| `{argument}` | {shape(dims)} | {'yes' if argument in differentiable else 'no'} |"
+        for argument, _, dims in (tensor.partition(":") for tensor in arguments.split(", "))
+    ]
+    rows += [f"| {field} | {shape(dims)} | |" for field, dims in zip(fields, results.split(","), strict=True)]
+    return "\n".join(["| tensor | shape | gets a gradient |", "|---|---|---|", *rows])
+
+
+def result_fields(name: str, count: int) -> list[str]:
+    """The names of an op's results."""
+    kind = declaration(name).get("result")
+    for node in module(name).body:
+        if isinstance(kind, ast.Name) and isinstance(node, ast.ClassDef) and node.name == kind.id:
+            fields = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+            return [f"result `{field}`" for field in fields][:count] + ["result"] * (count - len(fields))
+    return ["result"] if count == 1 else [f"result {number + 1}" for number in range(count)]
+
+
+def shape(dims: str) -> str:
+    """``... H`` as ``[..., H]``."""
+    names = []
+    for word in dims.split():
+        word, at, option = word.partition("@")
+        names.append(f"{word} (dimension `{option}`)" if at else "any" if word == "*" else word)
+    if names and names[-1].startswith("/"):
+        return f"a number: the sum of all rows, divided by the number of {names[-1][1:]}"
+    return f"`[{', '.join(names)}]`" if names and "(" not in "".join(names) else ", ".join(names) or "a number"
+
+
+def callers(name: str) -> str:
+    """Who calls an op: packages of this repository, and code for liger-kernel by the names of the migration page."""
+    lines = [what for key, (_, what) in CALLING.items() if name in called()[key]]
+    names = []
+    for line in (ROOT / "docs/migrating-from-liger-kernel.md").read_text("utf-8").splitlines():
+        cells = line.strip("| ").split(" | ")
+        if len(cells) == 2 and re.search(rf"`liger\.{name}\b", cells[1]) and "`" in cells[0]:
+            names.append(cells[0])
+    if not lines:
+        lines = [
+            "Your own code: no package here calls it. The source above names the paper or the model that it is from"
+        ]
+    if names:
+        lines.append(f"Code for [liger-kernel](../migrating-from-liger-kernel.md), as {'; '.join(names)}")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+@cache
+def called() -> dict[str, set[str]]:
+    """The names that the code of each folder of `CALLING` takes from liger_core."""
+    names: dict[str, set[str]] = {}
+    for key, (folder, _) in CALLING.items():
+        trees = (ast.parse(file.read_text("utf-8")) for file in (ROOT / folder).rglob("*.py"))
+        for node in (node for tree in trees for node in ast.walk(tree)):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id.startswith("liger")
+            ):
+                names.setdefault(key, set()).add(node.attr)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_core"):
+                names.setdefault(key, set()).update(alias.name for alias in node.names)
+    return names
+
+
+def languages(name: str) -> list[str]:
+    """The languages that have a kernel of an op."""
+    packages = {language: package.replace("-", "_") for language, package in LANGUAGES.items()}
+    return [
+        language
+        for language, package in LANGUAGES.items()
+        if (ROOT / "packages" / package / "src" / packages[language] / "ops" / f"{name}.py").exists()
+    ]
+
+
+class Examples(griffe.Extension):
+    """Indents the doctests that end a docstring under ``Examples:``, as mkdocstrings wants them."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Change one docstring."""
+        if obj.docstring is None or "\n>>> " not in (text := obj.docstring.value):
+            return
+        before, _, doctests = text.partition("\n>>> ")
+        indented = re.sub("^", "    ", ">>> " + doctests, flags=re.M)
+        obj.docstring.value = f"{before}\nExamples:\n{indented}"

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from liger_core import checks
-from liger_core import fused_linear_jsd as op_of_the_whole
+from liger_core import fused_linear_jsd as fused_linear_jsd_of_whole
 from liger_core.contract import upcast
 from liger_core.host.linear import Linear
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
 from liger_core.ops.jsd import above_mixture, kl_of_classes, times_probability
-from liger_distributed.vocabulary import Part, gather, part_of, shared
+from liger_distributed.vocabulary import VocabularyShard, gather, shard_of, sum_gradient
 
 NAME = "fused_linear_jsd"
 COPIES = 10
@@ -60,18 +60,19 @@ def fused_linear_jsd(
     Raises:
         TypeError, ValueError: as there; ValueError for a number of rows that doesn't fit.
     """
-    part = part_of(NAME, group, student_weight.shape[0], vocabulary)
-    given = student_x, student_weight, teacher_x, teacher_weight, labels
+    shard = shard_of(NAME, group, student_weight.shape[0], vocabulary)
     options: dict[str, Any] = {"beta": beta, "ignore_index": ignore_index, "temperature": temperature}
     options["accum_dtype"] = accum_dtype
-    check(part, *given, **options)
-    loss = divergence_of_linear(shared(student_x, group), *given[1:], part, memory_budget=memory_budget, **options)
+    inputs = student_weight, teacher_x, teacher_weight, labels
+    check(shard, student_x, *inputs, **options)
+    x = sum_gradient(student_x, group)
+    loss = divergence_of_linear(x, *inputs, shard, memory_budget=memory_budget, **options)
     counted = student_x.shape[0] if labels is None else (labels != ignore_index).sum()
     return loss / (max(counted, 1) if isinstance(counted, int) else counted.clamp(min=1))
 
 
 def check(
-    part: Part,
+    shard: VocabularyShard,
     student_x: Tensor,
     student_weight: Tensor,
     teacher_x: Tensor,
@@ -81,17 +82,17 @@ def check(
 ) -> None:
     """The checks of `liger_core.fused_linear_jsd`. A process without columns is checked as if it had one."""
     weights = {"student_weight": student_weight, "teacher_weight": teacher_weight}
-    if part.columns == 0:
+    if shard.columns == 0:
         checks.ndim(NAME, 2, 2, **weights)
         checks.shape(NAME, "teacher_weight", teacher_weight, (0, teacher_weight.shape[1]), "rows of student_weight")
         weights = {name: weight.new_empty((1, weight.shape[1])) for name, weight in weights.items()}
-    op_of_the_whole._checks(
+    fused_linear_jsd_of_whole._checks(
         student_x=student_x, teacher_x=teacher_x, labels=labels, memory_budget=None, **weights, **options
     )
 
 
-class _Given(NamedTuple):
-    """The inputs of a chunk's divergence, except its logits."""
+class _Options(NamedTuple):
+    """The options of a chunk's divergence, and its number of rows."""
 
     beta: float
     temperature: float
@@ -105,7 +106,7 @@ def divergence_of_linear(
     teacher_x: Tensor,
     teacher_weight: Tensor,
     labels: Tensor | None,
-    part: Part,
+    shard: VocabularyShard,
     *,
     beta: float,
     ignore_index: int,
@@ -115,26 +116,26 @@ def divergence_of_linear(
 ) -> Tensor:
     """The sum of rows' divergences over the whole vocabulary. The gradient of student_x is that of this process's columns."""
     tensors = _cast(student_x), _cast(student_weight), _cast(teacher_x), _cast(teacher_weight)
-    rows = _rows(tensors[0], tensors[1], accum_dtype, memory_budget)
-    given = _Given(beta, temperature, accum_dtype, rows)
+    rows = _rows_of_chunk(tensors[0], tensors[1], accum_dtype, memory_budget)
+    options = _Options(beta, temperature, accum_dtype, rows)
     with torch.no_grad(), torch.autocast(student_x.device.type, enabled=False):
         ignored = None if labels is None else labels == ignore_index
         target = torch.zeros(student_x.shape[0], dtype=torch.int64, device=student_x.device)
         if ignored is not None:
             target = target.masked_fill(ignored, ignore_index)
-        options = {"ignore_index": ignore_index, "temperature": temperature, "memory_budget": memory_budget}
+        head_options = {"ignore_index": ignore_index, "temperature": temperature, "memory_budget": memory_budget}
         pairs = (tensors[0], tensors[1]), (tensors[2], tensors[3])
-        lse = gather(torch.stack([_lse(x, weight, target, part, options) for x, weight in pairs]), part.group)
+        lse = gather(torch.stack([_lse(x, weight, target, shard, head_options) for x, weight in pairs]), shard.group)
         lse = lse.logsumexp(0)
-        mine = lse.new_zeros(student_x.shape[0] + 1)
-        for some in _chunks(student_x.shape[0], rows):
-            divergence, inner = _sums(*_logprobs(*tensors, lse, some, temperature), beta)
+        local = lse.new_zeros(student_x.shape[0] + 1)
+        for chunk in _chunks(student_x.shape[0], rows):
+            divergence, inner = _sums(*_logprobs(*tensors, lse, chunk, temperature), beta)
             if ignored is not None:
-                divergence, inner = (sums.masked_fill(ignored[some], 0.0) for sums in (divergence, inner))
-            mine[some] = inner
-            mine[-1] += divergence.sum()
-        found = gather(mine, part.group).sum(0)
-    return cast("Any", _Divergence).apply(*tensors, found[-1], lse, found[:-1], ignored, given)
+                divergence, inner = (sums.masked_fill(ignored[chunk], 0.0) for sums in (divergence, inner))
+            local[chunk] = inner
+            local[-1] += divergence.sum()
+        summed = gather(local, shard.group).sum(0)
+    return cast("Any", _Divergence).apply(*tensors, summed[-1], lse, summed[:-1], ignored, options)
 
 
 class _Divergence(torch.autograd.Function):
@@ -151,35 +152,35 @@ class _Divergence(torch.autograd.Function):
         lse: Tensor,
         inner: Tensor,
         ignored: Tensor | None,
-        given: _Given,
+        options: _Options,
     ) -> Tensor:
         ctx.save_for_backward(student_x, student_weight, teacher_x, teacher_weight, lse, inner, ignored)
-        ctx.given = given
+        ctx.options = options
         return divergence.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         student_x, student_weight, teacher_x, teacher_weight, lse, inner, ignored = ctx.saved_tensors
-        given: _Given = ctx.given
+        options: _Options = ctx.options
         dtype = student_x.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dx = torch.zeros_like(student_x) if needs_x else None
         dweight: Tensor | None = None
-        accum_dtype = dtype if dtype is torch.float64 else given.accum_dtype
+        accum_dtype = dtype if dtype is torch.float64 else options.accum_dtype
         with torch.autocast(dloss.device.type, enabled=False):
-            for some in _chunks(student_x.shape[0], given.rows):
+            for chunk in _chunks(student_x.shape[0], options.rows):
                 student, teacher = _logprobs(
-                    student_x, student_weight, teacher_x, teacher_weight, lse, some, given.temperature
+                    student_x, student_weight, teacher_x, teacher_weight, lse, chunk, options.temperature
                 )
-                dlogits = _gradient(student, teacher, inner[some], given.beta) * (dloss / given.temperature)
+                dlogits = _gradient(student, teacher, inner[chunk], options.beta) * (dloss / options.temperature)
                 if ignored is not None:
-                    dlogits = dlogits.masked_fill(ignored[some, None], 0.0)
+                    dlogits = dlogits.masked_fill(ignored[chunk, None], 0.0)
                 dlogits = dlogits.to(dtype)
                 if dx is not None:
-                    dx[some] = dlogits @ student_weight
+                    dx[chunk] = dlogits @ student_weight
                 if needs_weight:
-                    dweight = Linear().add_product(dweight, dlogits, student_x[some], accum_dtype)
+                    dweight = Linear().add_product(dweight, dlogits, student_x[chunk], accum_dtype)
         if needs_weight:
             dweight = torch.zeros_like(student_weight) if dweight is None else dweight.to(student_weight.dtype)
         return dx, dweight, *[None] * 7
@@ -193,30 +194,30 @@ def _cast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(device))
 
 
-def _rows(x: Tensor, weight: Tensor, accum_dtype: torch.dtype, memory_budget: int | None) -> int:
+def _rows_of_chunk(x: Tensor, weight: Tensor, accum_dtype: torch.dtype, memory_budget: int | None) -> int:
     """The rows of a chunk, within a budget. Without one, a chunk's tensors together are about as large as the weight."""
     rows, hidden = x.shape
     columns = max(weight.shape[0], 1)
     if memory_budget is None:
         return min(max(rows, 1), max(hidden // COPIES, 256))
     checks.integer(NAME, least=1, memory_budget=memory_budget)
-    row, always = 4 * COPIES * columns, 64 * rows
+    per_row, fixed = 4 * COPIES * columns, 64 * rows
     if torch.is_grad_enabled() and weight.requires_grad and accum_dtype is not weight.dtype:
-        always += columns * hidden * accum_dtype.itemsize
-    if memory_budget < always + row:
+        fixed += columns * hidden * accum_dtype.itemsize
+    if memory_budget < fixed + per_row:
         raise ValueError(
-            f"{NAME}: memory_budget is {memory_budget}; it takes at least {always + row} bytes for these shapes"
+            f"{NAME}: memory_budget is {memory_budget}; it takes at least {fixed + per_row} bytes for these shapes"
         )
-    return max(1, min(rows, (memory_budget - always) // row))
+    return max(1, min(rows, (memory_budget - fixed) // per_row))
 
 
 def _chunks(size: int, most: int) -> list[slice]:
     return [slice(first, min(first + most, size)) for first in range(0, size, most)]
 
 
-def _lse(x: Tensor, weight: Tensor, target: Tensor, part: Part, options: dict[str, Any]) -> Tensor:
+def _lse(x: Tensor, weight: Tensor, target: Tensor, shard: VocabularyShard, options: dict[str, Any]) -> Tensor:
     """log Σ e^z of each row's logits in this process's columns; −inf if it has none."""
-    if part.columns == 0:
+    if shard.columns == 0:
         return torch.full(x.shape[:1], -torch.inf, dtype=upcast(x).dtype, device=x.device)
     return fused_linear_logit_statistics(x, weight, target, **options).lse
 
@@ -227,17 +228,18 @@ def _logprobs(
     teacher_x: Tensor,
     teacher_weight: Tensor,
     lse: Tensor,
-    some: slice,
+    chunk: slice,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of some rows in this process's columns, the student's and the teacher's."""
+    """Log-probabilities of a chunk of rows in this process's columns, the student's and the teacher's."""
 
-    def of(x: Tensor, weight: Tensor, lse: Tensor) -> Tensor:
+    def logprobs(x: Tensor, weight: Tensor, lse: Tensor) -> Tensor:
         half = x.dtype.itemsize < 4
         logits = Linear().product(x, weight.t()) if half else x @ weight.t()
         return logits.div_(temperature).sub_(lse[:, None])
 
-    return of(student_x[some], student_weight, lse[0, some]), of(teacher_x[some], teacher_weight, lse[1, some])
+    student = logprobs(student_x[chunk], student_weight, lse[0, chunk])
+    return student, logprobs(teacher_x[chunk], teacher_weight, lse[1, chunk])
 
 
 def _sums(q: Tensor, p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -253,7 +255,7 @@ def _sums(q: Tensor, p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def _gradient(q: Tensor, p: Tensor, inner: Tensor, beta: float) -> Tensor:
-    """The derivative of a row's divergence by the student's logits. ``inner`` is that of `_sums`, over all columns."""
+    """The derivative of a row's divergence by the student's logits. `inner` is the second sum of `_sums`, over all columns."""
     probability = q.exp()
     if beta == 0:
         by_logprob = -p.exp()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from liger_core import fused_linear_cross_entropy, tensors
-from liger_distributed.vocabulary import landed, member
+from liger_distributed.vocabulary import check_member, wait_tensor
 
 
 class LossHead(nn.Linear):
@@ -58,7 +58,7 @@ class LossHead(nn.Linear):
         linear: Any = super()
         linear.__init__(hidden, vocabulary, bias, device, dtype)
         if group is not None:
-            member("LossHead", group)
+            check_member("LossHead", group)
         # The group's name and size, because a module that holds a group can't be copied.
         self._group = None if group is None else (group.group_name, group.size())
         self.averaged, self.ignore_index, self.softcap = averaged, ignore_index, softcap
@@ -89,8 +89,8 @@ class LossHead(nn.Linear):
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         if labels is not None and not isinstance(cast("object", labels), Tensor):
             raise TypeError(f"LossHead: labels is {labels!r}; it takes the tensor that `count` returns")
-        own = self._count(target)
-        summed = self._summed(own) if labels is None else None  # in flight while the loss is computed
+        count = self._count(target)
+        pending = self._summed(count) if labels is None else None  # in flight while the loss is computed
         loss: Tensor = cast("Any", fused_linear_cross_entropy)(
             x.flatten(0, -2),
             self.weight,
@@ -100,10 +100,10 @@ class LossHead(nn.Linear):
             softcap=self.softcap,
             **self.options,
         )
-        everywhere = labels if summed is None else landed(summed)
-        assert everywhere is not None
+        total = labels if pending is None else wait_tensor(pending)
+        assert total is not None
         # The sum of losses isn't divided at the end: in float16 the weight's gradient of a sum would overflow.
-        share = (own * (self._size() if self.averaged else 1)).to(loss.dtype) / everywhere.clamp(min=1)
+        share = (count * (self._size() if self.averaged else 1)).to(loss.dtype) / total.clamp(min=1)
         if tensors.full_name(type(loss)) == tensors.DTENSOR:
             share = _replicated(share, cast("Any", loss).device_mesh)
         return loss * share
@@ -121,7 +121,7 @@ class LossHead(nn.Linear):
         """
         if not targets:
             raise TypeError("LossHead.count: there is no target; it takes the target of each call of this step")
-        return landed(self._summed(torch.stack([self._count(target) for target in targets]).sum()))
+        return wait_tensor(self._summed(torch.stack([self._count(target) for target in targets]).sum()))
 
     def extra_repr(self) -> str:
         """The sizes, and some of the options."""

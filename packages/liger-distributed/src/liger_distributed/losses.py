@@ -18,7 +18,7 @@ from liger_core.losses.logprobs import TokenLogprobsOutput
 from liger_core.ops.cross_entropy import CrossEntropyOutput, check_options, loss_of_statistics
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
 from liger_core.ops.logit_statistics import LogitStatistics, logit_statistics, logprobs_of_statistics
-from liger_distributed.vocabulary import Part, joined, of_nothing, part_of, shared
+from liger_distributed.vocabulary import VocabularyShard, combined, empty_statistics, shard_of, sum_gradient
 
 
 def cross_entropy(
@@ -56,14 +56,14 @@ def cross_entropy(
         TypeError, ValueError, IndexError: as there; ValueError for a number of columns that doesn't fit.
     """
     name = "cross_entropy"
-    part = part_of(name, group, logits.shape[-1], vocabulary)
+    shard = shard_of(name, group, logits.shape[-1], vocabulary)
     statistics = statistics_of_logits(
         logits,
         target,
-        part,
+        shard,
         ignore_index,
         {
-            "weight": _mine(name, weight, part),
+            "weight": _local_weight(name, weight, shard),
             "softcap": softcap,
             "return_total": bool(label_smoothing),
             "return_best": return_token_accuracy or return_predicted_tokens,
@@ -74,7 +74,7 @@ def cross_entropy(
         statistics,
         target,
         weight,
-        part,
+        shard,
         softcap=softcap,
         token_scaling=False,
         ignore_index=ignore_index,
@@ -132,16 +132,16 @@ def fused_linear_cross_entropy(
     """
     name = "fused_linear_cross_entropy"
     checks.flag(name, token_scaling=token_scaling)
-    part = part_of(name, group, linear_weight.shape[0], vocabulary)
+    shard = shard_of(name, group, linear_weight.shape[0], vocabulary)
     statistics = statistics_of_linear(
-        shared(x, group),
+        sum_gradient(x, group),
         linear_weight,
         target,
         bias,
-        part,
+        shard,
         ignore_index,
         {
-            "class_weight": _mine(name, class_weight, part),
+            "class_weight": _local_weight(name, class_weight, shard),
             "softcap": softcap,
             "return_total": bool(label_smoothing),
             "return_best": return_token_accuracy or return_predicted_tokens,
@@ -154,7 +154,7 @@ def fused_linear_cross_entropy(
         statistics,
         target,
         class_weight,
-        part,
+        shard,
         softcap=softcap,
         token_scaling=token_scaling,
         ignore_index=ignore_index,
@@ -197,15 +197,15 @@ def token_logprobs(
     """
     name = "token_logprobs"
     checks.flag(name, return_lse=return_lse)
-    part = part_of(name, group, logits.shape[-1], vocabulary)
+    shard = shard_of(name, group, logits.shape[-1], vocabulary)
     options = {
         "temperature": temperature,
         "softcap": softcap,
         "return_entropy": return_entropy,
         "return_best": return_predicted_tokens,
     }
-    statistics = statistics_of_logits(logits, target, part, ignore_index, options)
-    return _logprobs(name, statistics, target, part, ignore_index, return_lse)
+    statistics = statistics_of_logits(logits, target, shard, ignore_index, options)
+    return _logprobs_output(name, statistics, target, shard, ignore_index, return_lse)
 
 
 def fused_linear_token_logprobs(
@@ -245,7 +245,7 @@ def fused_linear_token_logprobs(
     """
     name = "fused_linear_token_logprobs"
     checks.flag(name, return_lse=return_lse)
-    part = part_of(name, group, linear_weight.shape[0], vocabulary)
+    shard = shard_of(name, group, linear_weight.shape[0], vocabulary)
     options = {
         "temperature": temperature,
         "softcap": softcap,
@@ -254,19 +254,19 @@ def fused_linear_token_logprobs(
         "accum_dtype": accum_dtype,
         "memory_budget": memory_budget,
     }
-    statistics = statistics_of_linear(shared(x, group), linear_weight, target, bias, part, ignore_index, options)
-    return _logprobs(name, statistics, target, part, ignore_index, return_lse)
+    statistics = statistics_of_linear(sum_gradient(x, group), linear_weight, target, bias, shard, ignore_index, options)
+    return _logprobs_output(name, statistics, target, shard, ignore_index, return_lse)
 
 
 def statistics_of_logits(
-    logits: Tensor, target: Tensor, part: Part, ignore_index: int, options: dict[str, Any]
+    logits: Tensor, target: Tensor, shard: VocabularyShard, ignore_index: int, options: dict[str, Any]
 ) -> LogitStatistics:
     """`logit_statistics` of the whole vocabulary, from this process's columns."""
-    if part.columns == 0:
-        mine = of_nothing(logits, target, part, options)
+    if shard.columns == 0:
+        local = empty_statistics(logits, target, shard, options)
     else:
-        mine = logit_statistics(logits, target, first=part.first, ignore_index=ignore_index, **options)
-    return joined(mine, target, part, ignore_index)
+        local = logit_statistics(logits, target, first=shard.first, ignore_index=ignore_index, **options)
+    return combined(local, target, shard, ignore_index)
 
 
 def statistics_of_linear(
@@ -274,25 +274,25 @@ def statistics_of_linear(
     linear_weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
-    part: Part,
+    shard: VocabularyShard,
     ignore_index: int,
     options: dict[str, Any],
 ) -> LogitStatistics:
     """`fused_linear_logit_statistics` of the whole vocabulary. The gradient of x is that of this process's columns."""
-    if part.columns == 0:
+    if shard.columns == 0:
         logits = x @ linear_weight.T
-        mine = of_nothing(logits if bias is None else logits + bias, target, part, options)
+        local = empty_statistics(logits if bias is None else logits + bias, target, shard, options)
     else:
-        mine = fused_linear_logit_statistics(
-            x, linear_weight, target, bias, first=part.first, ignore_index=ignore_index, **options
+        local = fused_linear_logit_statistics(
+            x, linear_weight, target, bias, first=shard.first, ignore_index=ignore_index, **options
         )
-    return joined(mine, target, part, ignore_index)
+    return combined(local, target, shard, ignore_index)
 
 
-def _mine(op: str, weight: Tensor | None, part: Part) -> Tensor | None:
-    """This process's part of the class weights, which are those of the whole vocabulary."""
-    checks.shape(op, "weight", weight, (part.vocabulary,), "a weight per class of the whole vocabulary")
-    return None if weight is None else weight[part.first : part.first + part.columns]
+def _local_weight(op: str, weight: Tensor | None, shard: VocabularyShard) -> Tensor | None:
+    """The class weights of this process's columns."""
+    checks.shape(op, "weight", weight, (shard.vocabulary,), "a weight per class of the whole vocabulary")
+    return None if weight is None else weight[shard.first : shard.first + shard.columns]
 
 
 def loss_of(
@@ -300,7 +300,7 @@ def loss_of(
     statistics: LogitStatistics,
     target: Tensor,
     weight: Tensor | None,
-    part: Part,
+    shard: VocabularyShard,
     *,
     softcap: float | None,
     token_scaling: bool,
@@ -309,17 +309,17 @@ def loss_of(
     """The loss from rows' statistics, after checks of the arguments."""
     check_options(op, softcap=softcap, **options)
     checks.ndim(op, 1, 1, target=target)
-    check_tokens(op, target, part, options["ignore_index"])
+    check_tokens(op, target, shard, options["ignore_index"])
     return loss_of_statistics(
-        statistics, target, weight, vocabulary=part.vocabulary, token_scaling=token_scaling, **options
+        statistics, target, weight, vocabulary=shard.vocabulary, token_scaling=token_scaling, **options
     )
 
 
-def _logprobs(
-    op: str, statistics: LogitStatistics, target: Tensor, part: Part, ignore_index: int, return_lse: bool
+def _logprobs_output(
+    op: str, statistics: LogitStatistics, target: Tensor, shard: VocabularyShard, ignore_index: int, return_lse: bool
 ) -> Tensor | TokenLogprobsOutput:
-    check_tokens(op, target, part, ignore_index)
-    logprobs = logprobs_of_statistics(statistics, target, part.vocabulary, ignore_index)
+    check_tokens(op, target, shard, ignore_index)
+    logprobs = logprobs_of_statistics(statistics, target, shard.vocabulary, ignore_index)
     if not (return_lse or statistics.entropy is not None or statistics.best_index is not None):
         return logprobs
     return TokenLogprobsOutput(
@@ -327,10 +327,10 @@ def _logprobs(
     )
 
 
-def check_tokens(op: str, target: Tensor, part: Part, ignore_index: int, name: str = "target") -> None:
+def check_tokens(op: str, target: Tensor, shard: VocabularyShard, ignore_index: int, name: str = "target") -> None:
     """Raise IndexError for a token out of range, on the CPU.
 
     An accelerator would have to wait for the values: there such a token's loss is NaN.
     """
     if target.device.type == "cpu" and not modes.compiling() and not modes.without_values([target]):
-        checks.indices_below(op, name, target, part.vocabulary, ignore_index)
+        checks.indices_below(op, name, target, shard.vocabulary, ignore_index)

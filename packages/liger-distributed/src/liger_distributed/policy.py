@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from liger_core import grpo_loss as op_of_the_whole
+from liger_core import grpo_loss as grpo_loss_of_whole
 from liger_core.losses.policy import policy_loss
 from liger_core.ops.grpo_loss import IGNORED, GRPOOutput, ids_that_count
 from liger_core.ops.logit_statistics import logprobs_of_statistics
 from liger_distributed.losses import check_tokens, statistics_of_logits
-from liger_distributed.vocabulary import Part, part_of
+from liger_distributed.vocabulary import VocabularyShard, shard_of
 
 NAME = "grpo_loss"
 
@@ -62,11 +62,11 @@ def grpo_loss(
     Raises:
         TypeError, ValueError, IndexError: as there; ValueError for a number of columns that doesn't fit.
     """
-    given = old_logps, ref_logps, completion_ids, advantages, completion_mask
-    return loss_of_columns(
+    policy = old_logps, ref_logps, completion_ids, advantages, completion_mask
+    return grpo_loss_of_shard(
         logits,
-        *given,
-        part_of(NAME, group, logits.shape[-1], vocabulary),
+        *policy,
+        shard_of(NAME, group, logits.shape[-1], vocabulary),
         temperature=temperature,
         beta=beta,
         eps_low=eps_low,
@@ -84,26 +84,28 @@ def grpo_loss(
     )
 
 
-def loss_of_columns(
+def grpo_loss_of_shard(
     logits: Tensor,
     old_logps: Tensor | None,
     ref_logps: Tensor | None,
     completion_ids: Tensor,
     advantages: Tensor,
     completion_mask: Tensor | None,
-    part: Part,
+    shard: VocabularyShard,
     *,
     temperature: float,
     **options: Any,
 ) -> GRPOOutput:
     """The loss of this process's columns, after checks of the arguments."""
-    given = old_logps, ref_logps, completion_ids, advantages, completion_mask
-    checked = logits if part.columns else logits.new_empty((*logits.shape[:-1], 1))
-    op_of_the_whole._checks(checked, *given, temperature=temperature, **options)
-    kind, reduction = options["loss_type"], options["reduction"]
-    ids = ids_that_count(completion_ids, completion_mask, part.vocabulary, kind, reduction)
-    check_tokens(NAME, ids, part, IGNORED, "completion_ids")
-    wide = pad(ids, (0, 1), value=IGNORED)  # includes the last position, which predicts nothing, to copy no logits
-    statistics = statistics_of_logits(logits.flatten(0, 1), wide.flatten(), part, IGNORED, {"temperature": temperature})
-    logprobs = logprobs_of_statistics(statistics, wide.flatten(), part.vocabulary, IGNORED).view(wide.shape)
-    return policy_loss(logprobs[:, :-1], *given[:2], *given[3:], **options)
+    policy = old_logps, ref_logps, completion_ids, advantages, completion_mask
+    checked = logits if shard.columns else logits.new_empty((*logits.shape[:-1], 1))
+    grpo_loss_of_whole._checks(checked, *policy, temperature=temperature, **options)
+    loss_type, reduction = options["loss_type"], options["reduction"]
+    ids = ids_that_count(completion_ids, completion_mask, shard.vocabulary, loss_type, reduction)
+    check_tokens(NAME, ids, shard, IGNORED, "completion_ids")
+    target = pad(ids, (0, 1), value=IGNORED)  # includes the last position, which predicts nothing, to copy no logits
+    statistics = statistics_of_logits(
+        logits.flatten(0, 1), target.flatten(), shard, IGNORED, {"temperature": temperature}
+    )
+    logprobs = logprobs_of_statistics(statistics, target.flatten(), shard.vocabulary, IGNORED).view(target.shape)
+    return policy_loss(logprobs[:, :-1], old_logps, ref_logps, advantages, completion_mask, **options)

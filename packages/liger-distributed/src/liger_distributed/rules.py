@@ -1,4 +1,4 @@
-"""Ops that do more on a part than run on it: rows of an embedding, columns of losses, means of cross-entropies."""
+"""Rules for ops that do more on a part than run on it: rows of an embedding, columns of losses, means of cross-entropies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from liger_core.ops.cross_entropy import CrossEntropyOutput
 from liger_core.ops.grpo_loss import GRPOOutput
 from liger_distributed.divergence import divergence_of_linear
 from liger_distributed.losses import loss_of, statistics_of_linear, statistics_of_logits
-from liger_distributed.policy import loss_of_columns
-from liger_distributed.vocabulary import Part, landed, part_of
+from liger_distributed.policy import grpo_loss_of_shard
+from liger_distributed.vocabulary import VocabularyShard, shard_of, wait_tensor
 
 
-class Spread:
-    """What is divided: for each dimension of the mesh that divides a name, that name and the processes that share it."""
+class Sharding:
+    """The divided names: for each dimension of the mesh that divides a name, that name and the processes that share it."""
 
     def __init__(self, divided: list[tuple[str, ProcessGroup]]) -> None:
         self.divided = divided
@@ -33,26 +33,26 @@ class Spread:
         """The sum over all parts of a name, without a gradient."""
         tensor = tensor.detach()
         for group in self.groups(name):
-            tensor = landed(torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name))
+            tensor = wait_tensor(torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name))
         return tensor
 
 
-class Call(NamedTuple):
+class LocalCall(NamedTuple):
     """An op's call on this process's part: local arguments, and the sizes of all dimensions by name."""
 
     op: Op[..., Any]
     demand: str | None
     arguments: dict[str, Any]
-    spread: Spread
+    sharding: Sharding
     sizes: dict[str, int]
 
-    def run(self, **changed: Any) -> Any:
-        """The op on the local arguments."""
-        return self.op.call(self.demand, (), self.arguments | changed)
+    def run(self, **replaced: Any) -> Any:
+        """The op on the local arguments, some of which may be replaced."""
+        return self.op.call(self.demand, (), self.arguments | replaced)
 
     def share(self, labels: str, dim: str, dtype: torch.dtype) -> Tensor | float:
         """The weight of this part's mean over the labels in the mean over all labels."""
-        if not self.spread.groups(dim):
+        if not self.sharding.groups(dim):
             return 1.0
         target = self.arguments[labels]
         if target is None:
@@ -60,11 +60,11 @@ class Call(NamedTuple):
             count = torch.tensor(self.arguments[first].shape[0], dtype=dtype, device=self.arguments[first].device)
         else:
             count = (target != self.arguments["ignore_index"]).sum().to(dtype)
-        return count / self.spread.sum(count, dim).clamp(min=1)
+        return count / self.sharding.sum(count, dim).clamp(min=1)
 
 
 class Rule(NamedTuple):
-    """How an op runs on parts.
+    """An op's own way to run on parts.
 
     Attributes:
         run: makes the results of this part.
@@ -76,7 +76,7 @@ class Rule(NamedTuple):
         gathers: what forward sends for a name that it combines.
     """
 
-    run: Callable[[Call], Any]
+    run: Callable[[LocalCall], Any]
     divides: tuple[str, ...]
     combines: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
@@ -85,64 +85,64 @@ class Rule(NamedTuple):
     gathers: str = "an all-gather"
 
 
-def _embedding(call: Call) -> Tensor:
+def _embedding(call: LocalCall) -> Tensor:
     """Rows of other processes give 0. The sum over the parts is the result."""
-    (group,) = call.spread.groups("V")
+    (group,) = call.sharding.groups("V")
     indices, weight, padding = (call.arguments[name] for name in ("indices", "weight", "padding_idx"))
-    part = part_of("embedding", group, weight.shape[0], call.sizes["V"])
+    shard = shard_of("embedding", group, weight.shape[0], call.sizes["V"])
     if indices.device.type == "cpu" and not modes.compiling() and not modes.without_values([indices]):
-        checks.indices_below("embedding", "indices", indices, part.vocabulary)
-    here = (indices >= part.first) & (indices < part.first + part.columns)
-    if part.columns == 0:  # depends on the weight, so that backward's collectives meet
-        found = weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
+        checks.indices_below("embedding", "indices", indices, shard.vocabulary)
+    is_local = (indices >= shard.first) & (indices < shard.first + shard.columns)
+    if shard.columns == 0:  # depends on the weight, so that backward's collectives meet
+        rows = weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
     else:
         if padding is not None:
-            padding = padding % part.vocabulary - part.first
-            padding = padding if 0 <= padding < part.columns else None
-        found = call.run(indices=torch.where(here, indices - part.first, 0), padding_idx=padding)
-        found = torch.where(here[..., None], found, 0.0)
-    return found
+            padding = padding % shard.vocabulary - shard.first
+            padding = padding if 0 <= padding < shard.columns else None
+        rows = call.run(indices=torch.where(is_local, indices - shard.first, 0), padding_idx=padding)
+        rows = torch.where(is_local[..., None], rows, 0.0)
+    return rows
 
 
-def _moe(call: Call) -> Tensor:
+def _moe(call: LocalCall) -> Tensor:
     """A process that has none of a token's experts gets one that is no expert, and adds 0."""
     indices, weights = call.arguments["expert_indices"], call.arguments["expert_weights"]
     if indices.shape[1]:
         return call.run()
     rows = indices.shape[0]
-    hanging = weights.new_zeros((rows, 1)) + weights.sum()  # depends on the weights, so that they get a gradient
-    return call.run(expert_indices=indices.new_full((rows, 1), -1), expert_weights=hanging)
+    zeros = weights.new_zeros((rows, 1)) + weights.sum()  # depends on the weights, so that they get a gradient
+    return call.run(expert_indices=indices.new_full((rows, 1), -1), expert_weights=zeros)
 
 
-def _cross_entropy(call: Call) -> Any:
+def _cross_entropy(call: LocalCall) -> Any:
     """A divided vocabulary takes one all-gather. A mean over divided rows takes the count of all labels."""
-    given, name = call.arguments, call.op.name
-    fused = "linear_weight" in given
-    weight = given["class_weight" if fused else "weight"]
-    target, ignore_index, vocabulary = given["target"], given["ignore_index"], call.sizes["V"]
-    reduction, rows_apart = given["reduction"], bool(call.spread.groups("n"))
-    inner = "none" if rows_apart else reduction
-    if groups := call.spread.groups("V"):
-        columns = given["linear_weight"].shape[0] if fused else given["logits"].shape[1]
-        found = _of_columns(call, part_of(name, groups[0], columns, vocabulary), weight, inner)
+    arguments, name = call.arguments, call.op.name
+    fused = "linear_weight" in arguments
+    weight = arguments["class_weight" if fused else "weight"]
+    target, ignore_index, vocabulary = arguments["target"], arguments["ignore_index"], call.sizes["V"]
+    reduction, rows_divided = arguments["reduction"], bool(call.sharding.groups("n"))
+    inner = "none" if rows_divided else reduction
+    if groups := call.sharding.groups("V"):
+        columns = arguments["linear_weight"].shape[0] if fused else arguments["logits"].shape[1]
+        result = _loss_of_columns(call, shard_of(name, groups[0], columns, vocabulary), weight, inner)
     else:
-        found = call.run(reduction=inner)
+        result = call.run(reduction=inner)
     if inner == reduction:
-        return found
-    several = isinstance(found, tuple)
-    parts: tuple[Any, ...] = cast("tuple[Any, ...]", found) if several else (found, None, None, None)
-    loss, z_loss, accuracy, predicted = parts
+        return result
+    several = isinstance(result, tuple)
+    results: tuple[Any, ...] = cast("tuple[Any, ...]", result) if several else (result, None, None, None)
+    loss, z_loss, accuracy, predicted = results
     counted = (target != ignore_index) & (target >= 0) & (target < vocabulary)
-    labels = call.spread.sum((target != ignore_index).sum(), "n")
+    labels = call.sharding.sum((target != ignore_index).sum(), "n")
     rows = divisor = labels.clamp(min=1)
     if reduction == "mean" and weight is not None:
-        if given["lse_square_scale"]:
+        if arguments["lse_square_scale"]:
             raise ValueError(
                 f"{name}: a mean over divided rows has one divisor, and class weights beside lse_square_scale make two; "
                 "it takes reduction='sum'"
             )
-        of_labels = upcast(weight)[target.clamp(0, vocabulary - 1)].masked_fill(~counted, 0.0).sum()
-        divisor = torch.where(labels > 0, call.spread.sum(of_labels, "n"), 1.0)
+        label_weights = upcast(weight)[target.clamp(0, vocabulary - 1)].masked_fill(~counted, 0.0).sum()
+        divisor = torch.where(labels > 0, call.sharding.sum(label_weights, "n"), 1.0)
     mean = reduction == "mean"
     loss = loss.sum() / divisor if mean else loss.sum()
     if not several:
@@ -151,47 +151,53 @@ def _cross_entropy(call: Call) -> Any:
     return CrossEntropyOutput(loss, z_loss, None if accuracy is None else accuracy.sum() / rows, predicted)
 
 
-def _of_columns(call: Call, part: Part, weight: Tensor | None, reduction: str) -> Any:
-    given = call.arguments
-    fused = "linear_weight" in given
-    mine = None if weight is None else weight[part.first : part.first + part.columns]
+def _loss_of_columns(call: LocalCall, shard: VocabularyShard, weight: Tensor | None, reduction: str) -> Any:
+    arguments = call.arguments
+    fused = "linear_weight" in arguments
+    local_weight = None if weight is None else weight[shard.first : shard.first + shard.columns]
     options = {
-        "softcap": given["softcap"],
-        "return_total": bool(given["label_smoothing"]),
-        "return_best": given["return_token_accuracy"] or given["return_predicted_tokens"],
+        "softcap": arguments["softcap"],
+        "return_total": bool(arguments["label_smoothing"]),
+        "return_best": arguments["return_token_accuracy"] or arguments["return_predicted_tokens"],
     }
-    target, ignore_index = given["target"], given["ignore_index"]
+    target, ignore_index = arguments["target"], arguments["ignore_index"]
     if fused:
-        options |= {name: given[name] for name in ("accum_dtype", "memory_budget")} | {"class_weight": mine}
-        x, linear_weight, bias = given["x"], given["linear_weight"], given["bias"]
-        statistics = statistics_of_linear(x, linear_weight, target, bias, part, ignore_index, options)
+        options |= {name: arguments[name] for name in ("accum_dtype", "memory_budget")} | {"class_weight": local_weight}
+        x, linear_weight, bias = arguments["x"], arguments["linear_weight"], arguments["bias"]
+        statistics = statistics_of_linear(x, linear_weight, target, bias, shard, ignore_index, options)
     else:
-        statistics = statistics_of_logits(given["logits"], target, part, ignore_index, options | {"weight": mine})
+        statistics = statistics_of_logits(
+            arguments["logits"], target, shard, ignore_index, options | {"weight": local_weight}
+        )
     names = ("softcap", "ignore_index", "label_smoothing", "lse_square_scale")
     names += ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
-    passed = {name: given[name] for name in names}
-    scaling = fused and given["token_scaling"]
-    return loss_of(call.op.name, statistics, target, weight, part, token_scaling=scaling, reduction=reduction, **passed)
+    loss_options = {name: arguments[name] for name in names}
+    scaling = fused and arguments["token_scaling"]
+    return loss_of(
+        call.op.name, statistics, target, weight, shard, token_scaling=scaling, reduction=reduction, **loss_options
+    )
 
 
-def _jsd(call: Call) -> Tensor:
+def _jsd(call: LocalCall) -> Tensor:
     """Divided columns take an all-gather of the rows' normalisers, and one of their divergences."""
-    (group,) = call.spread.groups("V")
-    given = dict(call.arguments)
-    weights = given["student_weight"], given["teacher_weight"]
-    part = part_of(call.op.name, group, weights[0].shape[0], call.sizes["V"])
-    labels = given["labels"]
-    loss = divergence_of_linear(**given, part=part)
-    rows = given["student_x"].shape[0]
-    counted = torch.full((), rows, device=loss.device) if labels is None else (labels != given["ignore_index"]).sum()
+    (group,) = call.sharding.groups("V")
+    arguments = call.arguments
+    weights = arguments["student_weight"], arguments["teacher_weight"]
+    shard = shard_of(call.op.name, group, weights[0].shape[0], call.sizes["V"])
+    labels = arguments["labels"]
+    loss = divergence_of_linear(**arguments, shard=shard)
+    rows = arguments["student_x"].shape[0]
+    counted = (
+        torch.full((), rows, device=loss.device) if labels is None else (labels != arguments["ignore_index"]).sum()
+    )
     return loss / counted.clamp(min=1)
 
 
-def _grpo(call: Call) -> GRPOOutput:
+def _grpo(call: LocalCall) -> GRPOOutput:
     """Divided columns take one all-gather of the rows' statistics."""
-    (group,) = call.spread.groups("V")
-    part = part_of(call.op.name, group, call.arguments["logits"].shape[-1], call.sizes["V"])
-    return loss_of_columns(**call.arguments, part=part)
+    (group,) = call.sharding.groups("V")
+    shard = shard_of(call.op.name, group, call.arguments["logits"].shape[-1], call.sizes["V"])
+    return grpo_loss_of_shard(**call.arguments, shard=shard)
 
 
 RULES: dict[str, Rule] = {

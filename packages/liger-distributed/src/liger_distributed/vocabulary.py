@@ -18,11 +18,11 @@ from liger_core.autograd import without_second_derivatives
 from liger_core.contract import upcast
 from liger_core.ops.logit_statistics import LogitStatistics
 
-LARGEST = 1 << 24
+LARGEST_VOCABULARY = 1 << 24
 """The largest vocabulary for which predicted tokens can be requested: their ids are sent in float32."""
 
 
-class Part(NamedTuple):
+class VocabularyShard(NamedTuple):
     """This process's columns of a vocabulary: `columns` of them, from the global id `first` on."""
 
     group: ProcessGroup
@@ -31,14 +31,14 @@ class Part(NamedTuple):
     columns: int
 
 
-def part_of(op: str, group: ProcessGroup, columns: int, vocabulary: int | None) -> Part:
+def shard_of(op: str, group: ProcessGroup, columns: int, vocabulary: int | None) -> VocabularyShard:
     """The columns that this process has, as torch.chunk divides a vocabulary. None: all processes have equally many.
 
     Raises:
         TypeError: `group` is no process group, or `vocabulary` no int.
         ValueError: the process is not in the group, or has another number of columns.
     """
-    member(op, group)
+    check_member(op, group)
     if vocabulary is not None and not isinstance(cast("object", vocabulary), torch.SymInt):
         checks.integer(op, vocabulary=vocabulary)
     size, rank = group.size(), group.rank()
@@ -50,11 +50,11 @@ def part_of(op: str, group: ProcessGroup, columns: int, vocabulary: int | None) 
             f"{op}: process {rank} of {size} has {columns} columns of a vocabulary of {whole}; it takes "
             f"{min(each, whole - first)}, as torch.chunk divides them"
         )
-    return Part(group, whole, first, columns)
+    return VocabularyShard(group, whole, first, columns)
 
 
-def member(op: str, group: object) -> None:
-    """Raise TypeError if that is no process group, and ValueError if this process is not in it."""
+def check_member(op: str, group: object) -> None:
+    """Raise TypeError if `group` is no process group, and ValueError if this process is not in it."""
     if isinstance(group, ProcessGroup):
         return
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -65,73 +65,77 @@ def member(op: str, group: object) -> None:
     )
 
 
-def joined(mine: LogitStatistics, target: Tensor, part: Part, ignore_index: int) -> LogitStatistics:
+def combined(local: LogitStatistics, target: Tensor, shard: VocabularyShard, ignore_index: int) -> LogitStatistics:
     """The statistics of the whole vocabulary, from those of this process's columns. The same bits on every process."""
-    wide, dtype = target if target.dim() == 2 else target[:, None], mine.lse.dtype
-    row = (wide != ignore_index).any(-1)
-    sent = [mine.lse[:, None], mine.picked.view(wide.shape)]
-    sent += [value[:, None] for value in (mine.total, mine.entropy) if value is not None]
-    if mine.best is not None and mine.best_index is not None:
-        if part.vocabulary > LARGEST:
-            raise ValueError(f"predicted tokens take a vocabulary of at most {LARGEST}; it has {part.vocabulary}")
-        sent += [mine.best[:, None].to(dtype), mine.best_index[:, None].to(dtype)]
-    received = gather(torch.cat(sent, -1), part.group)
-    at = 1 + wide.shape[1]
+    targets, dtype = target if target.dim() == 2 else target[:, None], local.lse.dtype
+    counted = (targets != ignore_index).any(-1)
+    sent = [local.lse[:, None], local.picked.view(targets.shape)]
+    sent += [value[:, None] for value in (local.total, local.entropy) if value is not None]
+    if local.best is not None and local.best_index is not None:
+        if shard.vocabulary > LARGEST_VOCABULARY:
+            raise ValueError(
+                f"predicted tokens take a vocabulary of at most {LARGEST_VOCABULARY}; it has {shard.vocabulary}"
+            )
+        sent += [local.best[:, None].to(dtype), local.best_index[:, None].to(dtype)]
+    received = gather(torch.cat(sent, -1), shard.group)
+    column = 1 + targets.shape[1]
 
-    lse_of = received[..., 0]
-    lse = lse_of.logsumexp(0)
+    lse_by_process = received[..., 0]
+    lse = lse_by_process.logsumexp(0)
     total = entropy = best = best_index = None
-    if mine.total is not None:
-        total, at = received[..., at].sum(0), at + 1
-    if mine.entropy is not None:
-        share = torch.exp(lse_of - lse)
-        ahead = (lse - lse_of).masked_fill(share == 0, 0.0)
-        entropy, at = (share * (received[..., at] + ahead)).sum(0).masked_fill(~row, 0.0), at + 1
-    if mine.best is not None:
-        values, indices = received[..., at].detach(), received[..., at + 1].detach()
+    if local.total is not None:
+        total, column = received[..., column].sum(0), column + 1
+    if local.entropy is not None:
+        share = torch.exp(lse_by_process - lse)
+        difference = (lse - lse_by_process).masked_fill(share == 0, 0.0)
+        entropy, column = (share * (received[..., column] + difference)).sum(0).masked_fill(~counted, 0.0), column + 1
+    if local.best is not None:
+        values, indices = received[..., column].detach(), received[..., column + 1].detach()
         best = values.amax(0)
-        best_index = indices.masked_fill(values != best, part.vocabulary).amin(0).to(torch.int64)
-    picked = received[..., 1 : 1 + wide.shape[1]].sum(0).view(target.shape)
-    return LogitStatistics(lse.masked_fill(~row, 0.0), picked, entropy, total, None, best, best_index)
+        best_index = indices.masked_fill(values != best, shard.vocabulary).amin(0).to(torch.int64)
+    picked = received[..., 1 : 1 + targets.shape[1]].sum(0).view(target.shape)
+    return LogitStatistics(lse.masked_fill(~counted, 0.0), picked, entropy, total, None, best, best_index)
 
 
-def of_nothing(hanging: Tensor, target: Tensor, part: Part, options: dict[str, Any]) -> LogitStatistics:
-    """The statistics of no columns. They depend on `hanging`, float ``[N, 0]``, so that backward's collectives meet."""
-    zero = upcast(hanging).sum(-1)
+def empty_statistics(
+    logits: Tensor, target: Tensor, shard: VocabularyShard, options: dict[str, Any]
+) -> LogitStatistics:
+    """The statistics of logits without columns, ``[N, 0]``, on which they depend, so that backward's collectives meet."""
+    zero = upcast(logits).sum(-1)
     picked = zero if target.dim() == 1 else zero[:, None].expand(target.shape)
-    best = options.get("return_best")
+    return_best = options.get("return_best")
     return LogitStatistics(
         zero - torch.inf,
         picked,
         zero if options.get("return_entropy") else None,
         zero if options.get("return_total") else None,
         None,
-        zero.detach() - torch.inf if best else None,
-        torch.full_like(target if target.dim() == 1 else target[:, 0], part.vocabulary) if best else None,
+        zero.detach() - torch.inf if return_best else None,
+        torch.full_like(target if target.dim() == 1 else target[:, 0], shard.vocabulary) if return_best else None,
     )
 
 
 def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """``[processes, *shape]``. Only this process's own part has a gradient.
+    """All processes' tensors, ``[processes, *shape]``. Only this process's own part has a gradient.
 
-    Every process makes the same loss from what it gathers. So its own part's gradient is complete, and nothing is added up in
-    backward. PyTorch's differentiable all-gather would count it once per process.
+    Every process makes the same loss from the gathered tensors. So its own part's gradient is complete, and nothing is added up
+    in backward. PyTorch's differentiable all-gather would count it once per process.
     """
     rank, size = group.rank(), group.size()
     sent = tensor.detach()[None].contiguous()
-    parts = landed(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group.group_name))
-    own: Tensor = tensor
-    # What torch.compile makes has no second derivative.
+    parts = wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group.group_name))
+    local: Tensor = tensor
+    # torch.compile makes no second derivative.
     if torch.is_grad_enabled() and tensor.requires_grad and not modes.compiling():
-        own = cast("Any", _Own).apply(tensor)
-    return torch.cat((parts[:rank], own[None], parts[rank + 1 :]))
+        local = cast("Any", _LocalPart).apply(tensor)
+    return torch.cat((parts[:rank], local[None], parts[rank + 1 :]))
 
 
 NO_DOUBLE = "a loss of a vocabulary that is divided among processes has no second derivative"
 
 
-class _Own(torch.autograd.Function):
-    """A process's own part of what is gathered. Its gradient depends on the other parts, by which nobody differentiates."""
+class _LocalPart(torch.autograd.Function):
+    """A process's own part of a gathered tensor. Its gradient depends on the other parts, by which nobody differentiates."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -156,20 +160,22 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.no_grad():
-            summed = landed(torch.ops._c10d_functional.all_reduce(gradient.contiguous(), "sum", ctx.group.group_name))
+            summed = wait_tensor(
+                torch.ops._c10d_functional.all_reduce(gradient.contiguous(), "sum", ctx.group.group_name)
+            )
         if modes.compiling() or not torch.is_grad_enabled():
             return summed, None
         return without_second_derivatives(NO_DOUBLE, (summed,), (gradient,))[0], None
 
 
-def shared(tensor: Tensor, group: ProcessGroup) -> Tensor:
+def sum_gradient(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """A tensor that is the same on all processes, for each to use on its own columns: its gradient is the sum of theirs."""
-    alone: Tensor = tensor
+    summing: Tensor = tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
-        alone = cast("Any", _SumGradient).apply(tensor, group)
-    return alone
+        summing = cast("Any", _SumGradient).apply(tensor, group)
+    return summing
 
 
-def landed(tensor: Tensor) -> Tensor:
-    """The result of a collective of ours that is in flight. Autograd doesn't record it."""
+def wait_tensor(tensor: Tensor) -> Tensor:
+    """The result of a collective that is in flight. Autograd doesn't record it."""
     return torch.ops._c10d_functional.wait_tensor(tensor)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from liger_core.autograd import differentiable
 from liger_core.host import fused_moe as host
-from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing, plan_of, route
+from liger_core.host.fused_moe import FusedMoE, MoEActivation, MoEKernels, Routing, plan_of, route
 from liger_core.ops.fused_moe import fused_moe, temporary_memory
 
 NAMES = ("x", "gate_up_weight", "down_weight", "expert_weights")
@@ -37,7 +37,7 @@ class Kernels(MoEKernels):
         gate: Tensor,
         up: Tensor,
         routing: Routing,
-        activation: Activation,
+        activation: MoEActivation,
         exact: bool,
     ) -> None:
         for made in (factors, activated):
@@ -68,7 +68,7 @@ class Kernels(MoEKernels):
         factors: Tensor,
         expert_weights: Tensor,
         routing: Routing,
-        activation: Activation,
+        activation: MoEActivation,
     ) -> None:
         for expert, rows, slots in self.blocks(routing):
             gates, ups = factors[rows].chunk(2, 1)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Saved
-from liger_core.host.mhc_pre import Coefficients, HyperConnectionsBefore, MHCPreKernels
-from liger_core.ops.mhc_pre import mhc_pre
+from liger_core.host.mhc_pre import Coefficients, MHCPreHost, MHCPreKernels
+from liger_core.ops.mhc_pre import MHCPre, mhc_pre
 
 NAMES = ("x", "weight", "bias", "alpha")
 DEFAULTS: dict[str, Any] = {
@@ -41,10 +41,7 @@ class Kernels(MHCPreKernels):
 
     def forward(
         self,
-        h: Tensor,
-        pre: Tensor,
-        post: Tensor | None,
-        res: Tensor | None,
+        results: MHCPre,
         m: Tensor | None,
         x: Tensor,
         weight: Tensor,
@@ -52,14 +49,14 @@ class Kernels(MHCPreKernels):
         alpha: Tensor,
         options: Coefficients,
     ) -> None:
-        streams, width = x.shape[-2:]
+        (h, *coefficients), (streams, width) = results, x.shape[-2:]
         v = x.reshape(-1, streams * width).float()
         r = torch.rsqrt(v.square().mean(1, keepdim=True) + options.norm_eps)
         products = v @ weight.float().T * r
-        for to, made in zip((pre, post, res), _made(products, bias, alpha, streams, options), strict=False):
+        for to, made in zip(coefficients, _made(products, bias, alpha, streams, options), strict=False):
             assert to is not None
             to.copy_(made)
-        h.copy_((pre[:, :, None] * v.view(-1, streams, width)).sum(1))
+        h.copy_((results.pre[:, :, None] * v.view(-1, streams, width)).sum(1))
         if m is not None:
             m.copy_(torch.cat([products, r], 1))
 
@@ -144,7 +141,7 @@ def test_results_and_gradients(head: bool, wanted: tuple[str, ...], used: tuple[
     arguments = _arguments(head)
     leaves = {name: t.clone().requires_grad_(name in wanted) for name, t in arguments.items()}
     expected = mhc_pre.reference(**leaves, **options)
-    op, needs = HyperConnectionsBefore(Kernels()), tuple(name in wanted for name in NAMES)
+    op, needs = MHCPreHost(Kernels()), tuple(name in wanted for name in NAMES)
     actual, saved = op.forward(needs, *arguments.values(), **options)
     for one, other in zip(actual, expected, strict=True):
         assert (one is None) == (other is None)
@@ -157,7 +154,7 @@ def test_results_and_gradients(head: bool, wanted: tuple[str, ...], used: tuple[
 
 
 def _check_gradients(
-    op: HyperConnectionsBefore,
+    op: MHCPreHost,
     needs: tuple[bool, ...],
     saved: Saved,
     expected: list[Tensor | None],
@@ -179,7 +176,7 @@ def _check_gradients(
 def test_parameters_keep_their_dtypes() -> None:
     arguments = {"x": torch.randn(4, 2, 8).bfloat16(), "weight": torch.randn(8, 16) / 4}
     arguments |= {"bias": torch.randn(8).half(), "alpha": torch.rand(3)}
-    op = HyperConnectionsBefore(Kernels())
+    op = MHCPreHost(Kernels())
     results, saved = op.forward((True,) * 4, *arguments.values())
     assert (results.h.dtype, results.pre.dtype) == (torch.bfloat16, torch.float32)
     gradients = op.backward((True,) * 4, saved, results.h, None, None, results.res, **DEFAULTS)

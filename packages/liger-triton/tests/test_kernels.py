@@ -510,7 +510,7 @@ def test_slots_are_sorted_as_pytorch_sorts_them(
     make = Make(torch.float32, DEVICE)
     indices = make.integers(-1, experts, tokens, per_token)
     indices[1] = experts
-    found, expected = fused_moe.Kernels().route(indices, experts, 16), route(indices, experts, 16)
+    found, expected = fused_moe._MoEKernels().route(indices, experts, 16), route(indices, experts, 16)
     for name in ("keys", "order", "places", "starts", "by_size", "tile_experts"):
         assert torch.equal(getattr(found, name).long(), getattr(expected, name)), name
     live = expected.tile_experts < experts

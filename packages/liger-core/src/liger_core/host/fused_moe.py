@@ -63,11 +63,13 @@ def route(indices: Tensor, experts: int, rows: int) -> Routing:
     keys = torch.where(indices < 0, experts, indices).long()
     keys = keys.masked_fill(outside.any(1, keepdim=True), experts + 1)
     # On a GPU a stable sort of integers is a radix sort: keys of few bits take few passes.
-    found, order = torch.sort(keys.view(-1).to(torch.int16 if experts < (1 << 15) - 1 else torch.int32), stable=True)
+    sorted_keys, order = torch.sort(
+        keys.view(-1).to(torch.int16 if experts < (1 << 15) - 1 else torch.int32), stable=True
+    )
     places = torch.empty_like(order)
     places[order] = torch.arange(order.shape[0], device=indices.device)
-    each = torch.arange(experts + 1, device=indices.device, dtype=found.dtype)
-    starts = torch.searchsorted(found, each)
+    each = torch.arange(experts + 1, device=indices.device, dtype=sorted_keys.dtype)
+    starts = torch.searchsorted(sorted_keys, each)
     counts = starts[1:] - starts[:-1]
     tiles = (counts + rows - 1) // rows
     ends = tiles.cumsum(0)
@@ -79,7 +81,7 @@ def route(indices: Tensor, experts: int, rows: int) -> Routing:
     return Routing(keys, order, places, starts, by_size, tile_experts, tile_starts, rows)
 
 
-class Activation(NamedTuple):
+class MoEActivation(NamedTuple):
     """The activation of a gate and the other factor. `limit` is None if there is none."""
 
     gelu: bool
@@ -109,7 +111,7 @@ class MoEKernels:
         gate: Tensor,
         up: Tensor,
         routing: Routing,
-        activation: Activation,
+        activation: MoEActivation,
         exact: bool,
     ) -> None:
         """Write both factors of each slot, and act(gate)·up.
@@ -150,7 +152,7 @@ class MoEKernels:
         factors: Tensor,
         expert_weights: Tensor,
         routing: Routing,
-        activation: Activation,
+        activation: MoEActivation,
     ) -> None:
         """Write what follows from d = dy · down of each slot. Outputs that are None are not wanted.
 
@@ -199,7 +201,7 @@ class MoEKernels:
         raise NotImplementedError
 
 
-class Plan(NamedTuple):
+class MoEPlan(NamedTuple):
     """What a memory budget allows.
 
     Attributes:
@@ -213,27 +215,27 @@ class Plan(NamedTuple):
     keeps: bool
 
 
-def plan_of(needs: Needs, x: Tensor, gate_up_weight: Tensor, indices: Tensor, memory_budget: int | None) -> Plan:
+def plan_of(needs: Needs, x: Tensor, gate_up_weight: Tensor, indices: Tensor, memory_budget: int | None) -> MoEPlan:
     """The plan for a budget that is at least `least_memory`."""
     tokens, columns = x.shape[0], gate_up_weight.shape[1] // 2
     if memory_budget is None:
-        return Plan(tokens, columns, True)
+        return MoEPlan(tokens, columns, True)
 
     def room(tokens: int, columns: int, x_grad: bool) -> int:
         return temporary_memory(tokens, columns, x, gate_up_weight, indices, x_grad=x_grad)
 
     if room(tokens, columns, True) <= memory_budget:
-        return Plan(tokens, columns, True)
+        return MoEPlan(tokens, columns, True)
     none = room(0, columns, True)
     few = min(tokens, (memory_budget - none) // (room(1, columns, True) - none))
     if True not in needs:
-        return Plan(few, columns, False)
+        return MoEPlan(few, columns, False)
     none = room(tokens, 0, needs[0])
     narrow = min(columns, (memory_budget - none) // (room(tokens, 1, needs[0]) - none))
-    return Plan(few, narrow // 16 * 16 if narrow > 16 else narrow, False)
+    return MoEPlan(few, narrow // 16 * 16 if narrow > 16 else narrow, False)
 
 
-class Made(NamedTuple):
+class MoEGradients(NamedTuple):
     """Memory for the gradients; None for those that aren't wanted. expert_weights' is float32 ``[T·K]``."""
 
     x: Tensor | None
@@ -242,7 +244,7 @@ class Made(NamedTuple):
     expert_weights: Tensor | None
 
 
-class Call(NamedTuple):
+class MoECall(NamedTuple):
     """What backward makes gradients from, except the factors.
 
     Attributes:
@@ -258,7 +260,7 @@ class Call(NamedTuple):
     weights: Tensor
     routing: Routing
     dy: Tensor
-    activation: Activation
+    activation: MoEActivation
     exact: bool
 
 
@@ -269,7 +271,7 @@ class FusedMoE:
         self.kernels = kernels
         module = type(kernels).__module__
         self.go = opaque(writes=("y",), within=module)(self._go)
-        self.go_back = opaque(writes=("made",), within=module)(self._go_back)
+        self.go_back = opaque(writes=("grads",), within=module)(self._go_back)
 
     def forward(
         self,
@@ -298,8 +300,8 @@ class FusedMoE:
             routing, factors = self._tokens(y, x, *experts, expert_indices, weights, act, keeps, exact)
         if True not in needs:
             return y, ()
-        kept = (None,) * 7 if routing is None else routing[:-1]
-        return y, (x, *experts, expert_indices, expert_weights, factors, *kept)
+        tables = (None,) * 7 if routing is None else routing[:-1]
+        return y, (x, *experts, expert_indices, expert_weights, factors, *tables)
 
     def _go(
         self,
@@ -309,14 +311,14 @@ class FusedMoE:
         down_weight: Tensor,
         indices: Tensor,
         weights: Tensor,
-        activation: Activation,
+        activation: MoEActivation,
         most: int,
     ) -> None:
         """Write y, of at most so many tokens at a time. It is one custom op in a trace, as `LinearLoss.as_one` is."""
         for first, last in spans(x.shape[0], most):
-            some = slice(first, last)
+            tokens = slice(first, last)
             experts = gate_up_weight, down_weight
-            self._tokens(y[some], x[some], *experts, indices[some], weights[some], activation, False, False)
+            self._tokens(y[tokens], x[tokens], *experts, indices[tokens], weights[tokens], activation, False, False)
 
     def _tokens(
         self,
@@ -326,7 +328,7 @@ class FusedMoE:
         down_weight: Tensor,
         indices: Tensor,
         weights: Tensor,
-        activation: Activation,
+        activation: MoEActivation,
         keeps: bool,
         exact: bool,
     ) -> tuple[Routing, Tensor | None]:
@@ -353,79 +355,79 @@ class FusedMoE:
         memory_budget: int | None,
     ) -> tuple[Tensor | None, ...]:
         """The contract's backward, for a kernel file."""
-        x, gate_up_weight, down_weight, expert_indices, expert_weights, factors, *kept = saved
+        x, gate_up_weight, down_weight, expert_indices, expert_weights, factors, *tables = saved
         plan = plan_of(needs, x, gate_up_weight, expert_indices, memory_budget)
         columns = gate_up_weight.shape[1] // 2
-        if kept[0] is None:
+        if tables[0] is None:
             routing = self._route(expert_indices, gate_up_weight, x)
         else:
             rows = self.kernels.rows(expert_indices.numel(), gate_up_weight.shape[0], x)
-            routing = Routing._make((*kept, rows))
+            routing = Routing._make((*tables, rows))
         weights, exact = expert_weights.contiguous().view(-1), _sums_wider(needs, x, expert_weights)
         act = activation_of(activation, limit)
-        call = Call(needs, x, gate_up_weight, down_weight, weights, routing, dy, act, exact)
+        call = MoECall(needs, x, gate_up_weight, down_weight, weights, routing, dy, act, exact)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
         if plan.columns < columns:
-            made = Made(
+            grads = MoEGradients(
                 dx,
                 torch.empty_like(gate_up_weight) if needs[1] else None,
                 torch.empty_like(down_weight) if needs[2] else None,
                 weights.new_empty(weights.shape, dtype=torch.float32) if needs[3] else None,
             )
-            self.go_back(made, call, plan.columns)
+            self.go_back(grads, call, plan.columns)
         else:
-            made = Made(dx, None, None, None)
-            made, dslots = self._columns(made, call, factors if plan.keeps else None, 0, columns, None)
+            grads = MoEGradients(dx, None, None, None)
+            grads, dslots = self._columns(grads, call, factors if plan.keeps else None, 0, columns, None)
             self._sum(dx, dslots, routing)
-        dweights = made.expert_weights
+        dweights = grads.expert_weights
         if dweights is not None:
             dweights = dweights.view(expert_weights.shape).to(expert_weights.dtype)
-        return dx, made.gate_up_weight, made.down_weight, dweights
+        return dx, grads.gate_up_weight, grads.down_weight, dweights
 
-    def _go_back(self, made: Made, call: Call, most: int) -> None:
+    def _go_back(self, grads: MoEGradients, call: MoECall, most: int) -> None:
         """Write the gradients, of at most so many columns at a time. As `_go`."""
         dslots = None
         for first, last in spans(call.gate_up_weight.shape[1] // 2, most):
-            some, dslots = self._columns(made, call, None, first, last, dslots)
-            if made.expert_weights is not None and some.expert_weights is not None:
-                (made.expert_weights.add_ if first else made.expert_weights.copy_)(some.expert_weights)
-        self._sum(made.x, dslots, call.routing)
+            added, dslots = self._columns(grads, call, None, first, last, dslots)
+            if grads.expert_weights is not None and added.expert_weights is not None:
+                (grads.expert_weights.add_ if first else grads.expert_weights.copy_)(added.expert_weights)
+        self._sum(grads.x, dslots, call.routing)
 
     def _sum(self, dx: Tensor | None, dslots: Tensor | None, routing: Routing) -> None:
         if dx is not None and dslots is not None:
             self.kernels.sum_slots(dx, dslots, None, routing, marks=False)
 
     def _columns(
-        self, made: Made, call: Call, factors: Tensor | None, first: int, last: int, dslots: Tensor | None
-    ) -> tuple[Made, Tensor | None]:
+        self, grads: MoEGradients, call: MoECall, factors: Tensor | None, first: int, last: int, dslots: Tensor | None
+    ) -> tuple[MoEGradients, Tensor | None]:
         """Gradients from some columns.
 
         Args:
-            made: weights' gradients are written there; None allocates them, for all columns.
+            grads: weights' gradients are written there; None allocates them, for all columns.
             call: the call.
             factors: as forward kept them, or None.
             first, last: the columns.
             dslots: the slots' gradients of x from the columns before; None if there are none.
 
         Returns:
-            What was made of the weights' and of expert_weights' gradients; and dslots, these columns' added.
+            Gradients of the weights and of expert_weights; and dslots, with these columns' added.
         """
         kernels = self.kernels
         needs, x, gate_up_weight, down_weight, weights, routing, dy, act, exact = call
         wants_x, wants_first, wants_second, wants_weights = needs
         gate, up = gate_up_weight.chunk(2, 1)
         columns, slots, wide = gate.shape[1], routing.slots(), last - first
-        _, dfirst, dsecond, dweights = made
-        some_gate, some_up, some_down = gate[:, first:last], up[:, first:last], down_weight[:, :, first:last]
+        _, dfirst, dsecond, dweights = grads
+        gate_rows, up_rows, down_columns = gate[:, first:last], up[:, first:last], down_weight[:, :, first:last]
         if factors is None:
             factors = x.new_empty(slots, 2 * wide)
-            kernels.up(factors, None, x, some_gate, some_up, routing, act, exact)
+            kernels.up(factors, None, x, gate_rows, up_rows, routing, act, exact)
         dfactors = x.new_empty(slots, 2 * wide) if wants_x or wants_first else None
         weighted = x.new_empty(slots, wide) if wants_second else None
         sums = None
         if wants_weights:  # zeros: no kernel writes the sums of slots without an expert
             sums = torch.zeros(slots, kernels.parts(wide, x), dtype=torch.float32, device=x.device)
-        kernels.gradient(dfactors, weighted, sums, dy, some_down, factors, weights, routing, act)
+        kernels.gradient(dfactors, weighted, sums, dy, down_columns, factors, weights, routing, act)
         if sums is not None:
             dweights = sums.sum(1)
         if weighted is not None:
@@ -434,7 +436,7 @@ class FusedMoE:
             dsecond = part if dsecond is None else dsecond
         del weighted
         if dfactors is not None:
-            for half, (weight, from_row) in enumerate(((some_gate, first), (some_up, columns + first))):
+            for half, (weight, from_row) in enumerate(((gate_rows, first), (up_rows, columns + first))):
                 both = dfactors[:, half * wide : (half + 1) * wide]
                 if wide == columns:  # both halves at once
                     if half:
@@ -446,7 +448,7 @@ class FusedMoE:
                     dfirst = part if dfirst is None else dfirst
                 if wants_x:
                     dslots = kernels.product(dslots, both, weight.transpose(1, 2), routing, last=wide == columns)
-        return Made(None, dfirst, dsecond, dweights), dslots
+        return MoEGradients(None, dfirst, dsecond, dweights), dslots
 
     def _route(self, indices: Tensor, weight: Tensor, x: Tensor) -> Routing:
         experts = weight.shape[0]
@@ -458,9 +460,9 @@ def _sums_wider(needs: Needs, x: Tensor, expert_weights: Tensor) -> bool:
     return needs[3] and expert_weights.element_size() > x.element_size()
 
 
-def activation_of(activation: str, limit: float | None) -> Activation:
+def activation_of(activation: str, limit: float | None) -> MoEActivation:
     """The activation, as kernels take it."""
-    return Activation(activation == "gelu_tanh", None if limit is None else float(limit))
+    return MoEActivation(activation == "gelu_tanh", None if limit is None else float(limit))
 
 
 def spans(size: int, most: int) -> list[tuple[int, int]]:

@@ -31,10 +31,7 @@ class MHCPreKernels:
 
     def forward(
         self,
-        h: Tensor,
-        pre: Tensor,
-        post: Tensor | None,
-        res: Tensor | None,
+        results: MHCPre,
         m: Tensor | None,
         x: Tensor,
         weight: Tensor,
@@ -45,9 +42,7 @@ class MHCPreKernels:
         """Write the results, and `m`, which backward needs.
 
         Args:
-            h: ``[rows, C]``, contiguous.
-            pre, post: float32 ``[rows, n]``, contiguous; post is None for the head.
-            res: float32 ``[rows, n, n]``, contiguous; None for the head.
+            results: the op's, contiguous and with rows in place of the leading dimensions.
             m: float32 ``[rows, M + 1]``, contiguous: the products of a row, and its inverse root mean square; or None.
             x: ``[..., n, C]``.
             weight: ``[M, K]``.
@@ -123,7 +118,7 @@ def _padded(count: int) -> int:
     return power
 
 
-class HyperConnectionsBefore:
+class MHCPreHost:
     """The op in a language."""
 
     def __init__(self, kernels: MHCPreKernels) -> None:
@@ -150,11 +145,14 @@ class HyperConnectionsBefore:
         post = None if head else torch.empty_like(pre)
         res = None if head else x.new_empty((*leading, streams, streams), dtype=torch.float32)
         m = x.new_empty((rows, count + 1), dtype=torch.float32) if True in needs else None
-        self.kernels.forward(
-            h.view(rows, width), pre.view(rows, streams), None if post is None else post.view(rows, streams),
-            None if res is None else res.view(rows, streams, streams), m, x, weight, bias.contiguous(), alpha.contiguous(),
-            Coefficients(iterations, norm_eps, sinkhorn_eps, pre_eps, post_multiplier),
-        )  # fmt: skip
+        results = MHCPre(
+            h.view(rows, width),
+            pre.view(rows, streams),
+            None if post is None else post.view(rows, streams),
+            None if res is None else res.view(rows, streams, streams),
+        )
+        options = Coefficients(iterations, norm_eps, sinkhorn_eps, pre_eps, post_multiplier)
+        self.kernels.forward(results, m, x, weight, bias.contiguous(), alpha.contiguous(), options)
         return MHCPre(h, pre, post, res), () if m is None else (x, weight, bias, alpha, m)
 
     def backward(

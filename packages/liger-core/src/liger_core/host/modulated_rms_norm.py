@@ -1,4 +1,4 @@
-"""The place of `modulated_rms_norm`'s scale and shift for each row, and what is kept: the host code, without kernels.
+"""The place of `modulated_rms_norm`'s scale and shift for each row: the host code, without kernels.
 
 Dimensions before the last one are merged until three are left. A kernel finds a row's scale and shift by their strides there.
 The stride is 0 in a dimension over which they are broadcast. The rows that share a scale are a group. The scale's gradient is a
@@ -208,13 +208,13 @@ class ModulatedRMSNorm:
         inverse_rms = None
         if needs[0] or needs[1] or needs[2]:
             inverse_rms = torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
-        found = modulation_of(x, scale, shift)
+        modulation = modulation_of(x, scale, shift)
         contiguous = None if weight is None else weight.contiguous()
-        self.kernels.forward(y, inverse_rms, x, contiguous, found, eps, offset, casting_mode)
+        self.kernels.forward(y, inverse_rms, x, contiguous, modulation, eps, offset, casting_mode)
         if True not in needs:
             return y, ()
-        kept = (None, None, None) if inverse_rms is None else (x, weight, scale)
-        return y, (*kept, shift if needs[3] else None, inverse_rms)
+        inputs = (None, None, None) if inverse_rms is None else (x, weight, scale)
+        return y, (*inputs, shift if needs[3] else None, inverse_rms)
 
     def backward(
         self, needs: Needs, saved: Saved, dy: Tensor, *, eps: float, offset: float, casting_mode: str
@@ -225,21 +225,21 @@ class ModulatedRMSNorm:
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
         dscale = dshift = None
         if needs_x or needs_weight or needs_scale:
-            found = modulation_of(x, scale, None)
-            whole = found.scale.shape != scale.shape
+            modulation = modulation_of(x, scale, None)
+            whole = modulation.scale.shape != scale.shape
             if needs_scale:
-                dscale = _gradient_of(scale, found.scale.shape, whole)
+                dscale = _gradient_of(scale, modulation.scale.shape, whole)
             if needs_shift and not whole and _alike(scale, shift, x.shape):
                 dshift = _gradient_of(shift, shift.shape, False)
             contiguous = None if weight is None else weight.contiguous()
-            self.kernels.backward(dx, dweight, dscale, dshift, dy, x, contiguous, found, inverse_rms, offset)
+            self.kernels.backward(dx, dweight, dscale, dshift, dy, x, contiguous, modulation, inverse_rms, offset)
             if dscale is not None and whole:
                 dscale = summed(dscale, scale)
         if needs_shift and dshift is None:
-            found = modulation_of(dy, shift, None)
-            whole = found.scale.shape != shift.shape
-            dshift = _gradient_of(shift, found.scale.shape, whole)
-            self.kernels.backward(None, None, None, dshift, dy, dy, None, found, None, offset)
+            modulation = modulation_of(dy, shift, None)
+            whole = modulation.scale.shape != shift.shape
+            dshift = _gradient_of(shift, modulation.scale.shape, whole)
+            self.kernels.backward(None, None, None, dshift, dy, dy, None, modulation, None, offset)
             if whole:
                 dshift = summed(dshift, shift)
         return dx, dweight, dscale, dshift

@@ -323,7 +323,7 @@ def _launch_backward(
         launch_total(sums, parts)
 
 
-class _Kernels(AttnResKernels):
+class _AttnResKernels(AttnResKernels):
     def forward(
         self,
         y: Tensor,
@@ -353,6 +353,6 @@ class _Kernels(AttnResKernels):
         return total
 
 
-host = AttnRes(_Kernels())
+host = AttnRes(_AttnResKernels())
 forward = implements(attn_res)(host.forward)
 backward = host.backward

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_core import fused_moe
 from liger_core.contract import implements
-from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing
+from liger_core.host.fused_moe import FusedMoE, MoEActivation, MoEKernels, Routing
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import multiplies_from_shared
 from liger_cutile.ops._launch import ConstBool, ConstInt, block_number, given, launch, one_each
@@ -270,41 +270,27 @@ def _launch_up(
     left: Tensor,
     gate: Tensor,
     up: Tensor,
-    starts: Tensor,
-    tile_experts: Tensor,
-    tile_starts: Tensor,
-    rows: int,
+    routing: Routing,
+    activation: MoEActivation,
     exact: bool,
-    gelu: bool,
-    limit: float | None,
 ) -> None:
-    experts, columns, depth = gate.shape
+    (experts, columns, depth), rows = gate.shape, routing.rows
     width, deep = _width(left, columns, depth, "up"), _deep(left, columns, depth)
     (gate, swapped), (up, _) = _inner(gate), _inner(up)
     launch(
-        _with_warps(_up, rows * width * 2), one_each(tile_experts.shape[0] * blocks(columns, width)), _halves(factors),
-        _whole(activated), left, gate, up, starts, tile_experts, tile_starts, experts, limit, gelu, exact, swapped,
-        rows, width, deep, TURN,
+        _with_warps(_up, rows * width * 2), _grid(routing, columns, width), _halves(factors), _whole(activated), left, gate, up,
+        *routing.tables(), experts, activation.limit, activation.gelu, exact, swapped, rows, width, deep, TURN,
     )  # fmt: skip
 
 
 @opaque(writes=("result",))
-def _launch_product(
-    result: Tensor,
-    left: Tensor,
-    weight: Tensor,
-    starts: Tensor,
-    tile_experts: Tensor,
-    tile_starts: Tensor,
-    rows: int,
-    adds: bool,
-) -> None:
-    experts, columns, depth = weight.shape
+def _launch_product(result: Tensor, left: Tensor, weight: Tensor, routing: Routing, adds: bool) -> None:
+    (experts, columns, depth), rows = weight.shape, routing.rows
     width, deep = _width(left, columns, depth, "product"), _deep(left, columns, depth)
     weight, swapped = _inner(weight)
     launch(
-        _with_warps(_product, rows * width), one_each(tile_experts.shape[0] * blocks(columns, width)), _whole(result), left,
-        weight, starts, tile_experts, tile_starts, experts, adds, swapped, rows, width, deep, TURN,
+        _with_warps(_product, rows * width), _grid(routing, columns, width), _whole(result), left, weight,
+        *routing.tables(), experts, adds, swapped, rows, width, deep, TURN,
     )  # fmt: skip
 
 
@@ -317,21 +303,16 @@ def _launch_gradient(
     down: Tensor,
     factors: Tensor,
     expert_weights: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    tile_experts: Tensor,
-    tile_starts: Tensor,
-    rows: int,
-    gelu: bool,
-    limit: float | None,
+    routing: Routing,
+    activation: MoEActivation,
 ) -> None:
-    experts, depth, columns = down.shape
+    (experts, depth, columns), rows = down.shape, routing.rows
     width, deep = _width(factors, columns, depth, "gradient"), _deep(factors, columns, depth)
     down, swapped = _inner(down.transpose(1, 2))
     launch(
-        _with_warps(_gradient, rows * width * 2), one_each(tile_experts.shape[0] * blocks(columns, width)),
-        _halves(dfactors), _whole(weighted), sums, left, down, _halves(factors), expert_weights, order, starts,
-        tile_experts, tile_starts, experts, limit, gelu, swapped, rows, width, deep, TURN,
+        _with_warps(_gradient, rows * width * 2), _grid(routing, columns, width), _halves(dfactors), _whole(weighted), sums,
+        left, down, _halves(factors), expert_weights, routing.order, *routing.tables(), experts, activation.limit,
+        activation.gelu, swapped, rows, width, deep, TURN,
     )  # fmt: skip
 
 
@@ -358,7 +339,7 @@ def _launch_sum_slots(
     )  # fmt: skip
 
 
-class Kernels(MoEKernels):
+class _MoEKernels(MoEKernels):
     """Launches cuTile's kernels."""
 
     def rows(self, slots: int, experts: int, x: Tensor) -> int:
@@ -375,19 +356,17 @@ class Kernels(MoEKernels):
         gate: Tensor,
         up: Tensor,
         routing: Routing,
-        activation: Activation,
+        activation: MoEActivation,
         exact: bool,
     ) -> None:
-        _launch_up(
-            factors, activated, routing.gathered(x), gate, up, *routing.tables(), routing.rows, exact, *activation
-        )
+        _launch_up(factors, activated, routing.gathered(x), gate, up, routing, activation, exact)
 
     def product(self, total: Tensor | None, left: Tensor, weight: Tensor, routing: Routing, last: bool) -> Tensor:
         """The result is in sorted order."""
         result = total
         if result is None:
             result = torch.empty(routing.slots(), weight.shape[1], dtype=torch.float32, device=left.device)
-        _launch_product(result, left, weight, *routing.tables(), routing.rows, total is not None)
+        _launch_product(result, left, weight, routing, total is not None)
         return result
 
     def gradient(
@@ -400,13 +379,10 @@ class Kernels(MoEKernels):
         factors: Tensor,
         expert_weights: Tensor,
         routing: Routing,
-        activation: Activation,
+        activation: MoEActivation,
     ) -> None:
         left = None if dfactors is None and sums is None else routing.gathered(dy)
-        _launch_gradient(
-            dfactors, weighted, sums, left, down, factors, expert_weights, routing.order, *routing.tables(), routing.rows,
-            *activation,
-        )  # fmt: skip
+        _launch_gradient(dfactors, weighted, sums, left, down, factors, expert_weights, routing, activation)
 
     def parts(self, columns: int, x: Tensor) -> int:
         return blocks(columns, _width(x, columns, x.shape[1], "gradient"))
@@ -455,6 +431,11 @@ def _inner(weight: Tensor) -> tuple[Tensor, bool]:
     return (weight.transpose(1, 2) if swapped else weight), swapped
 
 
+def _grid(routing: Routing, columns: int, width: int) -> tuple[int, int]:
+    """A block for each tile of slots and of columns."""
+    return one_each(routing.tile_experts.shape[0] * blocks(columns, width))
+
+
 def _halves(factors: Tensor | None) -> Tensor | None:
     """Both factors of each slot as ``[slots, 2, columns]``."""
     return None if factors is None else factors.view(factors.shape[0], 2, -1)
@@ -470,6 +451,6 @@ def _with_warps(kernel: Any, elements: int) -> Any:
     return kernel.replace_hints(num_worker_warps=8) if elements >= 128 * 128 else kernel
 
 
-_host = FusedMoE(Kernels())
+_host = FusedMoE(_MoEKernels())
 forward = implements(fused_moe)(_host.forward)
 backward = _host.backward

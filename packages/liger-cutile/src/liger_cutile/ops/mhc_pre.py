@@ -12,9 +12,9 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from liger_core import mhc_pre
+from liger_core import MHCPre, mhc_pre
 from liger_core.contract import implements
-from liger_core.host.mhc_pre import Coefficients, HyperConnectionsBefore, MHCPreKernels
+from liger_core.host.mhc_pre import Coefficients, MHCPreHost, MHCPreKernels
 from liger_core.opaque import opaque
 from liger_cutile.ops._device import is_hopper, multiplies_from_shared, sm_count
 from liger_cutile.ops._launch import ConstBool, ConstInt, block_number, given, launch, one_each
@@ -370,24 +370,17 @@ def _sized(kernel: Any, count: int) -> Any:
     return kernel if count <= MOST_COUNT else kernel.replace_hints(occupancy=1)
 
 
-@opaque(writes=("h", "pre", "post", "res", "m"))
+@opaque(writes=("results", "m"))
 def _launch_forward(
-    h: Tensor,
-    pre: Tensor,
-    post: Tensor | None,
-    res: Tensor | None,
+    results: MHCPre,
     m: Tensor | None,
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
     alpha: Tensor,
-    iterations: int,
-    norm_eps: float,
-    sinkhorn_eps: float,
-    pre_eps: float,
-    post_multiplier: float,
+    options: Coefficients,
 ) -> None:
-    streams, width = x.shape[-2:]
+    (h, pre, post, res), (streams, width) = results, x.shape[-2:]
     count, columns, rows = weight.shape[0], streams * width, h.shape[0]
     whole, weight = as_rows(x.flatten(-2)), as_rows(weight)
     padded, programs, in_bulk = power_of_2(count), PRODUCT_PROGRAMS, _in_bulk(whole, weight)
@@ -409,7 +402,7 @@ def _launch_forward(
     )  # fmt: skip
     at_once, most = power_of_2(splits, 1), power_of_2(streams, 1)
     some = _rows_of_coefficients(most, at_once)
-    numbers = columns, iterations, float(norm_eps), float(sinkhorn_eps), float(pre_eps), float(post_multiplier)
+    numbers = columns, options.iterations, *map(float, options[1:])
     launch(
         _coefficients, (blocks(rows, some),), pre, post, res, m, products, squares, bias, alpha, *numbers, count, streams,
         most, at_once, some,
@@ -439,19 +432,16 @@ def _launch_plan(
     bias: Tensor,
     alpha: Tensor,
     columns: int,
-    iterations: int,
-    sinkhorn_eps: float,
-    pre_eps: float,
-    post_multiplier: float,
+    options: Coefficients,
 ) -> None:
     rows, streams, count = plan.shape[0], rest.shape[1] - 1, bias.shape[0]
     dpre, dpost = (None if d is None else d.view(rows, streams) for d in (dpre, dpost))
     dres = None if dres is None else dres.view(rows, streams, streams)
     most = power_of_2(streams, 1)
-    numbers = columns, iterations, float(sinkhorn_eps), float(pre_eps), float(post_multiplier)
+    iterations, _, *numbers = options
     launch(
-        _plan, (sums.shape[0],), plan, rest, sums, dots, dpre, dpost, dres, m, bias, alpha, *numbers, count == streams, count,
-        streams, most, _rows_of_coefficients(most, 1),
+        _plan, (sums.shape[0],), plan, rest, sums, dots, dpre, dpost, dres, m, bias, alpha, columns, iterations,
+        *map(float, numbers), count == streams, count, streams, most, _rows_of_coefficients(most, 1),
     )  # fmt: skip
 
 
@@ -481,13 +471,10 @@ def _launch_gradients(
     )  # fmt: skip
 
 
-class _Kernels(MHCPreKernels):
+class _MHCPreKernels(MHCPreKernels):
     def forward(
         self,
-        h: Tensor,
-        pre: Tensor,
-        post: Tensor | None,
-        res: Tensor | None,
+        results: MHCPre,
         m: Tensor | None,
         x: Tensor,
         weight: Tensor,
@@ -495,7 +482,7 @@ class _Kernels(MHCPreKernels):
         alpha: Tensor,
         options: Coefficients,
     ) -> None:
-        _launch_forward(h, pre, post, res, m, x, weight, bias, alpha, *options)
+        _launch_forward(results, m, x, weight, bias, alpha, options)
 
     def dot(self, dots: Tensor, dh: Tensor, x: Tensor) -> None:
         _launch_dot(dots, dh, x)
@@ -517,10 +504,7 @@ class _Kernels(MHCPreKernels):
         rows, streams = plan.shape[0], rest.shape[1] - 1
         parts = blocks(rows, _rows_of_coefficients(power_of_2(streams, 1), 1))
         sums = torch.empty((parts, bias.shape[0] + 3), dtype=torch.float32, device=plan.device)
-        _launch_plan(
-            plan, rest, sums, dots, dpre, dpost, dres, m, bias, alpha, columns, options.iterations, options.sinkhorn_eps,
-            options.pre_eps, options.post_multiplier,
-        )  # fmt: skip
+        _launch_plan(plan, rest, sums, dots, dpre, dpost, dres, m, bias, alpha, columns, options)
         return sums
 
     def gradients(
@@ -536,6 +520,6 @@ class _Kernels(MHCPreKernels):
         return partial
 
 
-host = HyperConnectionsBefore(_Kernels())
+host = MHCPreHost(_MHCPreKernels())
 forward = implements(mhc_pre)(host.forward)
 backward = host.backward

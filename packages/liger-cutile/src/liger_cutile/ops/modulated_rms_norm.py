@@ -467,7 +467,7 @@ def _launch_backward(
         launch_total(dweight, dweights)
 
 
-class _Kernels(ModulatedRMSNormKernels):
+class _ModulatedRMSNormKernels(ModulatedRMSNormKernels):
     def forward(
         self,
         y: Tensor,
@@ -501,6 +501,6 @@ class _Kernels(ModulatedRMSNormKernels):
         _launch_backward(dx, dweight, dscale, dshift, dy, x, weight, scale, inverse_rms, *lists, offset)
 
 
-host = ModulatedRMSNorm(_Kernels())
+host = ModulatedRMSNorm(_ModulatedRMSNormKernels())
 forward = implements(modulated_rms_norm)(host.forward)
 backward = host.backward

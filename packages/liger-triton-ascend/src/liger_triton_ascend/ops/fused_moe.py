@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_core import fused_moe
 from liger_core.contract import implements
-from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing
+from liger_core.host.fused_moe import FusedMoE, MoEActivation, MoEKernels, Routing
 from liger_triton_ascend.ops._device import get_npu_core_count
 from liger_triton_ascend.ops._rows import row_tiles
 from liger_triton_ascend.ops.geglu import gelu
@@ -216,7 +216,7 @@ def _sum_slots(
         tl.store(result + token * columns + column, sums, column < columns)
 
 
-class Kernels(MoEKernels):
+class _MoEKernels(MoEKernels):
     """Launches triton-ascend's kernels."""
 
     def rows(self, slots: int, experts: int, x: Tensor) -> int:
@@ -230,7 +230,7 @@ class Kernels(MoEKernels):
         gate: Tensor,
         up: Tensor,
         routing: Routing,
-        activation: Activation,
+        activation: MoEActivation,
         exact: bool,
     ) -> None:
         experts, columns, depth = gate.shape
@@ -260,7 +260,7 @@ class Kernels(MoEKernels):
         factors: Tensor,
         expert_weights: Tensor,
         routing: Routing,
-        activation: Activation,
+        activation: MoEActivation,
     ) -> None:
         experts, depth, columns = down.shape
         parts = self.parts(columns, dy)
@@ -313,6 +313,6 @@ def _grid(routing: Routing, columns: int) -> tuple[int]:
     return (min(blocks, get_npu_core_count(routing.order.device)),)
 
 
-_host = FusedMoE(Kernels())
+_host = FusedMoE(_MoEKernels())
 forward = implements(fused_moe)(_host.forward)
 backward = _host.backward

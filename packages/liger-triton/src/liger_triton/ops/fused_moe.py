@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_core import fused_moe, modes
 from liger_core.contract import implements
-from liger_core.host.fused_moe import Activation, FusedMoE, MoEKernels, Routing, route
+from liger_core.host.fused_moe import FusedMoE, MoEActivation, MoEKernels, Routing, route
 from liger_core.opaque import opaque
 from liger_triton.ops._device import is_hopper, shared_memory
 from liger_triton.ops._launch import kernel
@@ -433,7 +433,7 @@ def _launch_sum_slots(
     )  # fmt: skip
 
 
-class Kernels(MoEKernels):
+class _MoEKernels(MoEKernels):
     """Launches Triton's kernels."""
 
     def rows(self, slots: int, experts: int, x: Tensor) -> int:
@@ -481,7 +481,7 @@ class Kernels(MoEKernels):
         gate: Tensor,
         up: Tensor,
         routing: Routing,
-        activation: Activation,
+        activation: MoEActivation,
         exact: bool,
     ) -> None:
         experts, columns, depth = gate.shape
@@ -521,7 +521,7 @@ class Kernels(MoEKernels):
         factors: Tensor,
         expert_weights: Tensor,
         routing: Routing,
-        activation: Activation,
+        activation: MoEActivation,
     ) -> None:
         experts, depth, columns = down.shape
         width, deep, named = _tile(dy, routing.rows, columns, depth, "gradient")
@@ -637,6 +637,6 @@ def _tile(x: Tensor, rows: int, columns: int, depth: int, kind: str) -> tuple[in
     return width, deep, {"num_warps": warps, "num_stages": stages}
 
 
-_host = FusedMoE(Kernels())
+_host = FusedMoE(_MoEKernels())
 forward = implements(fused_moe)(_host.forward)
 backward = _host.backward

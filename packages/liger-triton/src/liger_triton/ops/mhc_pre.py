@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core import mhc_pre
+from liger_core import MHCPre, mhc_pre
 from liger_core.contract import implements
-from liger_core.host.mhc_pre import Coefficients, HyperConnectionsBefore, MHCPreKernels
+from liger_core.host.mhc_pre import Coefficients, MHCPreHost, MHCPreKernels
 from liger_triton.ops._device import is_hopper, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._math import parts_of, product_of_parts
@@ -372,13 +372,10 @@ def _coefficient_rows(streams: int) -> int:
     return max(1, COEFFICIENTS // max(16, power_of_2(streams, 1) ** 2))
 
 
-class _Kernels(MHCPreKernels):
+class _MHCPreKernels(MHCPreKernels):
     def forward(
         self,
-        h: Tensor,
-        pre: Tensor,
-        post: Tensor | None,
-        res: Tensor | None,
+        results: MHCPre,
         m: Tensor | None,
         x: Tensor,
         weight: Tensor,
@@ -386,6 +383,7 @@ class _Kernels(MHCPreKernels):
         alpha: Tensor,
         options: Coefficients,
     ) -> None:
+        h, pre, post, res = results
         (streams, width), count, rows = x.shape[-2:], weight.shape[0], h.shape[0]
         columns = streams * width
         x, x_stride = as_rows(x.flatten(-2))
@@ -482,6 +480,6 @@ class _Kernels(MHCPreKernels):
         return partial
 
 
-host = HyperConnectionsBefore(_Kernels())
+host = MHCPreHost(_MHCPreKernels())
 forward = implements(mhc_pre)(host.forward)
 backward = host.backward

@@ -36,7 +36,7 @@ import liger_core
 from liger_conformance.case import Case, cases_of
 from liger_conformance.running import kept_gradients
 from liger_core.backend import backends
-from liger_core.contract import Once, Op, Saved, ops
+from liger_core.contract import Op, Saved, SavedOnce, ops
 
 COLUMNS = ("what", "language", "measure", "us", "note")
 
@@ -100,12 +100,12 @@ def kernel_times(kernel: ModuleType, op: Op[..., Any], arguments: Arguments, dev
 
 
 def refilled(saved: Saved) -> Callable[[], Saved]:
-    """What was saved, for any number of backwards: the first uses a `Once` up."""
-    if not saved or type(saved[-1]) is not Once:
+    """What was saved, for any number of backwards: the first uses a `SavedOnce` up."""
+    if not saved or type(saved[-1]) is not SavedOnce:
         return lambda: saved
     *kept, once = saved
     tensors = once.take()
-    return lambda: (*kept, Once(*tensors))
+    return lambda: (*kept, SavedOnce(*tensors))
 
 
 def call_times(function: Function, arguments: Arguments, device: str) -> Seconds:

@@ -39,7 +39,7 @@ from traffic import FORWARD, FULL, MODES, MOVES, PRODUCTS, work_of
 import liger_core
 from liger_conformance.case import Case, cases_of
 from liger_core.backend import backends
-from liger_core.contract import Once, ops
+from liger_core.contract import SavedOnce, ops
 
 NOT_IN_LIGER = ("distillation", "logit_statistics", "fused_linear_logit_statistics")
 """The ops that liger-kernel has no function for."""
@@ -332,7 +332,7 @@ def test_each_backward_of_the_host_costs_gets_its_tensors() -> None:
         taken.append(saved[-1].take())
         return dy, None
 
-    kernel: Any = SimpleNamespace(forward=lambda needs, x, **_: (x, (None, Once(x))), backward=backward)
+    kernel: Any = SimpleNamespace(forward=lambda needs, x, **_: (x, (None, SavedOnce(x))), backward=backward)
     x = torch.ones(2, 8)
     host.kernel_times(kernel, ops["rms_norm"], ops["rms_norm"].bind((), {"x": x, "weight": torch.ones(8)}), "cpu")
     assert len(taken) > 1

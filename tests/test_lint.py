@@ -16,7 +16,7 @@ import tomllib
 
 import liger_core
 from liger_core.contract import ops
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(ROOT.glob("packages/*/src/**/*.py"))
@@ -55,10 +55,12 @@ def asked_of(path: Path) -> set[str]:
 
 
 def test_a_mode_is_asked_of_this_thread() -> None:
-    modes = ROOT / "packages/liger-core/src/liger_core/modes.py"
-    assert asked_of(modes), "the names are out of date: this test would find nothing"
-    found = [f"{name_of(path)}: {', '.join(asked_of(path))}" for path in PACKAGES if path != modes and asked_of(path)]
-    assert not found, f"ask liger_core.contract.compiling(), or what liger_core/modes.py has: {'; '.join(found)}"
+    torch_state = ROOT / "packages/liger-core/src/liger_core/torch_state.py"
+    assert asked_of(torch_state), "the names are out of date: this test would find nothing"
+    found = [
+        f"{name_of(path)}: {', '.join(asked_of(path))}" for path in PACKAGES if path != torch_state and asked_of(path)
+    ]
+    assert not found, f"ask liger_core.contract.compiling(), or what liger_core/torch_state.py has: {'; '.join(found)}"
 
 
 def test_kernel_is_one_thing() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from liger_conformance.case import Blank, cases_of
+from liger_conformance.case import MetaMake, cases_of
 from liger_conformance.dividing import check_divided, declared, divisible, ends_of, place_of_rows, select_rows
 from liger_conformance.running import complete
 from liger_core import rms_norm
@@ -64,7 +64,7 @@ def test_the_ends_of_a_huge_case_are_small(name: str) -> None:
     """Four rows, not all of them, are computed in float64; a GPU alone runs the case, and may run out of memory."""
     op, found = ops[name], cases_of(name)
     assert found.huge is not None
-    arguments = complete(op, found.make(found.huge, Blank(torch.bfloat16, "meta")))
+    arguments = complete(op, found.make(found.huge, MetaMake(torch.bfloat16, "meta")))
     rows = place_of_rows(op, arguments)
     few = select_rows(arguments, rows.arguments, ends_of(rows, "meta"))
     assert rows.number >= 8, f"{rows.number} rows have no four ends"

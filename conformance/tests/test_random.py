@@ -17,7 +17,7 @@ import torch
 from execnet import XSpec
 
 from liger_conformance import plugin
-from liger_conformance.case import PLAIN, QUICK, Case, How, OpCases, cases_of
+from liger_conformance.case import DEFAULT_MODE, QUICK, CallMode, Case, OpCases, cases_of
 from liger_conformance.running import Target, baseline_and_truth, complete
 from liger_conformance.suite.test_values import check_case, traced
 from liger_conformance.vary import MOST, Call, RandomCall, arguments_of, smallest
@@ -63,7 +63,7 @@ def test_calls_are_legal(op: str) -> None:
         call, found, legal = drawn(op, number)
         arguments = complete(ops[op], found.build(call.case(found, legal), legal.dtype, "cpu"))
         ops[op](**arguments)
-        baseline_and_truth(ops[op], arguments, legal.how.wanted)
+        baseline_and_truth(ops[op], arguments, legal.mode.grads)
 
 
 @pytest.mark.parametrize("op", sorted(ops))
@@ -80,7 +80,7 @@ def test_a_line_is_a_case(op: str) -> None:
     """What is reported can be pasted: it has the same values, and the same tensors."""
     for number in range(20):
         call, found, legal = drawn(op, number, lane="passed")
-        (case,) = eval(f"({call.line(found, legal)}\n)", {"Case": Case, "How": How, "torch": torch})
+        (case,) = eval(f"({call.line(found, legal)}\n)", {"Case": Case, "How": CallMode, "torch": torch})
         assert case == call.case(found, legal)
 
 
@@ -96,9 +96,9 @@ def test_calls_vary() -> None:
     assert any((h + 1) & h == 0 and h > 64 for h in hidden)
     assert {call.dtype for call in calls} == {torch.float32, torch.bfloat16, torch.float16}
     assert {len(call.values["rows"]) for call in calls} == {0, 1, 2, 3}
-    assert {call.how.wanted for call in calls} == {None, (), ("x",), ("weight",)}
-    assert {call.how.autocast for call in calls} == {True, False}
-    layouts = {name: {call.how.layouts.get(name) for call in calls} for name in ("x", "weight", "incoming")}
+    assert {call.mode.grads for call in calls} == {None, (), ("x",), ("weight",)}
+    assert {call.mode.autocast for call in calls} == {True, False}
+    layouts = {name: {call.mode.layouts.get(name) for call in calls} for name in ("x", "weight", "incoming")}
     assert layouts["x"] >= {None, "transposed", "padded", "apart", "shifted", "expanded", "channels_last"}
     assert layouts["weight"] == {None, "sliced", "padded", "apart", "shifted"}
     assert {call.values.get("weight_dtype") for call in calls} == {None, torch.float32, torch.bfloat16, torch.float16}
@@ -109,17 +109,17 @@ def test_calls_vary() -> None:
 def test_the_smallest_call_is_found() -> None:
     """Each thing that the failure does not need goes; each size goes down to the least that fails."""
     _, found, call = drawn("rms_norm", 0)
-    how = How({"x": "padded", "incoming": "shifted"}, ("x",), True)
+    how = CallMode({"x": "padded", "incoming": "shifted"}, ("x",), True)
     values = {"rows": (37, 11), "hidden": 3000, "eps": 0.5, "offset": 1.0, "weight": True}
     call = replace(call, dtype=torch.bfloat16, how=how, values=values)
 
     def fails(other: Call) -> bool:
         rows = torch.Size(other.values["rows"]).numel()
-        return rows >= 5 and other.values["hidden"] > 1024 and "padded" in other.how.layouts.values()
+        return rows >= 5 and other.values["hidden"] > 1024 and "padded" in other.mode.layouts.values()
 
     least = smallest(found, call, fails)
-    assert least == Call({"rows": (5,), "hidden": 1025}, How({"x": "padded"}), torch.float32)
-    assert smallest(found, call, lambda other: True) == Call({"rows": (), "hidden": 1}, PLAIN, torch.float32)
+    assert least == Call({"rows": (5,), "hidden": 1025}, CallMode({"x": "padded"}), torch.float32)
+    assert smallest(found, call, lambda other: True) == Call({"rows": (), "hidden": 1}, DEFAULT_MODE, torch.float32)
 
 
 def test_values_that_follow_from_sizes_stay_legal() -> None:
@@ -127,7 +127,7 @@ def test_values_that_follow_from_sizes_stay_legal() -> None:
     found = cases_of("embedding")
     values = {"rows": (9,), "hidden": 7, "vocabulary": 300, "padding_idx": 150}
     tried = []
-    smallest(found, Call(values, PLAIN, torch.float32), lambda other: bool(tried.append(other)))
+    smallest(found, Call(values, DEFAULT_MODE, torch.float32), lambda other: bool(tried.append(other)))
     assert len(tried) > 10
     assert all(arguments_of(found, call) is not None for call in tried)
     assert any(call.values["vocabulary"] == 1 and "padding_idx" in call.values for call in tried)

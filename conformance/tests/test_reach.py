@@ -52,8 +52,8 @@ def site(tmp_path: Path, install_package: Callable[..., Path]) -> Path:
 
 def test_what_no_case_reaches_fails(site: Path, run_suite: Suite) -> None:
     """From all processes of pytest-xdist together; and what is declared and reached."""
-    (site / "liger_acme" / "unreached.py").write_text(
-        "UNREACHED = {'interpreted rms_norm.forward: x.shape* is true': 'rows of 2^20 are rare',"
+    (site / "liger_acme" / "uncovered.py").write_text(
+        "UNCOVERED = {'interpreted rms_norm.forward: x.shape* is true': 'rows of 2^20 are rare',"
         " 'interpreted rms_norm._forward': 'it is said to be, and is not'}"
     )
     done = run_suite(site, "--impl=acme", "--device=cpu", "--reached", "-n2")
@@ -64,7 +64,7 @@ def test_what_no_case_reaches_fails(site: Path, run_suite: Suite) -> None:
     assert [line for line in lines if line.startswith("not reached by")] == [
         "not reached by the cases of acme, interpreted: rms_norm._forward_long"
     ]
-    assert "liger_acme.unreached declares what is reached, interpreted: rms_norm._forward" in lines
+    assert "liger_acme.uncovered declares what is reached, interpreted: rms_norm._forward" in lines
 
 
 def test_a_part_of_the_tests_is_not_judged(site: Path, run_suite: Suite) -> None:
@@ -176,8 +176,8 @@ with other.tracing():
     short.forward(7, [])
 other.launched |= {("liger_short", "short._entry"), ("liger_long", "short._other_entry")}
 one.add(other.branches, other.launched)
-found = one.unreached("liger_short")
-print(found.kernels, found.branches, *found.unreached, sep="\\n")
+found = one.uncovered("liger_short")
+print(found.kernels, found.branches, *found.uncovered, sep="\\n")
 """
 
 
@@ -233,7 +233,7 @@ def test_names_of_what_is_not_reached(short: Path) -> None:
     ],
 )
 def test_a_declaration_names_a_lane_and_a_reason(short: Path, declared: dict[str, str], says: str) -> None:
-    (short / "unreached.py").write_text(f"UNREACHED = {declared!r}")
+    (short / "uncovered.py").write_text(f"UNCOVERED = {declared!r}")
     importlib.invalidate_caches()
     with pytest.raises(ValueError, match=says):
         KnownUnreached("liger_short")
@@ -247,7 +247,7 @@ def test_a_declaration_is_of_the_lanes_that_it_names(short: Path) -> None:
         "compiled* d": "why",
         "* e": "why",
     }
-    (short / "unreached.py").write_text(f"UNREACHED = {declared!r}")
+    (short / "uncovered.py").write_text(f"UNCOVERED = {declared!r}")
     importlib.invalidate_caches()
     known = KnownUnreached("liger_short")
     assert known.of("interpreted") == ["a", "e"]

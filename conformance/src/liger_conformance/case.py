@@ -68,7 +68,7 @@ class Make:
         return (torch.rand(shape, generator=self._cpu, device="cpu") < probability).to(self.device)
 
 
-class Blank(Make):
+class MetaMake(Make):
     """Builds a case's tensors without their values."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
@@ -85,28 +85,30 @@ class Blank(Make):
 
 
 @dataclass(frozen=True)
-class How:
+class CallMode:
     """How `test_values` calls an op with a case's arguments, when it is not the plain way.
 
     Attributes:
         layouts: of arguments, by name, as in `LAYOUTS`. ``incoming`` stands for the gradients of the results.
-        wanted: the arguments that want a gradient; None: all. For none of them, the call is without grad mode. The same
+        grads: the arguments that want a gradient; None: all. For none of them, the call is without grad mode. The same
             bits again, and writes to what is given, are looked for in these gradients too.
         autocast: the call is under autocast, to bfloat16.
     """
 
     layouts: dict[str, str] = field(default_factory=dict[str, str], hash=False)
-    wanted: tuple[str, ...] | None = None
+    grads: tuple[str, ...] | None = None
     autocast: bool = False
 
     def __repr__(self) -> str:
         given = [
-            f"{f.name}={value!r}" for f in fields(self) if (value := getattr(self, f.name)) != getattr(PLAIN, f.name)
+            f"{f.name}={value!r}"
+            for f in fields(self)
+            if (value := getattr(self, f.name)) != getattr(DEFAULT_MODE, f.name)
         ]
         return f"How({', '.join(given)})"
 
 
-PLAIN = How()
+DEFAULT_MODE = CallMode()
 
 
 @dataclass(frozen=True, init=False)
@@ -121,7 +123,7 @@ class Case:
 
     id: str
     group: str
-    how: How
+    mode: CallMode
     holds: dict[str, float] = field(hash=False)
     by_row: tuple[str, ...]
     values: dict[str, Any] = field(hash=False)
@@ -131,7 +133,7 @@ class Case:
         id: str,
         group: str,
         *,
-        how: How = PLAIN,
+        mode: CallMode = DEFAULT_MODE,
         holds: dict[str, float] | None = None,
         by_row: tuple[str, ...] = (),
         **values: Any,
@@ -140,7 +142,7 @@ class Case:
             raise ValueError(f"case {id!r}: group is {group!r}; it takes {', '.join((*QUICK, *TIMED))}")
         object.__setattr__(self, "id", id)
         object.__setattr__(self, "group", group)
-        object.__setattr__(self, "how", how)
+        object.__setattr__(self, "mode", mode)
         object.__setattr__(self, "holds", holds or {})
         object.__setattr__(self, "by_row", by_row)
         object.__setattr__(self, "values", values)
@@ -150,7 +152,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadCall:
     """A call that every implementation refuses with the same error, before any kernel runs.
 
     Attributes:
@@ -181,7 +183,7 @@ class OpCases:
         return self.module.CASES
 
     @property
-    def bad(self) -> tuple[Bad, ...]:
+    def bad(self) -> tuple[BadCall, ...]:
         return self.module.BAD
 
     @property
@@ -224,7 +226,7 @@ class OpCases:
                 arguments[name] = uneven(arguments[name])
         for name, value in case.holds.items():
             arguments[name].view(-1)[arguments[name].numel() // 2] = value
-        for name, layout in case.how.layouts.items():
+        for name, layout in case.mode.layouts.items():
             if arguments.get(name) is not None:
                 arguments[name] = LAYOUTS[layout].apply(arguments[name])
         return arguments

@@ -164,9 +164,9 @@ class KnownSpills:
 class KnownUnreached:
     """Kernels and branches of host code that no case reaches, and why.
 
-    A package declares them in ``<package>/unreached.py``:
+    A package declares them in ``<package>/uncovered.py``:
 
-        UNREACHED = {"interpreted _device.sm_count: device.type == 'cuda' is true": "an interpreter has no device"}
+        UNCOVERED = {"interpreted _device.sm_count: device.type == 'cuda' is true": "an interpreter has no device"}
 
     A key is a lane, a space, and a name of `reach`; ``*`` stands for anything. The lanes are ``interpreted``; ``compiled``,
     for every chip; and ``compiled-sm_90``, for one alone. A declaration is strict: what it names is not reached.
@@ -180,14 +180,14 @@ class KnownUnreached:
 
     def __init__(self, package: str) -> None:
         self._declared: list[tuple[str, str]] = []
-        if find_spec(f"{package}.unreached") is None:
+        if find_spec(f"{package}.uncovered") is None:
             return
-        for key, reason in importlib.import_module(f"{package}.unreached").UNREACHED.items():
+        for key, reason in importlib.import_module(f"{package}.uncovered").UNCOVERED.items():
             lane, _, name = key.partition(" ")
             if not name or not re.match(r"interpreted$|compiled|\*$", lane):
-                raise ValueError(f"{package}.unreached: {key!r} takes a lane, a space and a name")
+                raise ValueError(f"{package}.uncovered: {key!r} takes a lane, a space and a name")
             if not reason.strip():
-                raise ValueError(f"{package}.unreached: {key!r} takes a reason")
+                raise ValueError(f"{package}.uncovered: {key!r} takes a reason")
             self._declared.append((lane, name))
 
     def of(self, lane: str) -> list[str]:

@@ -82,4 +82,4 @@ LAYOUTS = {
     "outermost_last": Layout(outermost_last, 3),
     "channels_last": Layout(channels_last, 3),
 }
-"""By the name that a case's `How` gives."""
+"""By the name that a case's `CallMode` gives."""

@@ -60,7 +60,7 @@ CASES = (
     "refused",
     "one_op",
     "kernels",
-    "remade",
+    "recompute",
     "out_of_range",
     "huge",
     "compiled",
@@ -442,7 +442,7 @@ def _concerns(target: Target, options: dict[str, Any], config: pytest.Config) ->
         return False
     if options.get("kernels") and target.backend is None:
         return False
-    if options.get("remade") and target.op.remade is None:
+    if options.get("recompute") and target.op.recompute is None:
         return False
     if options.get("out_of_range") and all(bad.error is not IndexError for bad in cases_of(target.op.name).bad):
         return False
@@ -679,19 +679,19 @@ def _judge(config: pytest.Config, watch: reach.Watch, language: str, package: st
     """Report what a language's cases don't reach; whether that is a failure: something new, or declared and reached."""
     lane = _lane(config, language)
     declared = KnownUnreached(package).of(lane)
-    found = watch.unreached(package)
+    found = watch.uncovered(package)
     of_ops = tuple(f"{op}." for op in option(config, "--op"))
-    unreached = [name for name in found.unreached if not of_ops or name.startswith(of_ops)]
-    new = [name for name in unreached if not any(matches(pattern, name) for pattern in declared)]
-    stale = [p for p in declared if not any(matches(p, name) for name in found.unreached)] if not of_ops else []
+    uncovered = [name for name in found.uncovered if not of_ops or name.startswith(of_ops)]
+    new = [name for name in uncovered if not any(matches(pattern, name) for pattern in declared)]
+    stale = [p for p in declared if not any(matches(p, name) for name in found.uncovered)] if not of_ops else []
     report = config.stash[report_key]
     if not of_ops:
         report.reached.append(
             f"{language}, {lane}: {found.kernels} kernels and {found.branches} branches of host code; "
-            f"not reached, for reasons that {package}/unreached.py gives: {len(unreached) - len(new)}"
+            f"not reached, for reasons that {package}/uncovered.py gives: {len(uncovered) - len(new)}"
         )
     report.reached += [f"not reached by the cases of {language}, {lane}: {name}" for name in new]
-    report.reached += [f"{package}.unreached declares what is reached, {lane}: {pattern}" for pattern in stale]
+    report.reached += [f"{package}.uncovered declares what is reached, {lane}: {pattern}" for pattern in stale]
     return bool(new or stale) and not of_ops
 
 

@@ -158,7 +158,7 @@ class Watch:
         """Which branches were taken, for `add` in another process."""
         return self._coverage.get_data().dumps()
 
-    def unreached(self, package: str) -> Reach:
+    def uncovered(self, package: str) -> Reach:
         """What no test reached of a package."""
         sources = sources_of(package)
         with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +169,7 @@ class Watch:
         for source in sources:
             reach.kernels += len(source.kernels)
             launched = {kernel for name, kernel in self.launched if name == package}
-            reach.unreached += [
+            reach.uncovered += [
                 f"{source.name}.{k}" for k in sorted(source.kernels) if f"{source.name}.{k}" not in launched
             ]
             if source.functions:
@@ -184,12 +184,12 @@ class Reach:
     Attributes:
         kernels: how many kernels host code can launch.
         branches: how many branches host code has.
-        unreached: the names of what is not reached.
+        uncovered: the names of what is not reached.
     """
 
     kernels: int = 0
     branches: int = 0
-    unreached: list[str] = field(default_factory=list[str])
+    uncovered: list[str] = field(default_factory=list[str])
 
 
 def _add_branches(reach: Reach, source: Source, found: dict[str, Any]) -> None:
@@ -214,12 +214,12 @@ def _add_branches(reach: Reach, source: Source, found: dict[str, Any]) -> None:
         arcs = sorted(arc for arc in missing | taken if arc[0] in named)
         reach.branches += len(arcs)
         if not any(line in executed for statement in own for line in (statement.lineno,)):
-            reach.unreached.append(f"{source.name}.{name}")
+            reach.uncovered.append(f"{source.name}.{name}")
             continue
         for line, to in arcs:
             if (line, to) in missing:
                 statement, what = named[line]
-                reach.unreached.append(f"{source.name}.{name}: {what} {_outcome(statement, to)}")
+                reach.uncovered.append(f"{source.name}.{name}: {what} {_outcome(statement, to)}")
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[Any]:

@@ -246,7 +246,7 @@ def name_results(op: Op[..., Any], returned: Any) -> dict[str, Tensor | None]:
 
 def kept_gradients(op: Op[..., Any], arguments: Arguments, results: int) -> tuple[bool, ...]:
     """For each of so many results of a call, whether it has a gradient, by the contract."""
-    return (op.keeps_gradient(arguments) if results > 1 else None) or (True,) * results
+    return (op.has_gradient(arguments) if results > 1 else None) or (True,) * results
 
 
 def differentiable_results(

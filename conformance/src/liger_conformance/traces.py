@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_conformance import layouts
 from liger_conformance.case import Make, cases_of
 from liger_conformance.running import complete, incoming_for, kept_gradients, name_results, present, with_leaves
-from liger_core import BackendInfo, modes
+from liger_core import BackendInfo, torch_state
 from liger_core.autograd import differentiable
 from liger_core.contract import ops
-from liger_core.opaque import DEFINED
+from liger_core.custom_op import DEFINED
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads first": Tensor.contiguous,
@@ -188,7 +188,7 @@ def custom_ops(
         AssertionError: one writes to a tensor that torch.compile isn't told of.
     """
     op, found, kernel = ops[name], cases_of(name), backend.kernel(name)
-    compiling = modes.compiling
+    compiling = torch_state.compiling
     for module in list(sys.modules.values()):
         if getattr(module, "compiling", None) is compiling:
             monkeypatch.setattr(module, "compiling", _traces)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_conformance.case import PLAIN, QUICK, Blank, Case, How, OpCases
+from liger_conformance.case import DEFAULT_MODE, QUICK, CallMode, Case, MetaMake, OpCases
 from liger_conformance.layouts import LAYOUTS
 from liger_conformance.running import Target
 from liger_core.contract import Op, ops
@@ -153,12 +153,12 @@ class Call:
 
     Attributes:
         values: of ``build``, and sizes that only other values are made from.
-        how: how it is called.
+        mode: how it is called.
         dtype: of its tensors.
     """
 
     values: dict[str, Any]
-    how: How
+    mode: CallMode
     dtype: torch.dtype
 
 
@@ -197,21 +197,21 @@ class RandomCall:
             values |= _draw_sizes(source, vary, most)
             for name, choices in vary.depending.items():
                 values[name] = _pick(source, _call(choices, found, values))
-            call = Call(values, PLAIN, self.dtype)
+            call = Call(values, DEFAULT_MODE, self.dtype)
             if (arguments := arguments_of(found, call)) is not None:
-                call = replace(call, how=_draw_how(source, ops[self.op], arguments))
+                call = replace(call, mode=_draw_how(source, ops[self.op], arguments))
                 if arguments_of(found, call) is not None:
                     return call
         raise ValueError(f"{self.op}: of {ATTEMPTS} random calls the contract takes none: mend VARY in its cases")
 
     def case(self, found: OpCases, call: Call) -> Case:
         """The call as a case."""
-        return Case(self.id, "edge", how=call.how, **_for_build(found, call.values))
+        return Case(self.id, "edge", mode=call.mode, **_for_build(found, call.values))
 
     def line(self, found: OpCases, call: Call) -> str:
         """The call as the op's file would have it among its cases."""
         case = self.case(found, call)
-        named = case.values if case.how == PLAIN else {"how": case.how, **case.values}
+        named = case.values if case.mode == DEFAULT_MODE else {"mode": case.mode, **case.values}
         said = [repr(case.id), repr(case.group), *(f"{name}={value!r}" for name, value in named.items())]
         return f"Case({', '.join(said)}),  # {str(call.dtype).removeprefix('torch.')}"
 
@@ -224,14 +224,14 @@ def lane_of(target: Target) -> str:
 def arguments_of(found: OpCases, call: Call) -> dict[str, Any] | None:
     """The call's arguments, without data; None where the contract doesn't take them."""
     op = ops[found.op]
-    case = Case("", "edge", how=call.how, **_for_build(found, call.values))
-    arguments = op.bind((), found.make(case, Blank(call.dtype, "meta")))
-    wanted = op.differentiable if call.how.wanted is None else call.how.wanted
+    case = Case("", "edge", mode=call.mode, **_for_build(found, call.values))
+    arguments = op.bind((), found.make(case, MetaMake(call.dtype, "meta")))
+    wanted = op.differentiable if call.mode.grads is None else call.mode.grads
     for name in wanted:
         if arguments[name] is not None:
             arguments[name] = arguments[name].detach().requires_grad_()
     checked = dict(arguments)
-    if call.how.autocast:  # which knows of no meta device
+    if call.mode.autocast:  # which knows of no meta device
         cast = [name for name in op.autocast if arguments[name] is not None]
         checked |= {name: arguments[name].to(torch.bfloat16) for name in cast}
     try:
@@ -263,15 +263,15 @@ def smallest(found: OpCases, call: Call, fails: Callable[[Call], bool]) -> Call:
 
 def _simpler(found: OpCases, call: Call) -> Iterator[Call]:
     """Calls that are simpler in one thing."""
-    how, vary = call.how, found.vary
-    if how != PLAIN:
-        yield replace(call, how=PLAIN)
-    if how.autocast:
-        yield replace(call, how=replace(how, autocast=False))
-    if how.wanted is not None:
-        yield replace(call, how=replace(how, wanted=None))
-    for name in how.layouts:
-        yield replace(call, how=replace(how, layouts={n: l for n, l in how.layouts.items() if n != name}))
+    mode, vary = call.mode, found.vary
+    if mode != DEFAULT_MODE:
+        yield replace(call, mode=DEFAULT_MODE)
+    if mode.autocast:
+        yield replace(call, mode=replace(mode, autocast=False))
+    if mode.grads is not None:
+        yield replace(call, mode=replace(mode, grads=None))
+    for name in mode.layouts:
+        yield replace(call, mode=replace(mode, layouts={n: l for n, l in mode.layouts.items() if n != name}))
     if call.dtype is not torch.float32:
         yield replace(call, dtype=torch.float32)
     needed = {name for name, default in _defaults(found).items() if default is inspect.Parameter.empty}
@@ -326,7 +326,7 @@ def _pick(source: random.Random, values: Number | Choices) -> Any:
     return chosen.draw(source) if isinstance(chosen, Number) else chosen
 
 
-def _draw_how(source: random.Random, op: Op[..., Any], arguments: dict[str, Any]) -> How:
+def _draw_how(source: random.Random, op: Op[..., Any], arguments: dict[str, Any]) -> CallMode:
     """The layout of some arguments and of the incoming gradients, and what wants a gradient."""
     layouts: dict[str, str] = {}
     if source.random() < 0.6:
@@ -341,7 +341,7 @@ def _draw_how(source: random.Random, op: Op[..., Any], arguments: dict[str, Any]
         wanted = ()
     elif kind < 0.4 and len(there) > 1:
         wanted = tuple(source.sample(there, source.randrange(1, len(there))))
-    return How(layouts, wanted, source.random() < 0.07)
+    return CallMode(layouts, wanted, source.random() < 0.07)
 
 
 def _defaults(found: OpCases) -> dict[str, Any]:

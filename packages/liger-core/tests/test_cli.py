@@ -17,7 +17,7 @@ import torch
 
 from liger_core import BackendInfo, cli, doctor
 from liger_core.backend import BrokenBackend
-from liger_core.calling import ops
+from liger_core.op import ops
 
 
 def test_where(toys: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def test_gradients_by_columns_are_those_of_the_reference(budget: int | None, fro
 def serve(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a language, "toy", with this op alone."""
     kernel, made = types.ModuleType("toy.ops.gated_mlp"), host()
-    vars(kernel).update(forward=made.forward, backward=made.backward, keeps=made.keeps)
+    vars(kernel).update(forward=made.forward, backward=made.backward, saves_early=made.saves_early)
     monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, asked: asked == "gated_mlp")
     monkeypatch.setattr(BackendInfo, "kernel", lambda self, asked: kernel)
     install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))

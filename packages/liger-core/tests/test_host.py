@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from liger_core.budget import least_memory
-from liger_core.contract import Once
+from liger_core.contract import SavedOnce
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_core.host.fused_linear_cross_entropy import FusedLinearCrossEntropy
 from liger_core.host.linear import Linear, chunks, plan_of
@@ -216,7 +216,7 @@ def test_gradients_made_in_forward_are_given_away_once() -> None:
     }
     host = FusedLinearCrossEntropy(TorchKernels(), TorchLinear())
     _, saved = host.forward((True, True, True), **given, **options)  # type: ignore[arg-type]
-    assert isinstance(saved[-1], Once)
+    assert isinstance(saved[-1], SavedOnce)
     assert host.forward((False, False, False), **given, **options)[1] == ()  # type: ignore[arg-type]
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from liger_core.autograd import differentiable
 from liger_core.budget import padded_columns, temporary_memory
+from liger_core.custom_op import opaque
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
 from liger_core.host.linear import Linear
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 
 VOCABULARY, HIDDEN = 131, 8

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_core.contract import Needs, Once
+from liger_core.contract import Needs, SavedOnce
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
 from liger_core.host.fused_linear_distillation import FusedLinearDistillation
 from liger_core.host.fused_linear_kl_div import FusedLinearKLDiv
@@ -142,7 +142,7 @@ def test_gradients_made_in_forward_are_given_away_once() -> None:
     given = arguments()
     options = {**OPTIONS, "reduction": "batchmean", "accum_dtype": torch.float32, "memory_budget": BUDGETS["chunks"]}
     host = FusedLinearKLDiv(TorchKernels(), TorchLinear())
-    assert isinstance(host.forward(ALL, **given, **options)[1][-1], Once)
+    assert isinstance(host.forward(ALL, **given, **options)[1][-1], SavedOnce)
     assert host.forward((False, False, False), **given, **options)[1] == ()
 
 
@@ -213,7 +213,7 @@ def test_forward_makes_the_gradient_of_the_loss(kind: str, soft_weight: float) -
     tensors = [given["x"], given["linear_weight"], given["x"] * 2, given["linear_weight"] * 2, given["labels"]]
     host = FusedLinearDistillation(TorchKernels(), TorchLinear())
     _, saved = host.forward((True, True, False), *tensors, **options)
-    assert isinstance(saved[-1], Once) == (kind == "chunks")
+    assert isinstance(saved[-1], SavedOnce) == (kind == "chunks")
     got = [host.backward((True, True, False), saved, torch.tensor(2.0), **options) for _ in range(2)]
     leaves = [t.double().requires_grad_() for t in tensors[:2]]
     truth = fused_linear_distillation.reference(*leaves, *(t.double() for t in tensors[2:4]), tensors[4], **options)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_core.autograd import differentiable
 from liger_core.budget import padded_columns, temporary_memory
 from liger_core.contract import Needs
+from liger_core.custom_op import opaque
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
 from liger_core.host.fused_linear_distillation import FusedLinearDistillation
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD
@@ -31,7 +32,6 @@ from liger_core.host.fused_linear_logit_statistics import FusedLinearStatistics
 from liger_core.host.linear import EVEN, Linear
 from liger_core.host.logit_statistics import StatisticsKernels
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_distillation import fused_linear_distillation
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_core.ops.fused_linear_kl_div import fused_linear_kl_div
@@ -176,7 +176,7 @@ def flops_of(op: Any, host: Any, flowing: tuple[str, ...], given: dict[str, Any]
     with Products() as products:
         result, saved = host.forward(needs, **arguments)
         fields = result._asdict() if hasattr(result, "_asdict") else {"loss": result}
-        keeps = op.keeps_gradient(arguments) or [True] * len(fields)
+        keeps = op.has_gradient(arguments) or [True] * len(fields)
         names = [name for name, kept in zip(fields, keeps, strict=True) if kept]
         incoming = [torch.ones_like(fields[name]) if name in flowing else None for name in names]
         options = {name: arguments[name] for name in op.options}

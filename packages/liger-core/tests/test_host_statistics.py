@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_core.budget import padded_columns
-from liger_core.contract import Needs, Once
+from liger_core.contract import Needs, SavedOnce
 from liger_core.host.fused_linear_logit_statistics import LEAST_TILE, FusedLinearStatistics, plan_of
 from liger_core.host.linear import Linear
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
@@ -225,7 +225,7 @@ def test_gradients_in_float32(kind: str) -> None:
 
 def test_logits_that_are_kept_are_given_away_once() -> None:
     found = Found(arguments(torch.bfloat16), ALL, None)
-    assert isinstance(found.saved[-1], Once)
+    assert isinstance(found.saved[-1], SavedOnce)
     assert found.forward_products == 1
     assert found.linear.products == 2  # the second backward makes them again
 

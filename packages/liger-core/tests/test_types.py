@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import liger_core
-from liger_core.calling import OverloadedOp
 from liger_core.contract import ops
+from liger_core.op import OverloadedOp
 from liger_core.ops.cross_entropy import CrossEntropyCall, CrossEntropyOptions
 from liger_core.ops.fused_linear_cross_entropy import FusedLinearCrossEntropyCall, FusedLinearCrossEntropyOptions
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import liger_core
 from liger_core import BackendInfo, Unsupported, checks, contract
 from liger_core.contract import Needs, Saved, op
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 
 
 class FitOutput(NamedTuple):
@@ -36,11 +36,11 @@ def serve(
     monkeypatch: pytest.MonkeyPatch,
     forward: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
-    keeps: Callable[..., Any] | None = None,
+    saves_early: Callable[..., Any] | None = None,
 ) -> None:
     """Install a language, "toy", with a kernel of one op."""
     kernel = types.ModuleType(f"toy.ops.{name}")
-    kernel.forward, kernel.backward, kernel.keeps = forward, backward, keeps  # type: ignore[attr-defined]
+    kernel.forward, kernel.backward, kernel.saves_early = forward, backward, saves_early  # type: ignore[attr-defined]
     monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, asked: asked == name)
     monkeypatch.setattr(BackendInfo, "kernel", lambda self, asked: kernel)
     install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))
@@ -466,8 +466,8 @@ def early(
         y = x @ weight.t()
         return y * factor, (x, weight, y) if any(needs) else ()
 
-    def keeps(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> contract.Early:
-        return contract.Early((x, weight, None), (*x.shape[:-1], weight.shape[0]))
+    def saves_early(x: Tensor, weight: Tensor, *, factor: float = 1.0) -> contract.SavedEarly:
+        return contract.SavedEarly((x, weight, None), (*x.shape[:-1], weight.shape[0]))
 
     def backward(needs: Needs, saved: Saved, dy: Tensor, *, factor: float) -> tuple[Tensor | None, ...]:
         x, weight, y = saved
@@ -475,7 +475,7 @@ def early(
         dy = dy * factor
         return dy @ weight if needs[0] else None, dy.t() @ x if needs[1] else None
 
-    serve("early", install, monkeypatch, forward, backward, keeps)
+    serve("early", install, monkeypatch, forward, backward, saves_early)
     with liger_core.use("toy"):
         yield early, ran
     del contract.ops["early"]
@@ -558,10 +558,10 @@ def test_hooks_of_saved_tensors_leave_nothing_behind(toys: None, monkeypatch: py
     """Tensors kept for one backward don't go through the hooks: they are dropped, for backward to make anew."""
     import toy_traced.ops.rms_norm as kernel
 
-    made: list[contract.Once] = []
+    made: list[contract.SavedOnce] = []
 
     def forward(needs: Needs, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Saved]:
-        made.append(contract.Once(torch.full_like(x, 2.0)))
+        made.append(contract.SavedOnce(torch.full_like(x, 2.0)))
         return x * 2, (x, made[-1])
 
     def backward(needs: Needs, saved: Saved, dy: Tensor, **options: Any) -> tuple[Tensor | None, ...]:

@@ -5,7 +5,7 @@ import torch
 
 from liger_conformance.traces import custom_ops
 from liger_core.contract import ops
-from liger_core.opaque import DEFINED
+from liger_core.custom_op import DEFINED
 from liger_triton import backend
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -54,9 +54,11 @@ CASES = (
     Case("odd", "odd", rows=5, hidden=123),
     Case("batched", "odd", rows=(2, 3), hidden=33, count=1),
     Case("row-of-7168", "odd", rows=1, hidden=7168, count=2),
-    Case("dx-of-8200", "odd", how=How(wanted=("blocks",)), rows=1, hidden=8200, count=1, partial=False),
-    Case("dpartial-of-8200", "odd", how=How(wanted=("partial", "query")), rows=1, hidden=8200, count=1, weight=False),
-    Case("y-of-8200", "odd", how=How(wanted=()), rows=1, hidden=8200, count=1),
+    Case("dx-of-8200", "odd", mode=CallMode(grads=("blocks",)), rows=1, hidden=8200, count=1, partial=False),
+    Case(
+        "dpartial-of-8200", "odd", mode=CallMode(grads=("partial", "query")), rows=1, hidden=8200, count=1, weight=False
+    ),
+    Case("y-of-8200", "odd", mode=CallMode(grads=()), rows=1, hidden=8200, count=1),
     Case("many-sources", "option", rows=3, hidden=24, count=17),
     Case("nine", "option", rows=3, hidden=24, count=9),
     Case("without-partial", "option", rows=3, hidden=40, partial=False),
@@ -68,10 +70,12 @@ CASES = (
     Case("query-zero", "option", rows=3, hidden=40, query=0.0),
     Case("eps", "option", rows=3, hidden=40, eps=0.5),
     Case("spare", "option", rows=(2, 2), hidden=48, spare=True),
-    Case("transposed", "odd", how=How(layouts={"blocks": "transposed", "partial": "transposed"}), rows=3, hidden=20),
-    Case("frozen-parameters", "option", how=How(wanted=("blocks", "partial")), rows=3, hidden=40),
-    Case("parameters-alone", "option", how=How(wanted=("query", "weight")), rows=3, hidden=40),
-    Case("partial-wanted", "option", how=How(wanted=("partial", "weight")), rows=3, hidden=40),
+    Case(
+        "transposed", "odd", mode=CallMode(layouts={"blocks": "transposed", "partial": "transposed"}), rows=3, hidden=20
+    ),
+    Case("frozen-parameters", "option", mode=CallMode(grads=("blocks", "partial")), rows=3, hidden=40),
+    Case("parameters-alone", "option", mode=CallMode(grads=("query", "weight")), rows=3, hidden=40),
+    Case("partial-wanted", "option", mode=CallMode(grads=("partial", "weight")), rows=3, hidden=40),
     Case("one-larger", "extreme", rows=3, hidden=40, larger=1e3),
     Case("uneven-rows", "extreme", rows=6, hidden=97, count=6, by_row=("incoming",)),
     Case("small", "small", rows=2048, hidden=2048, count=4),
@@ -93,27 +97,29 @@ def _bad(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-blocks", TypeError, ("blocks", "int64"), lambda make: _bad(make, blocks=make.integers(0, 9, 2, 3, 8))),
-    Bad("list-of-blocks", TypeError, ("blocks", "list"), lambda make: _bad(make, blocks=[make.randn(3, 8)])),
-    Bad(
+    BadCall(
+        "integer-blocks", TypeError, ("blocks", "int64"), lambda make: _bad(make, blocks=make.integers(0, 9, 2, 3, 8))
+    ),
+    BadCall("list-of-blocks", TypeError, ("blocks", "list"), lambda make: _bad(make, blocks=[make.randn(3, 8)])),
+    BadCall(
         "partial-of-another-dtype",
         TypeError,
         ("partial", "bfloat16", "float32"),
         lambda make: _bad(make, partial=make.randn(3, 8, dtype=torch.bfloat16)),
     ),
-    Bad(
+    BadCall(
         "one-block", ValueError, ("blocks", "1 dimension"), lambda make: _bad(make, blocks=make.randn(8), partial=None)
     ),
-    Bad(
+    BadCall(
         "nothing",
         ValueError,
         ("blocks", "(0, 3, 8)"),
         lambda make: _bad(make, blocks=make.randn(0, 3, 8), partial=None),
     ),
-    Bad(
+    BadCall(
         "short-partial", ValueError, ("partial", "(2, 8)", "(3, 8)"), lambda make: _bad(make, partial=make.randn(2, 8))
     ),
-    Bad("short-query", ValueError, ("query", "(7,)", "(8,)"), lambda make: _bad(make, query=make.randn(7))),
-    Bad("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _bad(make, weight=make.randn(7))),
-    Bad("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
+    BadCall("short-query", ValueError, ("query", "(7,)", "(8,)"), lambda make: _bad(make, query=make.randn(7))),
+    BadCall("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _bad(make, weight=make.randn(7))),
+    BadCall("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
 )

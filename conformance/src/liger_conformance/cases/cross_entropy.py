@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import BadCall, Case, Make
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.cross_entropy import REDUCTIONS
 
@@ -160,11 +160,11 @@ CASES = (
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, reduction="none")
 
 
-def bad_options(arguments: Callable[[Make], dict[str, Any]]) -> tuple[Bad, ...]:
+def bad_options(arguments: Callable[[Make], dict[str, Any]]) -> tuple[BadCall, ...]:
     """Each option of a cross-entropy with a value that it doesn't take, beside good `arguments`."""
 
-    def bad(id: str, error: type[Exception], says: tuple[str, ...], **option: Any) -> Bad:
-        return Bad(id, error, (*option, *says), lambda make: {**arguments(make), **option})
+    def bad(id: str, error: type[Exception], says: tuple[str, ...], **option: Any) -> BadCall:
+        return BadCall(id, error, (*option, *says), lambda make: {**arguments(make), **option})
 
     return (
         bad("ignore-index-not-an-int", TypeError, ("-1.0",), ignore_index=-1.0),
@@ -191,19 +191,25 @@ def _labels(make: Make, *values: int) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-logits", TypeError, ("logits", "int64"), lambda make: _good(make, logits=make.integers(0, 9, 3, 8))),
-    Bad("logits-not-a-tensor", TypeError, ("logits", "list"), lambda make: _good(make, logits=[[1.0] * 8] * 3)),
-    Bad("batched-logits", ValueError, ("logits", "3 dimensions"), lambda make: _good(make, logits=make.randn(1, 3, 8))),
-    Bad("no-classes", ValueError, ("logits", "(3, 0)"), lambda make: _good(make, logits=make.randn(3, 0))),
-    Bad("float-target", TypeError, ("target", "float32"), lambda make: _good(make, target=make.randn(3))),
-    Bad("int32-target", TypeError, ("target", "int32"), lambda make: _good(make, target=_good(make)["target"].int())),
-    Bad(
+    BadCall(
+        "integer-logits", TypeError, ("logits", "int64"), lambda make: _good(make, logits=make.integers(0, 9, 3, 8))
+    ),
+    BadCall("logits-not-a-tensor", TypeError, ("logits", "list"), lambda make: _good(make, logits=[[1.0] * 8] * 3)),
+    BadCall(
+        "batched-logits", ValueError, ("logits", "3 dimensions"), lambda make: _good(make, logits=make.randn(1, 3, 8))
+    ),
+    BadCall("no-classes", ValueError, ("logits", "(3, 0)"), lambda make: _good(make, logits=make.randn(3, 0))),
+    BadCall("float-target", TypeError, ("target", "float32"), lambda make: _good(make, target=make.randn(3))),
+    BadCall(
+        "int32-target", TypeError, ("target", "int32"), lambda make: _good(make, target=_good(make)["target"].int())
+    ),
+    BadCall(
         "short-target", ValueError, ("target", "(2,)", "(3,)"), lambda make: _good(make, target=make.integers(0, 8, 2))
     ),
-    Bad("integer-weight", TypeError, ("weight", "int64"), lambda make: _good(make, weight=make.integers(0, 9, 8))),
-    Bad("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _good(make, weight=make.randn(7))),
+    BadCall("integer-weight", TypeError, ("weight", "int64"), lambda make: _good(make, weight=make.integers(0, 9, 8))),
+    BadCall("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _good(make, weight=make.randn(7))),
     *bad_options(_good),
-    Bad("label-too-high", IndexError, ("target", "8", "0 to 7", "-100"), lambda make: _labels(make, 1, 8, -100)),
-    Bad("negative-label", IndexError, ("target", "-1"), lambda make: _labels(make, 1, -1, -100)),
-    Bad("far-label", IndexError, ("target", str(1 << 40)), lambda make: _labels(make, 1, 2, 1 << 40)),
+    BadCall("label-too-high", IndexError, ("target", "8", "0 to 7", "-100"), lambda make: _labels(make, 1, 8, -100)),
+    BadCall("negative-label", IndexError, ("target", "-1"), lambda make: _labels(make, 1, -1, -100)),
+    BadCall("far-label", IndexError, ("target", str(1 << 40)), lambda make: _labels(make, 1, 2, 1 << 40)),
 )

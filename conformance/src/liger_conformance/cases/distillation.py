@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import BadCall, Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
@@ -134,11 +134,11 @@ def _good(make: Make, **changed: Any) -> dict[str, Any]:
     }
 
 
-def bad_options(good: Any) -> tuple[Bad, ...]:
+def bad_options(good: Any) -> tuple[BadCall, ...]:
     """The options that every distillation refuses; `good` makes the arguments of a call."""
 
-    def bad(id: str, error: type[Exception], says: tuple[str, ...], **changed: Any) -> Bad:
-        return Bad(id, error, says, lambda make: good(make, **changed))
+    def bad(id: str, error: type[Exception], says: tuple[str, ...], **changed: Any) -> BadCall:
+        return BadCall(id, error, says, lambda make: good(make, **changed))
 
     return (
         bad("unknown-divergence", ValueError, ("divergence", "'kl'", "'jsd'"), divergence="kl"),
@@ -156,8 +156,8 @@ def bad_options(good: Any) -> tuple[Bad, ...]:
         bad("unknown-reduction", ValueError, ("reduction", "'batchmean'", "'mean'"), reduction="batchmean"),
         bad("items-a-string", TypeError, ("num_items_in_batch", "'7'"), num_items_in_batch="7"),
         bad("items-of-two", ValueError, ("num_items_in_batch", "(2,)"), num_items_in_batch=torch.ones(2)),
-        Bad("float-labels", TypeError, ("labels", "float32"), lambda make: good(make, labels=make.randn(3))),
-        Bad(
+        BadCall("float-labels", TypeError, ("labels", "float32"), lambda make: good(make, labels=make.randn(3))),
+        BadCall(
             "short-labels",
             ValueError,
             ("labels", "(2,)", "(3,)"),
@@ -169,7 +169,7 @@ def bad_options(good: Any) -> tuple[Bad, ...]:
 BAD = (
     *bad_options(_good),
     *(
-        Bad(
+        BadCall(
             f"integer-{name.replace('_', '-')}",
             TypeError,
             (name, "int64"),
@@ -177,25 +177,25 @@ BAD = (
         )
         for name in ("student_logits", "teacher_logits")
     ),
-    Bad(
+    BadCall(
         "vector-student-logits",
         ValueError,
         ("student_logits", "1 dimensions"),
         lambda make: _good(make, student_logits=make.randn(8)),
     ),
-    Bad(
+    BadCall(
         "teacher-of-another-vocabulary",
         ValueError,
         ("teacher_logits", "(3, 9)", "(3, 8)", "slice"),
         lambda make: _good(make, teacher_logits=make.randn(3, 9)),
     ),
-    Bad(
+    BadCall(
         "no-columns",
         ValueError,
         ("student_logits", "(3, 0)"),
         lambda make: _good(make, student_logits=make.randn(3, 0), teacher_logits=make.randn(3, 0)),
     ),
-    Bad(
+    BadCall(
         "label-too-large",
         IndexError,
         ("labels", "8", "0 to 7"),

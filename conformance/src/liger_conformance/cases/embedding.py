@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import BadCall, Case, Make
 from liger_conformance.vary import Size, Vary
 
 
@@ -65,26 +65,28 @@ def _bad(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("float-indices", TypeError, ("indices", "float32"), lambda make: _bad(make, indices=make.randn(3))),
-    Bad("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 5, 8))),
-    Bad("vector-weight", ValueError, ("weight", "1 dimensions"), lambda make: _bad(make, weight=make.randn(8))),
-    Bad("no-rows", ValueError, ("weight", "(0, 8)", "one row"), lambda make: _bad(make, weight=make.randn(0, 8))),
-    Bad("padding-not-an-int", TypeError, ("padding_idx", "1.0"), lambda make: _bad(make, padding_idx=1.0)),
-    Bad("padding-too-large", ValueError, ("padding_idx", "5", "-5 to 4"), lambda make: _bad(make, padding_idx=5)),
-    Bad("padding-too-small", ValueError, ("padding_idx", "-6", "-5 to 4"), lambda make: _bad(make, padding_idx=-6)),
-    Bad(
+    BadCall("float-indices", TypeError, ("indices", "float32"), lambda make: _bad(make, indices=make.randn(3))),
+    BadCall(
+        "integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 5, 8))
+    ),
+    BadCall("vector-weight", ValueError, ("weight", "1 dimensions"), lambda make: _bad(make, weight=make.randn(8))),
+    BadCall("no-rows", ValueError, ("weight", "(0, 8)", "one row"), lambda make: _bad(make, weight=make.randn(0, 8))),
+    BadCall("padding-not-an-int", TypeError, ("padding_idx", "1.0"), lambda make: _bad(make, padding_idx=1.0)),
+    BadCall("padding-too-large", ValueError, ("padding_idx", "5", "-5 to 4"), lambda make: _bad(make, padding_idx=5)),
+    BadCall("padding-too-small", ValueError, ("padding_idx", "-6", "-5 to 4"), lambda make: _bad(make, padding_idx=-6)),
+    BadCall(
         "index-too-large",
         IndexError,
         ("indices", "5", "0 to 4"),
         lambda make: _bad(make, indices=torch.tensor([1, 5, 0], device=make.device)),
     ),
-    Bad(
+    BadCall(
         "negative-index",
         IndexError,
         ("indices", "-1", "0 to 4"),
         lambda make: _bad(make, indices=torch.tensor([1, -1, 0], device=make.device)),
     ),
-    Bad(
+    BadCall(
         "negative-padding-index",
         IndexError,
         ("indices", "-2", "0 to 4"),

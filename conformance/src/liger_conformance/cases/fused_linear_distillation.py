@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import BadCall, Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.distillation import CAPPED, MIXED, OPTIONS, bad_options, items
 from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
@@ -141,7 +141,7 @@ def _chunks(make: Make, memory_budget: object) -> dict[str, Any]:
 BAD = (
     *bad_options(_good),
     *(
-        Bad(
+        BadCall(
             f"integer-{name.replace('_', '-')}",
             TypeError,
             (name, "int64"),
@@ -149,62 +149,62 @@ BAD = (
         )
         for name in ("student_x", "student_weight", "teacher_x", "teacher_weight")
     ),
-    Bad(
+    BadCall(
         "student-weight-of-another-dtype",
         TypeError,
         ("student_weight", "float16", "student_x", "float32"),
         lambda make: _good(make, student_weight=make.randn(8, 4, dtype=torch.float16)),
     ),
-    Bad(
+    BadCall(
         "vector-teacher-x",
         ValueError,
         ("teacher_x", "1 dimensions"),
         lambda make: _good(make, teacher_x=make.randn(5)),
     ),
-    Bad(
+    BadCall(
         "narrow-student-weight",
         ValueError,
         ("student_weight", "(8, 3)", "(8, 4)"),
         lambda make: _good(make, student_weight=make.randn(8, 3)),
     ),
-    Bad(
+    BadCall(
         "no-classes",
         ValueError,
         ("student_weight", "(0, 4)"),
         lambda make: _good(make, student_weight=make.randn(0, 4)),
     ),
-    Bad(
+    BadCall(
         "teacher-of-a-longer-vocabulary",
         ValueError,
         ("teacher_weight", "(9, 5)", "(8, 5)", "teacher_weight[:V]"),
         lambda make: _good(make, teacher_weight=make.randn(9, 5)),
     ),
-    Bad(
+    BadCall(
         "short-teacher-x",
         ValueError,
         ("teacher_x", "(2, 5)", "(3, 5)"),
         lambda make: _good(make, teacher_x=make.randn(2, 5)),
     ),
-    Bad(
+    BadCall(
         "short-student-bias",
         ValueError,
         ("student_bias", "(7,)", "(8,)"),
         lambda make: _good(make, student_bias=make.randn(7)),
     ),
-    Bad(
+    BadCall(
         "integer-teacher-bias",
         TypeError,
         ("teacher_bias", "int64"),
         lambda make: _good(make, teacher_bias=make.integers(0, 8, 8)),
     ),
-    Bad(
+    BadCall(
         "label-too-large",
         IndexError,
         ("labels", "8", "0 to 7"),
         lambda make: _good(make, labels=make.integers(8, 9, 3), hard_weight=1.0),
     ),
-    Bad("accum-dtype-a-string", TypeError, ("accum_dtype", "'fp32'"), lambda make: _good(make, accum_dtype="fp32")),
-    Bad("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _chunks(make, 1e6)),
+    BadCall("accum-dtype-a-string", TypeError, ("accum_dtype", "'fp32'"), lambda make: _good(make, accum_dtype="fp32")),
+    BadCall("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _chunks(make, 1e6)),
     # One row at a time: 3 · 8 · 4 bytes of logits, 4 · 8 and 32 · 3 as in fused_linear_cross_entropy.
-    Bad("budget-too-small", ValueError, ("memory_budget", "223", "at least 224"), lambda make: _chunks(make, 223)),
+    BadCall("budget-too-small", ValueError, ("memory_budget", "223", "at least 224"), lambda make: _chunks(make, 223)),
 )

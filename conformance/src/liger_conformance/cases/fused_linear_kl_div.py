@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.fused_linear_cross_entropy import (
     CHUNKS,
@@ -112,8 +112,10 @@ CASES = (
     Case("empty-target", "edge", rows=5, hidden=16, vocabulary=33, absent=1.0, eps=0.0),
     Case("forbidden-token", "edge", rows=4, hidden=16, vocabulary=33, forbidden=True),
     Case("forbidden-log-target", "edge", rows=4, hidden=16, vocabulary=33, forbidden=True, **LOG),
-    Case("expanded-target", "edge", rows=4, hidden=16, vocabulary=33, how=How(layouts={"target": "expanded"})),
-    Case("transposed-target", "edge", rows=4, hidden=16, vocabulary=33, how=How(layouts={"target": "transposed"})),
+    Case("expanded-target", "edge", rows=4, hidden=16, vocabulary=33, mode=CallMode(layouts={"target": "expanded"})),
+    Case(
+        "transposed-target", "edge", rows=4, hidden=16, vocabulary=33, mode=CallMode(layouts={"target": "transposed"})
+    ),
     Case("mean", "option", rows=5, hidden=32, vocabulary=96, ignored=0.2, reduction="mean", **LOG),
     Case("sum", "option", rows=5, hidden=32, vocabulary=96, reduction="sum", temperature=0.7),
     Case("none", "option", rows=5, hidden=32, vocabulary=96, **CAPPED, reduction="none"),
@@ -155,7 +157,7 @@ def _chunks(make: Make, memory_budget: object) -> dict[str, Any]:
 
 BAD = (
     *(
-        Bad(
+        BadCall(
             f"integer-{name.replace('_', '-')}",
             TypeError,
             (name, "int64"),
@@ -163,48 +165,52 @@ BAD = (
         )
         for name in ("x", "linear_weight", "target")
     ),
-    Bad(
+    BadCall(
         "weight-of-another-dtype",
         TypeError,
         ("linear_weight", "float16", "x", "float32"),
         lambda make: _good(make, linear_weight=make.randn(8, 4, dtype=torch.float16)),
     ),
-    Bad("target-not-a-tensor", TypeError, ("target", "list"), lambda make: _good(make, target=[[1.0] * 8] * 3)),
-    Bad("vector-x", ValueError, ("x", "1 dimensions"), lambda make: _good(make, x=make.randn(4))),
-    Bad(
+    BadCall("target-not-a-tensor", TypeError, ("target", "list"), lambda make: _good(make, target=[[1.0] * 8] * 3)),
+    BadCall("vector-x", ValueError, ("x", "1 dimensions"), lambda make: _good(make, x=make.randn(4))),
+    BadCall(
         "narrow-linear-weight",
         ValueError,
         ("linear_weight", "(8, 3)", "(8, 4)"),
         lambda make: _good(make, linear_weight=make.randn(8, 3)),
     ),
-    Bad(
+    BadCall(
         "no-classes",
         ValueError,
         ("linear_weight", "(0, 4)"),
         lambda make: _good(make, linear_weight=make.randn(0, 4)),
     ),
-    Bad("narrow-target", ValueError, ("target", "(3, 7)", "(3, 8)"), lambda make: _good(make, target=make.randn(3, 7))),
-    Bad("short-target", ValueError, ("target", "(2, 8)", "(3, 8)"), lambda make: _good(make, target=make.randn(2, 8))),
-    Bad("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
-    Bad(
+    BadCall(
+        "narrow-target", ValueError, ("target", "(3, 7)", "(3, 8)"), lambda make: _good(make, target=make.randn(3, 7))
+    ),
+    BadCall(
+        "short-target", ValueError, ("target", "(2, 8)", "(3, 8)"), lambda make: _good(make, target=make.randn(2, 8))
+    ),
+    BadCall("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
+    BadCall(
         "short-labels", ValueError, ("labels", "(2,)", "(3,)"), lambda make: _good(make, labels=make.integers(0, 8, 2))
     ),
-    Bad("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _good(make, bias=make.randn(7))),
-    Bad("integer-bias", TypeError, ("bias", "int64"), lambda make: _good(make, bias=make.integers(0, 8, 8))),
-    Bad("log-target-not-a-bool", TypeError, ("log_target", "1"), lambda make: _good(make, log_target=1)),
-    Bad("temperature-zero", ValueError, ("temperature", "0.0"), lambda make: _good(make, temperature=0.0)),
-    Bad("negative-softcap", ValueError, ("softcap", "-1.0"), lambda make: _good(make, softcap=-1.0)),
-    Bad("eps-not-a-number", TypeError, ("eps", "None"), lambda make: _good(make, eps=None)),
-    Bad("negative-eps", ValueError, ("eps", "-1e-10"), lambda make: _good(make, eps=-1e-10)),
-    Bad(
+    BadCall("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _good(make, bias=make.randn(7))),
+    BadCall("integer-bias", TypeError, ("bias", "int64"), lambda make: _good(make, bias=make.integers(0, 8, 8))),
+    BadCall("log-target-not-a-bool", TypeError, ("log_target", "1"), lambda make: _good(make, log_target=1)),
+    BadCall("temperature-zero", ValueError, ("temperature", "0.0"), lambda make: _good(make, temperature=0.0)),
+    BadCall("negative-softcap", ValueError, ("softcap", "-1.0"), lambda make: _good(make, softcap=-1.0)),
+    BadCall("eps-not-a-number", TypeError, ("eps", "None"), lambda make: _good(make, eps=None)),
+    BadCall("negative-eps", ValueError, ("eps", "-1e-10"), lambda make: _good(make, eps=-1e-10)),
+    BadCall(
         "unknown-reduction",
         ValueError,
         ("reduction", "'average'", "'batchmean'"),
         lambda make: _good(make, reduction="average"),
     ),
-    Bad("ignore-index-a-float", TypeError, ("ignore_index", "1.5"), lambda make: _good(make, ignore_index=1.5)),
-    Bad("accum-dtype-a-string", TypeError, ("accum_dtype", "'fp32'"), lambda make: _good(make, accum_dtype="fp32")),
-    Bad("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _chunks(make, 1e6)),
+    BadCall("ignore-index-a-float", TypeError, ("ignore_index", "1.5"), lambda make: _good(make, ignore_index=1.5)),
+    BadCall("accum-dtype-a-string", TypeError, ("accum_dtype", "'fp32'"), lambda make: _good(make, accum_dtype="fp32")),
+    BadCall("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _chunks(make, 1e6)),
     # As in fused_linear_cross_entropy: all three rows are 2 · 3 · 8 · 4 bytes of logits, or one column of them is less.
-    Bad("budget-too-small", ValueError, ("memory_budget", "1;", "at least"), lambda make: _chunks(make, 1)),
+    BadCall("budget-too-small", ValueError, ("memory_budget", "1;", "at least"), lambda make: _chunks(make, 1)),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.cases.fused_linear_cross_entropy import answers, few_chunks
 from liger_conformance.cases.logit_statistics import ALL, bad_options, bad_targets, targets
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
@@ -135,7 +135,7 @@ CASES = (
     Case(
         "hundreds-of-rows-frozen",
         "odd",
-        how=How(wanted=("x",)),
+        mode=CallMode(grads=("x",)),
         rows=515,
         hidden=24,
         vocabulary=300,
@@ -148,7 +148,7 @@ CASES = (
     Case(
         "hundreds-of-rows-frozen-aligned",
         "odd",
-        how=How(wanted=("x",)),
+        mode=CallMode(grads=("x",)),
         rows=515,
         hidden=24,
         vocabulary=320,
@@ -181,7 +181,7 @@ CASES = (
         return_entropy=True,
         memory_budget=83_000,
     ),
-    Case("padded-frozen", "option", how=How(wanted=("x",)), rows=48, hidden=16, vocabulary=459),
+    Case("padded-frozen", "option", mode=CallMode(grads=("x",)), rows=48, hidden=16, vocabulary=459),
     Case("several", "odd", rows=6, hidden=16, vocabulary=40, each=4, ignored=0.3, return_entropy=True),
     Case("shared-targets", "option", rows=6, hidden=16, vocabulary=40, each=3, shared=True),
     Case("one-row", "edge", rows=1, hidden=16, vocabulary=40, bias=True),
@@ -236,9 +236,9 @@ def _good(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _good(make, x=make.integers(0, 9, 3, 4))),
-    Bad("batched-x", ValueError, ("x", "3 dimensions"), lambda make: _good(make, x=make.randn(1, 3, 4))),
-    Bad(
+    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _good(make, x=make.integers(0, 9, 3, 4))),
+    BadCall("batched-x", ValueError, ("x", "3 dimensions"), lambda make: _good(make, x=make.randn(1, 3, 4))),
+    BadCall(
         "weight-of-another-dtype",
         TypeError,
         ("linear_weight", "float32", "bfloat16"),
@@ -246,31 +246,31 @@ BAD = (
             make, x=make.randn(3, 4, dtype=torch.bfloat16), linear_weight=make.randn(8, 4, dtype=torch.float32)
         ),
     ),
-    Bad(
+    BadCall(
         "narrow-weight",
         ValueError,
         ("linear_weight", "(8, 3)", "(8, 4)"),
         lambda make: _good(make, linear_weight=make.randn(8, 3)),
     ),
-    Bad(
+    BadCall(
         "no-classes", ValueError, ("linear_weight", "(0, 4)"), lambda make: _good(make, linear_weight=make.randn(0, 4))
     ),
     *bad_targets(_good),
-    Bad("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _good(make, bias=make.randn(7))),
-    Bad(
+    BadCall("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _good(make, bias=make.randn(7))),
+    BadCall(
         "short-class-weight",
         ValueError,
         ("class_weight", "(7,)", "(8,)"),
         lambda make: _good(make, class_weight=make.randn(7)),
     ),
     *bad_options(_good),
-    Bad(
+    BadCall(
         "accum-dtype-float64",
         ValueError,
         ("accum_dtype", "float64"),
         lambda make: _good(make, accum_dtype=torch.float64),
     ),
-    Bad(
+    BadCall(
         "budget-below-the-least",
         ValueError,
         ("memory_budget", "at least"),

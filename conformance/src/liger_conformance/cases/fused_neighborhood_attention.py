@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.vary import Number, Size, Vary
 
 
@@ -53,12 +53,16 @@ CASES = (
     Case("window-larger-than-the-sequence", "edge", batch=1, heads=2, length=7, head=16, kernel_size=51),
     Case("dilation-larger-than-the-sequence", "edge", batch=1, heads=2, length=7, head=16, dilation=9),
     Case("wide-window", "option", batch=1, heads=1, length=70, head=16, kernel_size=41),
-    Case("dq-of-a-wide-window", "odd", how=How(wanted=("q",)), batch=1, heads=1, length=70, head=16, kernel_size=41),
-    Case("dv-of-a-wide-window", "odd", how=How(wanted=("v",)), batch=1, heads=1, length=70, head=16, kernel_size=41),
+    Case(
+        "dq-of-a-wide-window", "odd", mode=CallMode(grads=("q",)), batch=1, heads=1, length=70, head=16, kernel_size=41
+    ),
+    Case(
+        "dv-of-a-wide-window", "odd", mode=CallMode(grads=("v",)), batch=1, heads=1, length=70, head=16, kernel_size=41
+    ),
     Case("dilated", "option", batch=1, heads=2, length=23, head=16, kernel_size=5, dilation=2),
     Case("far-dilated", "option", batch=1, heads=1, length=40, head=16, kernel_size=3, dilation=17),
     Case("residues-of-two-lengths", "option", batch=1, heads=2, length=47, head=128, dilation=15),
-    Case("dk-of-two-lengths", "option", how=How(wanted=("k",)), batch=2, heads=1, length=23, head=128, dilation=5),
+    Case("dk-of-two-lengths", "option", mode=CallMode(grads=("k",)), batch=2, heads=1, length=23, head=128, dilation=5),
     Case("wide-window-of-two-lengths", "option", batch=1, heads=2, length=107, head=16, kernel_size=41, dilation=3),
     Case("scale", "option", batch=1, heads=2, length=11, head=16, scale=0.5),
     Case("no-scale", "option", batch=1, heads=2, length=11, head=16, scale=0),
@@ -82,30 +86,30 @@ def _bad(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-q", TypeError, ("q", "int64"), lambda make: _bad(make, q=make.integers(0, 9, 2, 3, 5, 8))),
-    Bad("integer-k", TypeError, ("k", "int64"), lambda make: _bad(make, k=make.integers(0, 9, 2, 3, 5, 8))),
-    Bad("integer-v", TypeError, ("v", "int64"), lambda make: _bad(make, v=make.integers(0, 9, 2, 3, 5, 8))),
-    Bad(
+    BadCall("integer-q", TypeError, ("q", "int64"), lambda make: _bad(make, q=make.integers(0, 9, 2, 3, 5, 8))),
+    BadCall("integer-k", TypeError, ("k", "int64"), lambda make: _bad(make, k=make.integers(0, 9, 2, 3, 5, 8))),
+    BadCall("integer-v", TypeError, ("v", "int64"), lambda make: _bad(make, v=make.integers(0, 9, 2, 3, 5, 8))),
+    BadCall(
         "k-of-another-dtype",
         TypeError,
         ("k", "bfloat16", "float32"),
         lambda make: _bad(make, k=make.randn(2, 3, 5, 8, dtype=torch.bfloat16)),
     ),
-    Bad(
+    BadCall(
         "v-of-another-dtype",
         TypeError,
         ("v", "bfloat16", "float32"),
         lambda make: _bad(make, v=make.randn(2, 3, 5, 8, dtype=torch.bfloat16)),
     ),
-    Bad("flat-q", ValueError, ("q", "3 dimensions"), lambda make: _bad(make, q=make.randn(2, 5, 24))),
-    Bad("fewer-k-heads", ValueError, ("k", "(2, 1, 5, 8)"), lambda make: _bad(make, k=make.randn(2, 1, 5, 8))),
-    Bad("longer-v", ValueError, ("v", "(2, 3, 6, 8)"), lambda make: _bad(make, v=make.randn(2, 3, 6, 8))),
-    Bad("kernel-size-not-an-int", TypeError, ("kernel_size", "3.0"), lambda make: _bad(make, kernel_size=3.0)),
-    Bad("even-kernel-size", ValueError, ("kernel_size", "4", "odd"), lambda make: _bad(make, kernel_size=4)),
-    Bad(
+    BadCall("flat-q", ValueError, ("q", "3 dimensions"), lambda make: _bad(make, q=make.randn(2, 5, 24))),
+    BadCall("fewer-k-heads", ValueError, ("k", "(2, 1, 5, 8)"), lambda make: _bad(make, k=make.randn(2, 1, 5, 8))),
+    BadCall("longer-v", ValueError, ("v", "(2, 3, 6, 8)"), lambda make: _bad(make, v=make.randn(2, 3, 6, 8))),
+    BadCall("kernel-size-not-an-int", TypeError, ("kernel_size", "3.0"), lambda make: _bad(make, kernel_size=3.0)),
+    BadCall("even-kernel-size", ValueError, ("kernel_size", "4", "odd"), lambda make: _bad(make, kernel_size=4)),
+    BadCall(
         "negative-kernel-size", ValueError, ("kernel_size", "-3", "at least 1"), lambda make: _bad(make, kernel_size=-3)
     ),
-    Bad("dilation-not-an-int", TypeError, ("dilation", "1.5"), lambda make: _bad(make, dilation=1.5)),
-    Bad("no-dilation", ValueError, ("dilation", "0", "at least 1"), lambda make: _bad(make, dilation=0)),
-    Bad("scale-not-a-number", TypeError, ("scale", "'1'"), lambda make: _bad(make, scale="1")),
+    BadCall("dilation-not-an-int", TypeError, ("dilation", "1.5"), lambda make: _bad(make, dilation=1.5)),
+    BadCall("no-dilation", ValueError, ("dilation", "0", "at least 1"), lambda make: _bad(make, dilation=0)),
+    BadCall("scale-not-a-number", TypeError, ("scale", "'1'"), lambda make: _bad(make, scale="1")),
 )

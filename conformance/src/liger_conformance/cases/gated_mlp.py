@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.vary import ROWS, Size, Vary
 from liger_core.budget import least_chunk
 from liger_core.ops.gated_mlp import ACTIVATIONS
@@ -65,19 +65,19 @@ CASES = (
     Case(
         "by-rows-without-up",
         "option",
-        how=How(wanted=("x", "gate_weight", "down_weight")),
+        mode=CallMode(grads=("x", "gate_weight", "down_weight")),
         memory_budget=4800,
         rows=64,
         hidden=16,
         inner=8,
     ),
     Case("all-fits", "option", memory_budget=1 << 20, **SIZES),
-    Case("without-dx", "option", how=How(wanted=("gate_weight", "down_weight")), memory_budget=900, **SIZES),
-    Case("dx-alone", "option", how=How(wanted=("x",)), memory_budget=1700, **SIZES),
-    Case("no-grad", "option", how=How(wanted=()), memory_budget=900, **SIZES),
-    Case("frozen-x", "option", how=How(wanted=("gate_weight", "up_weight", "down_weight")), **SIZES),
-    Case("frozen-weights", "option", how=How(wanted=("x",)), **SIZES),
-    Case("down-alone", "option", how=How(wanted=("down_weight",)), memory_budget=1700, **SIZES),
+    Case("without-dx", "option", mode=CallMode(grads=("gate_weight", "down_weight")), memory_budget=900, **SIZES),
+    Case("dx-alone", "option", mode=CallMode(grads=("x",)), memory_budget=1700, **SIZES),
+    Case("no-grad", "option", mode=CallMode(grads=()), memory_budget=900, **SIZES),
+    Case("frozen-x", "option", mode=CallMode(grads=("gate_weight", "up_weight", "down_weight")), **SIZES),
+    Case("frozen-weights", "option", mode=CallMode(grads=("x",)), **SIZES),
+    Case("down-alone", "option", mode=CallMode(grads=("down_weight",)), memory_budget=1700, **SIZES),
     Case("gelu", "option", activation="gelu_tanh", rows=4, hidden=24, inner=40),
     Case("gelu-budget", "option", activation="gelu_tanh", memory_budget=1700, **SIZES),
     Case("multipliers", "option", gate_multiplier=1.7, down_multiplier=0.85, rows=4, hidden=24, inner=40),
@@ -110,33 +110,35 @@ def _budget(make: Make, memory_budget: object) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 3, 4))),
-    Bad(
+    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 3, 4))),
+    BadCall(
         "up-of-another-dtype",
         TypeError,
         ("up_weight", "bfloat16", "float32"),
         lambda make: _bad(make, up_weight=make.randn(8, 4, dtype=torch.bfloat16)),
     ),
-    Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
-    Bad("short-gate", ValueError, ("gate_weight", "(8, 3)"), lambda make: _bad(make, gate_weight=make.randn(8, 3))),
-    Bad("short-up", ValueError, ("up_weight", "(7, 4)"), lambda make: _bad(make, up_weight=make.randn(7, 4))),
-    Bad("short-down", ValueError, ("down_weight", "(5, 7)"), lambda make: _bad(make, down_weight=make.randn(5, 7))),
-    Bad("flat-gate", ValueError, ("gate_weight", "1 dimension"), lambda make: _bad(make, gate_weight=make.randn(8))),
-    Bad(
+    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
+    BadCall("short-gate", ValueError, ("gate_weight", "(8, 3)"), lambda make: _bad(make, gate_weight=make.randn(8, 3))),
+    BadCall("short-up", ValueError, ("up_weight", "(7, 4)"), lambda make: _bad(make, up_weight=make.randn(7, 4))),
+    BadCall("short-down", ValueError, ("down_weight", "(5, 7)"), lambda make: _bad(make, down_weight=make.randn(5, 7))),
+    BadCall(
+        "flat-gate", ValueError, ("gate_weight", "1 dimension"), lambda make: _bad(make, gate_weight=make.randn(8))
+    ),
+    BadCall(
         "unknown-activation",
         ValueError,
         ("activation", "'gelu'", "'gelu_tanh'"),
         lambda make: _bad(make, activation="gelu"),
     ),
-    Bad(
+    BadCall(
         "multiplier-with-gelu",
         ValueError,
         ("gate_multiplier", "1.7"),
         lambda make: _bad(make, activation="gelu_tanh", gate_multiplier=1.7),
     ),
-    Bad("budget-not-an-int", TypeError, ("memory_budget", "1000.0"), lambda make: _budget(make, 1000.0)),
+    BadCall("budget-not-an-int", TypeError, ("memory_budget", "1000.0"), lambda make: _budget(make, 1000.0)),
     # 9 rows in float32: 20 · 9 bytes of a column, more than the 96 of a row.
-    Bad(
+    BadCall(
         "budget-below-the-least", ValueError, ("memory_budget", "179", "at least 180"), lambda make: _budget(make, 179)
     ),
 )

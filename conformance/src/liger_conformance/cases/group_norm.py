@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
 
@@ -71,11 +71,13 @@ CASES = (
     Case("odd-group-in-parts", "option", samples=1, channels=3, spatial=(4097,), num_groups=1),
     Case("groups-of-16384", "option", samples=2, channels=4, spatial=(4096,), num_groups=1),
     Case("one-long-group", "odd", samples=1, channels=5, spatial=(14001,), num_groups=1),
-    Case("dx-of-long-groups", "odd", how=How(wanted=("x",)), samples=3, channels=2, spatial=(20000,), num_groups=1),
+    Case(
+        "dx-of-long-groups", "odd", mode=CallMode(grads=("x",)), samples=3, channels=2, spatial=(20000,), num_groups=1
+    ),
     Case(
         "dweight-of-a-long-group",
         "odd",
-        how=How(wanted=("weight",)),
+        mode=CallMode(grads=("weight",)),
         samples=1,
         channels=2,
         spatial=(20000,),
@@ -113,14 +115,14 @@ def _bad(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 6, 4))),
-    Bad("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 6))),
-    Bad("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 6))),
-    Bad("vector-x", ValueError, ("x", "1 dimensions", "2 or more"), lambda make: _bad(make, x=make.randn(6))),
-    Bad("num-groups-not-an-int", TypeError, ("num_groups", "3.0"), lambda make: _bad(make, num_groups=3.0)),
-    Bad("no-groups", ValueError, ("num_groups", "0", "at least 1"), lambda make: _bad(make, num_groups=0)),
-    Bad("uneven-groups", ValueError, ("num_groups", "4", "6 channels"), lambda make: _bad(make, num_groups=4)),
-    Bad("short-weight", ValueError, ("weight", "(3,)", "(6,)"), lambda make: _bad(make, weight=make.randn(3))),
-    Bad("short-bias", ValueError, ("bias", "(3,)", "(6,)"), lambda make: _bad(make, bias=make.randn(3))),
-    Bad("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
+    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 6, 4))),
+    BadCall("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 6))),
+    BadCall("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 6))),
+    BadCall("vector-x", ValueError, ("x", "1 dimensions", "2 or more"), lambda make: _bad(make, x=make.randn(6))),
+    BadCall("num-groups-not-an-int", TypeError, ("num_groups", "3.0"), lambda make: _bad(make, num_groups=3.0)),
+    BadCall("no-groups", ValueError, ("num_groups", "0", "at least 1"), lambda make: _bad(make, num_groups=0)),
+    BadCall("uneven-groups", ValueError, ("num_groups", "4", "6 channels"), lambda make: _bad(make, num_groups=4)),
+    BadCall("short-weight", ValueError, ("weight", "(3,)", "(6,)"), lambda make: _bad(make, weight=make.randn(3))),
+    BadCall("short-bias", ValueError, ("bias", "(3,)", "(6,)"), lambda make: _bad(make, bias=make.randn(3))),
+    BadCall("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.grpo_loss import LOSS_TYPES
 from liger_core.policy import LEVELS, REDUCTIONS
@@ -116,7 +116,7 @@ OVERFLOWING: dict[str, Any] = {
     "length": 1,
     "vocabulary": 40,
     "scale": 1000.0,
-    "how": How(layouts={"ref_logps": "expanded"}),
+    "mode": CallMode(layouts={"ref_logps": "expanded"}),
 }
 """A divergence overflows, because all tokens have one reference log-probability."""
 
@@ -252,8 +252,8 @@ def _good(make: Make, **changed: Any) -> dict[str, Any]:
     }
 
 
-def _integers(name: str) -> Bad:
-    return Bad(
+def _integers(name: str) -> BadCall:
+    return BadCall(
         f"integer-{name.replace('_', '-')}",
         TypeError,
         (name, "int64"),
@@ -261,8 +261,8 @@ def _integers(name: str) -> Bad:
     )
 
 
-def _shape(name: str) -> Bad:
-    return Bad(
+def _shape(name: str) -> BadCall:
+    return BadCall(
         f"short-{name.replace('_', '-')}",
         ValueError,
         (name, "(2, 2)", "(2, 3)"),
@@ -270,45 +270,45 @@ def _shape(name: str) -> Bad:
     )
 
 
-def _option(id: str, error: type[Exception], says: tuple[str, ...], **options: Any) -> Bad:
+def _option(id: str, error: type[Exception], says: tuple[str, ...], **options: Any) -> BadCall:
     """The first option is the one that the message names."""
-    return Bad(id, error, (next(iter(options)), *says), lambda make: _good(make, **options))
+    return BadCall(id, error, (next(iter(options)), *says), lambda make: _good(make, **options))
 
 
 BAD = (
     *(_integers(name) for name in ("logits", "old_logps", "ref_logps", "advantages", "importance_sampling_ratio")),
-    Bad(
+    BadCall(
         "float-ids", TypeError, ("completion_ids", "float32"), lambda make: _good(make, completion_ids=make.randn(2, 3))
     ),
-    Bad(
+    BadCall(
         "complex-mask",
         TypeError,
         ("completion_mask", "complex64"),
         lambda make: _good(make, completion_mask=make.randn(2, 3, dtype=torch.complex64)),
     ),
-    Bad(
+    BadCall(
         "ids-not-a-tensor",
         TypeError,
         ("completion_ids", "list"),
         lambda make: _good(make, completion_ids=[[1] * 3] * 2),
     ),
-    Bad("flat-logits", ValueError, ("logits", "2 dimensions"), lambda make: _good(make, logits=make.randn(4, 8))),
-    Bad("no-classes", ValueError, ("logits", "(2, 4, 0)"), lambda make: _good(make, logits=make.randn(2, 4, 0))),
-    Bad("no-positions", ValueError, ("logits", "(2, 0, 8)"), lambda make: _good(make, logits=make.randn(2, 0, 8))),
+    BadCall("flat-logits", ValueError, ("logits", "2 dimensions"), lambda make: _good(make, logits=make.randn(4, 8))),
+    BadCall("no-classes", ValueError, ("logits", "(2, 4, 0)"), lambda make: _good(make, logits=make.randn(2, 4, 0))),
+    BadCall("no-positions", ValueError, ("logits", "(2, 0, 8)"), lambda make: _good(make, logits=make.randn(2, 0, 8))),
     *(_shape(name) for name in ("completion_ids", "old_logps", "ref_logps", "completion_mask")),
-    Bad(
+    BadCall(
         "advantages-by-token",
         ValueError,
         ("advantages", "(2, 3)", "(2,)"),
         lambda make: _good(make, advantages=make.randn(2, 3)),
     ),
-    Bad(
+    BadCall(
         "importance-by-column",
         ValueError,
         ("importance_sampling_ratio", "(3,)", "(2,), (2, 1) or (2, 3)"),
         lambda make: _good(make, importance_sampling_ratio=make.randn(3)),
     ),
-    Bad("no-ref-logps", ValueError, ("ref_logps", "None", "beta"), lambda make: _good(make, ref_logps=None)),
+    BadCall("no-ref-logps", ValueError, ("ref_logps", "None", "beta"), lambda make: _good(make, ref_logps=None)),
     _option("unknown-loss-type", ValueError, ("'ppo'", "'grpo'"), loss_type="ppo"),
     _option("unknown-level", ValueError, ("'row'", "'token'"), importance_sampling_level="row"),
     _option("unknown-reduction", ValueError, ("'sum'", "'mean'"), reduction="sum"),
@@ -329,7 +329,7 @@ BAD = (
     _option("max-length-not-an-int", TypeError, ("9.0",), max_completion_length=9.0),
     _option("max-length-zero", ValueError, ("0",), max_completion_length=0),
     _option("items-not-a-number", TypeError, ("'7'",), num_items_in_batch="7"),
-    Bad(
+    BadCall(
         "items-by-row",
         ValueError,
         ("num_items_in_batch", "1 dimensions"),
@@ -340,13 +340,13 @@ BAD = (
     _option("sapo-pos-zero", ValueError, ("0.0",), sapo_temperature_pos=0.0),
     _option("sapo-neg-not-a-number", TypeError, ("None",), sapo_temperature_neg=None),
     _option("sapo-neg-negative", ValueError, ("-1.0",), sapo_temperature_neg=-1.0),
-    Bad(
+    BadCall(
         "id-too-high",
         IndexError,
         ("completion_ids", "8", "0 to 7"),
         lambda make: _good(make, completion_ids=make.integers(8, 9, 2, 3)),
     ),
-    Bad(
+    BadCall(
         "negative-id",
         IndexError,
         ("completion_ids", "-100"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
@@ -81,7 +81,7 @@ CASES = (
     Case("many-rows", "odd", rows=133, vocabulary=17, ignored=0.1),
     Case("long-row", "odd", rows=2, vocabulary=5000, beta=0.1),
     # What a thread can store at once, it can't load.
-    Case("long-row-shifted", "odd", how=How(layouts=SHIFTED), rows=2, vocabulary=4096, beta=0.1),
+    Case("long-row-shifted", "odd", mode=CallMode(layouts=SHIFTED), rows=2, vocabulary=4096, beta=0.1),
     Case("one-row", "edge", rows=1, vocabulary=40),
     Case("one-class", "odd", rows=64, vocabulary=1, ignored=0.3),
     Case("two-classes", "edge", rows=3, vocabulary=2, beta=0.7),
@@ -122,42 +122,44 @@ def _good(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad(
+    BadCall(
         "integer-student",
         TypeError,
         ("student_logprobs", "int64"),
         lambda make: _good(make, student_logprobs=make.integers(0, 9, 3, 8)),
     ),
-    Bad(
+    BadCall(
         "integer-teacher",
         TypeError,
         ("teacher_logprobs", "int64"),
         lambda make: _good(make, teacher_logprobs=make.integers(0, 9, 3, 8)),
     ),
-    Bad(
+    BadCall(
         "student-not-a-tensor",
         TypeError,
         ("student_logprobs", "list"),
         lambda make: _good(make, student_logprobs=[[1.0] * 8] * 3),
     ),
-    Bad(
+    BadCall(
         "batched-student",
         ValueError,
         ("student_logprobs", "3 dimensions"),
         lambda make: _good(make, student_logprobs=make.randn(1, 3, 8)),
     ),
-    Bad(
+    BadCall(
         "narrow-teacher",
         ValueError,
         ("teacher_logprobs", "(3, 7)", "(3, 8)"),
         lambda make: _good(make, teacher_logprobs=make.randn(3, 7)),
     ),
-    Bad("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
-    Bad(
+    BadCall("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
+    BadCall(
         "short-labels", ValueError, ("labels", "(2,)", "(3,)"), lambda make: _good(make, labels=make.integers(0, 8, 2))
     ),
-    Bad("beta-not-a-number", TypeError, ("beta", "'0.5'"), lambda make: _good(make, beta="0.5")),
-    Bad("negative-beta", ValueError, ("beta", "-0.1"), lambda make: _good(make, beta=-0.1)),
-    Bad("beta-above-one", ValueError, ("beta", "1.1"), lambda make: _good(make, beta=1.1)),
-    Bad("ignore-index-not-an-int", TypeError, ("ignore_index", "None"), lambda make: _good(make, ignore_index=None)),
+    BadCall("beta-not-a-number", TypeError, ("beta", "'0.5'"), lambda make: _good(make, beta="0.5")),
+    BadCall("negative-beta", ValueError, ("beta", "-0.1"), lambda make: _good(make, beta=-0.1)),
+    BadCall("beta-above-one", ValueError, ("beta", "1.1"), lambda make: _good(make, beta=1.1)),
+    BadCall(
+        "ignore-index-not-an-int", TypeError, ("ignore_index", "None"), lambda make: _good(make, ignore_index=None)
+    ),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -44,9 +44,9 @@ CASES = (
     Case("row-of-8193", "odd", rows=1, hidden=8193),
     Case("row-of-16385", "option", rows=1, hidden=16385),
     Case("rows-of-16400", "option", rows=2, hidden=16400),
-    Case("row-of-131072", "odd", how=How(wanted=("x",)), rows=1, hidden=131072),
-    Case("dx-of-long-rows", "odd", how=How(wanted=("x",)), rows=2, hidden=16400),
-    Case("dweight-of-long-rows", "odd", how=How(wanted=("weight",)), rows=2, hidden=16400),
+    Case("row-of-131072", "odd", mode=CallMode(grads=("x",)), rows=1, hidden=131072),
+    Case("dx-of-long-rows", "odd", mode=CallMode(grads=("x",)), rows=2, hidden=16400),
+    Case("dweight-of-long-rows", "odd", mode=CallMode(grads=("weight",)), rows=2, hidden=16400),
     Case("thousands-of-rows-of-8", "odd", rows=2500, hidden=8),
     Case("one-element", "edge", rows=1, hidden=1),
     Case("one-column", "edge", rows=7, hidden=1),
@@ -73,12 +73,12 @@ def _bad(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 8))),
-    Bad("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 8))),
-    Bad("no-weight", TypeError, ("weight", "NoneType"), lambda make: _bad(make, weight=None)),
-    Bad("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 8))),
-    Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
-    Bad("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _bad(make, weight=make.randn(7))),
-    Bad("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _bad(make, bias=make.randn(7))),
-    Bad("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
+    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 8))),
+    BadCall("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 8))),
+    BadCall("no-weight", TypeError, ("weight", "NoneType"), lambda make: _bad(make, weight=None)),
+    BadCall("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 8))),
+    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
+    BadCall("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _bad(make, weight=make.randn(7))),
+    BadCall("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _bad(make, bias=make.randn(7))),
+    BadCall("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import BadCall, Case, Make
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
 
@@ -94,46 +94,52 @@ def _bad(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-q", TypeError, ("q", "int64"), lambda make: _bad(make, q=make.integers(0, 9, 2, 3, 4, 8))),
-    Bad("integer-k", TypeError, ("k", "int64"), lambda make: _bad(make, k=make.integers(0, 9, 2, 3, 1, 8))),
-    Bad(
+    BadCall("integer-q", TypeError, ("q", "int64"), lambda make: _bad(make, q=make.integers(0, 9, 2, 3, 4, 8))),
+    BadCall("integer-k", TypeError, ("k", "int64"), lambda make: _bad(make, k=make.integers(0, 9, 2, 3, 1, 8))),
+    BadCall(
         "integer-freqs",
         TypeError,
         ("freqs_cis", "int64", "complex64"),
         lambda make: _bad(make, freqs_cis=make.integers(0, 9, 3, 4, 2)),
     ),
-    Bad(
+    BadCall(
         "complex128-freqs",
         TypeError,
         ("freqs_cis", "complex128", "complex64"),
         lambda make: _bad(make, freqs_cis=torch.zeros(3, 4, dtype=torch.complex128, device=make.device)),
     ),
-    Bad("flat-q", ValueError, ("q", "3 dimensions"), lambda make: _bad(make, q=make.randn(2, 3, 32))),
-    Bad("flat-k", ValueError, ("k", "3 dimensions"), lambda make: _bad(make, k=make.randn(2, 3, 8))),
-    Bad("odd-head-size", ValueError, ("q", "head size 7", "even"), lambda make: _bad(make, q=make.randn(2, 3, 4, 7))),
-    Bad("empty-heads", ValueError, ("q", "head size 0", "even"), lambda make: _bad(make, q=make.randn(2, 3, 4, 0))),
-    Bad("k-of-another-batch", ValueError, ("k", "(1, 3, 1, 8)"), lambda make: _bad(make, k=make.randn(1, 3, 1, 8))),
-    Bad("k-of-another-length", ValueError, ("k", "(2, 5, 1, 8)"), lambda make: _bad(make, k=make.randn(2, 5, 1, 8))),
-    Bad("k-of-another-head-size", ValueError, ("k", "(2, 3, 1, 4)"), lambda make: _bad(make, k=make.randn(2, 3, 1, 4))),
-    Bad(
+    BadCall("flat-q", ValueError, ("q", "3 dimensions"), lambda make: _bad(make, q=make.randn(2, 3, 32))),
+    BadCall("flat-k", ValueError, ("k", "3 dimensions"), lambda make: _bad(make, k=make.randn(2, 3, 8))),
+    BadCall(
+        "odd-head-size", ValueError, ("q", "head size 7", "even"), lambda make: _bad(make, q=make.randn(2, 3, 4, 7))
+    ),
+    BadCall("empty-heads", ValueError, ("q", "head size 0", "even"), lambda make: _bad(make, q=make.randn(2, 3, 4, 0))),
+    BadCall("k-of-another-batch", ValueError, ("k", "(1, 3, 1, 8)"), lambda make: _bad(make, k=make.randn(1, 3, 1, 8))),
+    BadCall(
+        "k-of-another-length", ValueError, ("k", "(2, 5, 1, 8)"), lambda make: _bad(make, k=make.randn(2, 5, 1, 8))
+    ),
+    BadCall(
+        "k-of-another-head-size", ValueError, ("k", "(2, 3, 1, 4)"), lambda make: _bad(make, k=make.randn(2, 3, 1, 4))
+    ),
+    BadCall(
         "freqs-of-another-length",
         ValueError,
         ("freqs_cis", "(5, 4, 2)", "(3, 4, 2)"),
         lambda make: _bad(make, freqs_cis=make.randn(5, 4, 2)),
     ),
-    Bad(
+    BadCall(
         "freqs-of-a-whole-head",
         ValueError,
         ("freqs_cis", "(3, 8, 2)", "(3, 4, 2)"),
         lambda make: _bad(make, freqs_cis=make.randn(3, 8, 2)),
     ),
-    Bad(
+    BadCall(
         "real-freqs-of-complex-shape",
         ValueError,
         ("freqs_cis", "(3, 4)", "(3, 4, 2)"),
         lambda make: _bad(make, freqs_cis=make.randn(3, 4)),
     ),
-    Bad(
+    BadCall(
         "complex-freqs-with-batch",
         ValueError,
         ("freqs_cis", "(1, 3, 4)", "(3, 4)"),

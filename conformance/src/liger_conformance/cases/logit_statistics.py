@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, Make
+from liger_conformance.case import BadCall, Case, Make
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
 ALL: dict[str, Any] = {
@@ -146,11 +146,11 @@ CASES = (
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, return_best=True)
 
 
-def bad_options(arguments: Callable[[Make], dict[str, Any]]) -> tuple[Bad, ...]:
+def bad_options(arguments: Callable[[Make], dict[str, Any]]) -> tuple[BadCall, ...]:
     """Each option of the statistics with a value that it doesn't take, beside good `arguments`."""
 
-    def bad(id: str, error: type[Exception], says: tuple[str, ...], **option: Any) -> Bad:
-        return Bad(id, error, (*option, *says), lambda make: {**arguments(make), **option})
+    def bad(id: str, error: type[Exception], says: tuple[str, ...], **option: Any) -> BadCall:
+        return BadCall(id, error, (*option, *says), lambda make: {**arguments(make), **option})
 
     return (
         bad("first-not-an-int", TypeError, ("1.0",), first=1.0),
@@ -166,29 +166,29 @@ def bad_options(arguments: Callable[[Make], dict[str, Any]]) -> tuple[Bad, ...]:
     )
 
 
-def bad_targets(arguments: Callable[..., dict[str, Any]]) -> tuple[Bad, ...]:
+def bad_targets(arguments: Callable[..., dict[str, Any]]) -> tuple[BadCall, ...]:
     """Targets that don't fit the three rows of good `arguments`."""
     return (
-        Bad("float-target", TypeError, ("target", "float32"), lambda make: arguments(make, target=make.randn(3))),
-        Bad(
+        BadCall("float-target", TypeError, ("target", "float32"), lambda make: arguments(make, target=make.randn(3))),
+        BadCall(
             "int32-target",
             TypeError,
             ("target", "int32"),
             lambda make: arguments(make, target=make.integers(0, 8, 3, dtype=torch.int32)),
         ),
-        Bad(
+        BadCall(
             "short-target",
             ValueError,
             ("target", "(2,)", "(3,)"),
             lambda make: arguments(make, target=make.integers(0, 8, 2)),
         ),
-        Bad(
+        BadCall(
             "no-target-of-a-row",
             ValueError,
             ("target", "(3, 0)", "(3, K)"),
             lambda make: arguments(make, target=make.integers(0, 8, 3, 0)),
         ),
-        Bad(
+        BadCall(
             "three-dimensions-of-target",
             ValueError,
             ("target", "3 dimensions"),
@@ -202,12 +202,16 @@ def _good(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-logits", TypeError, ("logits", "int64"), lambda make: _good(make, logits=make.integers(0, 9, 3, 8))),
-    Bad("logits-not-a-tensor", TypeError, ("logits", "list"), lambda make: _good(make, logits=[[1.0] * 8] * 3)),
-    Bad("batched-logits", ValueError, ("logits", "3 dimensions"), lambda make: _good(make, logits=make.randn(1, 3, 8))),
-    Bad("no-classes", ValueError, ("logits", "(3, 0)"), lambda make: _good(make, logits=make.randn(3, 0))),
+    BadCall(
+        "integer-logits", TypeError, ("logits", "int64"), lambda make: _good(make, logits=make.integers(0, 9, 3, 8))
+    ),
+    BadCall("logits-not-a-tensor", TypeError, ("logits", "list"), lambda make: _good(make, logits=[[1.0] * 8] * 3)),
+    BadCall(
+        "batched-logits", ValueError, ("logits", "3 dimensions"), lambda make: _good(make, logits=make.randn(1, 3, 8))
+    ),
+    BadCall("no-classes", ValueError, ("logits", "(3, 0)"), lambda make: _good(make, logits=make.randn(3, 0))),
     *bad_targets(_good),
-    Bad("integer-weight", TypeError, ("weight", "int64"), lambda make: _good(make, weight=make.integers(0, 9, 8))),
-    Bad("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _good(make, weight=make.randn(7))),
+    BadCall("integer-weight", TypeError, ("weight", "int64"), lambda make: _good(make, weight=make.integers(0, 9, 8))),
+    BadCall("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _good(make, weight=make.randn(7))),
     *bad_options(_good),
 )

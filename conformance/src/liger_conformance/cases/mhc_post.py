@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Size, Vary
 
 
@@ -40,8 +40,8 @@ CASES = (
     Case("four-streams", "odd", rows=3, streams=4, width=40),
     Case("eight-streams", "odd", rows=2, streams=8, width=19),
     Case("five-streams", "odd", rows=2, streams=5, width=23),
-    Case("streams-alone", "odd", how=How(wanted=("x",)), rows=2, streams=5, width=23),
-    Case("layer-alone", "odd", how=How(wanted=("f",)), rows=2, streams=5, width=23),
+    Case("streams-alone", "odd", mode=CallMode(grads=("x",)), rows=2, streams=5, width=23),
+    Case("layer-alone", "odd", mode=CallMode(grads=("f",)), rows=2, streams=5, width=23),
     Case("long-row", "odd", rows=2, streams=4, width=2100),
     Case("one-element", "edge", rows=1, streams=1, width=1),
     Case("one-stream", "edge", rows=3, streams=1, width=40),
@@ -68,25 +68,27 @@ def _bad(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-f", TypeError, ("f", "int64"), lambda make: _bad(make, f=make.integers(0, 9, 4, 3))),
-    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 4, 2, 3))),
-    Bad("integer-post", TypeError, ("post", "int64"), lambda make: _bad(make, post=make.integers(0, 9, 4, 2))),
-    Bad("integer-res", TypeError, ("res", "int64"), lambda make: _bad(make, res=make.integers(0, 9, 4, 2, 2))),
-    Bad("no-res", TypeError, ("res", "NoneType"), lambda make: _bad(make, res=None)),
-    Bad(
+    BadCall("integer-f", TypeError, ("f", "int64"), lambda make: _bad(make, f=make.integers(0, 9, 4, 3))),
+    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 4, 2, 3))),
+    BadCall("integer-post", TypeError, ("post", "int64"), lambda make: _bad(make, post=make.integers(0, 9, 4, 2))),
+    BadCall("integer-res", TypeError, ("res", "int64"), lambda make: _bad(make, res=make.integers(0, 9, 4, 2, 2))),
+    BadCall("no-res", TypeError, ("res", "NoneType"), lambda make: _bad(make, res=None)),
+    BadCall(
         "f-of-another-dtype",
         TypeError,
         ("f", "float64", "float32"),
         lambda make: _bad(make, x=make.randn(4, 2, 3, dtype=torch.float32), f=make.randn(4, 3, dtype=torch.float64)),
     ),
-    Bad("one-stream-alone", ValueError, ("x", "1 dimensions"), lambda make: _bad(make, x=make.randn(3))),
-    Bad(
+    BadCall("one-stream-alone", ValueError, ("x", "1 dimensions"), lambda make: _bad(make, x=make.randn(3))),
+    BadCall(
         "no-streams",
         ValueError,
         ("x", "(4, 0, 3)"),
         lambda make: _bad(make, x=make.randn(4, 0, 3), post=make.randn(4, 0), res=make.randn(4, 0, 0)),
     ),
-    Bad("short-f", ValueError, ("f", "(4, 2)", "(4, 3)"), lambda make: _bad(make, f=make.randn(4, 2))),
-    Bad("post-of-other-rows", ValueError, ("post", "(3, 2)", "(4, 2)"), lambda make: _bad(make, post=make.randn(3, 2))),
-    Bad("flat-res", ValueError, ("res", "(4, 4)", "(4, 2, 2)"), lambda make: _bad(make, res=make.randn(4, 4))),
+    BadCall("short-f", ValueError, ("f", "(4, 2)", "(4, 3)"), lambda make: _bad(make, f=make.randn(4, 2))),
+    BadCall(
+        "post-of-other-rows", ValueError, ("post", "(3, 2)", "(4, 2)"), lambda make: _bad(make, post=make.randn(3, 2))
+    ),
+    BadCall("flat-res", ValueError, ("res", "(4, 4)", "(4, 2, 2)"), lambda make: _bad(make, res=make.randn(4, 4))),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -62,7 +62,7 @@ CASES = (
     Case(
         "streams-of-one-element",
         "odd",
-        how=How(layouts={"x": "outermost_last", "weight": "sliced", "bias": "sliced", "alpha": "sliced"}),
+        mode=CallMode(layouts={"x": "outermost_last", "weight": "sliced", "bias": "sliced", "alpha": "sliced"}),
         rows=(4, 4),
         streams=1,
         width=1,
@@ -103,36 +103,40 @@ def _head(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 4, 2, 3))),
-    Bad("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 8, 6))),
-    Bad("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 8))),
-    Bad("integer-alpha", TypeError, ("alpha", "int64"), lambda make: _bad(make, alpha=make.integers(0, 9, 3))),
-    Bad("no-bias", TypeError, ("bias", "NoneType"), lambda make: _bad(make, bias=None)),
-    Bad("one-stream-alone", ValueError, ("x", "1 dimensions"), lambda make: _bad(make, x=make.randn(6))),
-    Bad("no-streams", ValueError, ("x", "(4, 0, 3)"), lambda make: _bad(make, x=make.randn(4, 0, 3))),
-    Bad("no-columns", ValueError, ("x", "(4, 2, 0)"), lambda make: _bad(make, x=make.randn(4, 2, 0))),
-    Bad("flat-weight", ValueError, ("weight", "1 dimensions"), lambda make: _bad(make, weight=make.randn(48))),
-    Bad(
+    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 4, 2, 3))),
+    BadCall(
+        "integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 8, 6))
+    ),
+    BadCall("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 8))),
+    BadCall("integer-alpha", TypeError, ("alpha", "int64"), lambda make: _bad(make, alpha=make.integers(0, 9, 3))),
+    BadCall("no-bias", TypeError, ("bias", "NoneType"), lambda make: _bad(make, bias=None)),
+    BadCall("one-stream-alone", ValueError, ("x", "1 dimensions"), lambda make: _bad(make, x=make.randn(6))),
+    BadCall("no-streams", ValueError, ("x", "(4, 0, 3)"), lambda make: _bad(make, x=make.randn(4, 0, 3))),
+    BadCall("no-columns", ValueError, ("x", "(4, 2, 0)"), lambda make: _bad(make, x=make.randn(4, 2, 0))),
+    BadCall("flat-weight", ValueError, ("weight", "1 dimensions"), lambda make: _bad(make, weight=make.randn(48))),
+    BadCall(
         "weight-of-other-rows",
         ValueError,
         ("weight", "7 rows", "8 of them for 2 streams", "2 for the head"),
         lambda make: _bad(make, weight=make.randn(7, 6), bias=make.randn(7)),
     ),
-    Bad(
+    BadCall(
         "weight-of-other-columns",
         ValueError,
         ("weight", "(8, 3)", "(8, 6)"),
         lambda make: _bad(make, weight=make.randn(8, 3)),
     ),
-    Bad("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _bad(make, bias=make.randn(7))),
-    Bad("alpha-of-the-head", ValueError, ("alpha", "(1,)", "(3,)"), lambda make: _bad(make, alpha=make.randn(1))),
-    Bad("alpha-not-of-the-head", ValueError, ("alpha", "(3,)", "(1,)"), lambda make: _head(make, alpha=make.randn(3))),
-    Bad("no-iterations", ValueError, ("iterations", "0", "1"), lambda make: _bad(make, iterations=0)),
-    Bad("iterations-not-an-int", TypeError, ("iterations", "2.0"), lambda make: _bad(make, iterations=2.0)),
-    Bad("negative-norm-eps", ValueError, ("norm_eps", "-1"), lambda make: _bad(make, norm_eps=-1)),
-    Bad("sinkhorn-eps-not-a-number", TypeError, ("sinkhorn_eps", "'1'"), lambda make: _bad(make, sinkhorn_eps="1")),
-    Bad("pre-eps-not-a-number", TypeError, ("pre_eps", "None"), lambda make: _bad(make, pre_eps=None)),
-    Bad(
+    BadCall("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _bad(make, bias=make.randn(7))),
+    BadCall("alpha-of-the-head", ValueError, ("alpha", "(1,)", "(3,)"), lambda make: _bad(make, alpha=make.randn(1))),
+    BadCall(
+        "alpha-not-of-the-head", ValueError, ("alpha", "(3,)", "(1,)"), lambda make: _head(make, alpha=make.randn(3))
+    ),
+    BadCall("no-iterations", ValueError, ("iterations", "0", "1"), lambda make: _bad(make, iterations=0)),
+    BadCall("iterations-not-an-int", TypeError, ("iterations", "2.0"), lambda make: _bad(make, iterations=2.0)),
+    BadCall("negative-norm-eps", ValueError, ("norm_eps", "-1"), lambda make: _bad(make, norm_eps=-1)),
+    BadCall("sinkhorn-eps-not-a-number", TypeError, ("sinkhorn_eps", "'1'"), lambda make: _bad(make, sinkhorn_eps="1")),
+    BadCall("pre-eps-not-a-number", TypeError, ("pre_eps", "None"), lambda make: _bad(make, pre_eps=None)),
+    BadCall(
         "multiplier-not-a-number", TypeError, ("post_multiplier", "True"), lambda make: _bad(make, post_multiplier=True)
     ),
 )

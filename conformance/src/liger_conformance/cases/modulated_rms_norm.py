@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 from liger_core.ops.rms_norm import CASTING_MODES
 
@@ -84,7 +84,7 @@ CASES = (
     Case(
         "transposed",
         "odd",
-        how=How(layouts={"scale": "transposed", "x": "transposed"}),
+        mode=CallMode(layouts={"scale": "transposed", "x": "transposed"}),
         rows=(3, 4),
         hidden=24,
         scale_of="rows",
@@ -94,14 +94,14 @@ CASES = (
     Case("row-of-5000", "odd", rows=(1, 2), hidden=5000),
     Case("rows-of-5120", "option", rows=(2, 2), hidden=5120),
     Case("row-of-8192", "option", rows=(1, 2), hidden=8192),
-    Case("sums-of-8193", "odd", how=How(wanted=("weight", "scale")), rows=(2, 1), hidden=8193),
+    Case("sums-of-8193", "odd", mode=CallMode(grads=("weight", "scale")), rows=(2, 1), hidden=8193),
     Case("rows-of-8208", "option", rows=(2, 1), hidden=8208, scale_of="none", shift_of="none"),
-    Case("dx-of-8193", "odd", how=How(wanted=("x",)), rows=(1, 1), hidden=8193),
-    Case("row-of-16400", "odd", how=How(wanted=("shift",)), rows=(1, 1), hidden=16400),
-    Case("frozen-modulation", "odd", how=How(wanted=("x", "weight")), rows=(2, 3), hidden=40),
-    Case("frozen-x", "odd", how=How(wanted=("scale", "shift")), rows=(2, 3), hidden=40),
-    Case("weight-alone", "odd", how=How(wanted=("weight",)), rows=(3, 3), hidden=40, scale_of="rows"),
-    Case("shift-alone", "odd", how=How(wanted=("shift",)), rows=(2, 3), hidden=40, shift_of="rows"),
+    Case("dx-of-8193", "odd", mode=CallMode(grads=("x",)), rows=(1, 1), hidden=8193),
+    Case("row-of-16400", "odd", mode=CallMode(grads=("shift",)), rows=(1, 1), hidden=16400),
+    Case("frozen-modulation", "odd", mode=CallMode(grads=("x", "weight")), rows=(2, 3), hidden=40),
+    Case("frozen-x", "odd", mode=CallMode(grads=("scale", "shift")), rows=(2, 3), hidden=40),
+    Case("weight-alone", "odd", mode=CallMode(grads=("weight",)), rows=(3, 3), hidden=40, scale_of="rows"),
+    Case("shift-alone", "odd", mode=CallMode(grads=("shift",)), rows=(2, 3), hidden=40, shift_of="rows"),
     Case("rows-of-one", "odd", rows=(64,), hidden=1, eps=1.0),
     Case("one-element", "edge", rows=(1,), hidden=1, eps=1.0),
     Case("vector", "edge", rows=(), hidden=33, scale_of="none", shift_of="none"),
@@ -139,35 +139,35 @@ def _bad(make: Make, **changed: Any) -> dict[str, Any]:
 
 
 BAD = (
-    Bad("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 3, 8))),
-    Bad("integer-scale", TypeError, ("scale", "int64"), lambda make: _bad(make, scale=make.integers(0, 9, 8))),
-    Bad("no-scale", TypeError, ("scale", "NoneType"), lambda make: _bad(make, scale=None)),
-    Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
-    Bad("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _bad(make, weight=make.randn(7))),
-    Bad(
+    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 3, 8))),
+    BadCall("integer-scale", TypeError, ("scale", "int64"), lambda make: _bad(make, scale=make.integers(0, 9, 8))),
+    BadCall("no-scale", TypeError, ("scale", "NoneType"), lambda make: _bad(make, scale=None)),
+    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
+    BadCall("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _bad(make, weight=make.randn(7))),
+    BadCall(
         "scale-of-batches",
         ValueError,
         ("scale", "(2, 8)", "(2, 3, 8)"),
         lambda make: _bad(make, scale=make.randn(2, 8)),
     ),
-    Bad("one-shift", ValueError, ("shift", "(2, 3, 1)"), lambda make: _bad(make, shift=make.randn(2, 3, 1))),
-    Bad(
+    BadCall("one-shift", ValueError, ("shift", "(2, 3, 1)"), lambda make: _bad(make, shift=make.randn(2, 3, 1))),
+    BadCall(
         "scale-that-enlarges",
         ValueError,
         ("scale", "(4, 2, 3, 8)"),
         lambda make: _bad(make, scale=make.randn(4, 2, 3, 8)),
     ),
-    Bad(
+    BadCall(
         "shift-that-enlarges",
         ValueError,
         ("shift", "(2, 3, 8)", "(1, 3, 8)"),
         lambda make: _bad(make, x=make.randn(1, 3, 8), scale=make.randn(8), shift=make.randn(2, 3, 8)),
     ),
-    Bad(
+    BadCall(
         "unknown-casting-mode",
         ValueError,
         ("casting_mode", "'lama'", "'llama'"),
         lambda make: _bad(make, casting_mode="lama"),
     ),
-    Bad("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
+    BadCall("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import Bad, Case, How, Make
+from liger_conformance.case import BadCall, CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 from liger_core.ops.rms_norm import CASTING_MODES
 
@@ -44,10 +44,10 @@ CASES = (
     Case("row-of-8193", "odd", rows=1, hidden=8193),
     Case("row-of-16385", "option", rows=1, hidden=16385),
     Case("rows-of-16400", "option", rows=2, hidden=16400),
-    Case("row-of-131072", "odd", how=How(wanted=("x",)), rows=1, hidden=131072),
+    Case("row-of-131072", "odd", mode=CallMode(grads=("x",)), rows=1, hidden=131072),
     Case("row-of-16384", "option", rows=1, hidden=16384),
-    Case("dx-of-long-rows", "odd", how=How(wanted=("x",)), rows=2, hidden=16400),
-    Case("dweight-of-long-rows", "odd", how=How(wanted=("weight",)), rows=2, hidden=16400),
+    Case("dx-of-long-rows", "odd", mode=CallMode(grads=("x",)), rows=2, hidden=16400),
+    Case("dweight-of-long-rows", "odd", mode=CallMode(grads=("weight",)), rows=2, hidden=16400),
     Case("thousands-of-rows-of-8", "odd", rows=2500, hidden=8),
     Case("one-element", "edge", rows=1, hidden=1, eps=1.0),
     Case("vector", "edge", rows=(), hidden=33),
@@ -70,22 +70,24 @@ CASES = (
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
 
 BAD = (
-    Bad("integer-x", TypeError, ("x", "int64"), lambda make: {"x": make.integers(0, 9, 2, 8), "weight": make.randn(8)}),
-    Bad("x-not-a-tensor", TypeError, ("x", "list"), lambda make: {"x": [1.0], "weight": make.randn(1)}),
-    Bad("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: {"x": make.randn(), "weight": None}),
-    Bad(
+    BadCall(
+        "integer-x", TypeError, ("x", "int64"), lambda make: {"x": make.integers(0, 9, 2, 8), "weight": make.randn(8)}
+    ),
+    BadCall("x-not-a-tensor", TypeError, ("x", "list"), lambda make: {"x": [1.0], "weight": make.randn(1)}),
+    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: {"x": make.randn(), "weight": None}),
+    BadCall(
         "short-weight",
         ValueError,
         ("weight", "(7,)", "(8,)"),
         lambda make: {"x": make.randn(2, 8), "weight": make.randn(7)},
     ),
-    Bad(
+    BadCall(
         "unknown-casting-mode",
         ValueError,
         ("casting_mode", "'lama'", "'llama'"),
         lambda make: {"x": make.randn(2, 8), "weight": make.randn(8), "casting_mode": "lama"},
     ),
-    Bad(
+    BadCall(
         "eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: {"x": make.randn(2, 8), "weight": None, "eps": "1"}
     ),
 )

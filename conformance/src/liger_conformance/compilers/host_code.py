@@ -9,7 +9,7 @@ from operator import gt
 import torch
 from torch import Tensor
 
-from liger_conformance.case import TIMED, Blank, Case, cases_of
+from liger_conformance.case import TIMED, Case, MetaMake, cases_of
 from liger_conformance.compilers import Compiler, compiler_of
 from liger_conformance.layouts import LAYOUTS
 from liger_conformance.running import Arguments, Target, WrongRoute, complete, kept_gradients, only, present
@@ -68,7 +68,7 @@ def call(target: Target, case: Case, dtype: torch.dtype, device: str) -> None:
     """
     op, kernel = target.op, target.kernel
     assert kernel is not None
-    arguments = complete(op, cases_of(op.name).make(case, Blank(dtype, device)))
+    arguments = complete(op, cases_of(op.name).make(case, MetaMake(dtype, device)))
     refuses = getattr(kernel, "refuses", None)
     if refuses is not None and (why := refuses(**arguments)):
         raise Unsupported(f"{target.language}: {why}")
@@ -125,7 +125,7 @@ def _needs(target: Target, case: Case, dtype: torch.dtype, arguments: Arguments)
     """
     op = target.op
     there = present(op, arguments)
-    wanted = there if case.how.wanted is None else case.how.wanted
+    wanted = there if case.mode.grads is None else case.mode.grads
     every = tuple(name in there and name in wanted for name in op.differentiable)
     if _takes_subsets(target, case, dtype):
         subsets = [needs for needs in product((True, False), repeat=len(every)) if not any(map(gt, needs, every))]

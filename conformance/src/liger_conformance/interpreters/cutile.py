@@ -18,7 +18,7 @@ from liger_conformance.reach import untraced
 
 
 def repair() -> None:
-    """Make `cuda.tile.launch` run kernels on CPU tensors. Once is enough."""
+    """Make `cuda.tile.launch` run kernels on CPU tensors. SavedOnce is enough."""
     if os.environ.get("CUTILE_INTERPRET") != "1":
         raise RuntimeError("the interpreter of Tile IR is off: set CUTILE_INTERPRET=1 before liger_cutile is imported")
     tileir.install()

@@ -81,7 +81,7 @@ _TRITON_ASCEND = (3, 2)
 
 
 def repair(*, check_bounds: bool = True) -> None:
-    """Mend the interpreter of the installed triton, before any module that defines kernels is imported. Once is enough.
+    """Mend the interpreter of the installed triton, before any module that defines kernels is imported. SavedOnce is enough.
 
     With `check_bounds`, a kernel that reads or writes outside every tensor that it was given raises `IndexError`, and
     names them. The last call decides.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from liger_conformance import reach
-from liger_conformance.case import Blank, Case, cases_of
+from liger_conformance.case import Case, MetaMake, cases_of
 from liger_conformance.compilers import Compiled, compiler_of
 from liger_conformance.compilers.host_code import call, compiled_cases
 from liger_conformance.known import KnownSpills, matches
@@ -89,7 +89,7 @@ def check_launches(
     """Compile what a case launches, hand it to `record`, and fail what the chip can't run or what it would do badly."""
     kernels = compile_launches(target, case, dtype)
     record(kernels)
-    if not kernels and not is_empty(cases_of(target.op.name).make(case, Blank(dtype, "meta"))):
+    if not kernels and not is_empty(cases_of(target.op.name).make(case, MetaMake(dtype, "meta"))):
         pytest.fail(f"{target} launches no kernel", pytrace=False)
     for kernel in kernels:
         for what in kernel.close:

@@ -37,7 +37,7 @@ def execute(target: Target, case: Case, dtype: torch.dtype) -> Outcome:
         arguments = complete(op, cases_of(op.name).build(case, dtype, device, 0))
         if why := refusal(target, arguments):
             pytest.skip(f"{NOT_CLAIMED}{why}")
-        there = present(op, arguments) if case.how.wanted is None else case.how.wanted
+        there = present(op, arguments) if case.mode.grads is None else case.mode.grads
         needs = tuple(name in there for name in op.differentiable)
         returned: Tensor | tuple[Tensor | None, ...]
         returned, saved = kernel.forward(needs, **arguments)
@@ -65,8 +65,8 @@ def test_executed(target: Target, case: Case, dtype: torch.dtype) -> None:
     except CannotExecute as error:
         pytest.skip(f"{target.op.name} can't be executed: {error}")
     arguments = complete(target.op, cases_of(target.op.name).build(case, dtype, "cpu"))
-    baseline, truth = baseline_and_truth(target.op, arguments, case.how.wanted)
-    nearby = functools.cache(lambda: errors_nearby(target.op, arguments, case.how.wanted))
+    baseline, truth = baseline_and_truth(target.op, arguments, case.mode.grads)
+    nearby = functools.cache(lambda: errors_nearby(target.op, arguments, case.mode.grads))
     same = actual.items().keys() == baseline.items().keys()
     require(same, f"there are {', '.join(actual.items())}; the contract says {', '.join(baseline.items())}")
     for name, value in actual.items().items():

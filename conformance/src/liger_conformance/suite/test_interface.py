@@ -13,7 +13,7 @@ from torch import Tensor
 
 import liger_core
 from liger_conformance import interpreters
-from liger_conformance.case import QUICK, Bad, Case, Make, cases_of
+from liger_conformance.case import QUICK, BadCall, Case, Make, cases_of
 from liger_conformance.compare import compare, same_bits
 from liger_conformance.dividing import ends_of, place_of_rows, select_rows
 from liger_conformance.known import KnownFailures, Unclaimed
@@ -38,9 +38,9 @@ from liger_core.contract import Op, ops
 
 @pytest.mark.cases(kernels=True)
 def test_signature(target: Target) -> None:
-    """Parameters, kinds and defaults of `forward`, `refuses` and `keeps` are the contract's."""
+    """Parameters, kinds and defaults of `forward`, `refuses` and `saves_early` are the contract's."""
     expected = [(p.name, p.kind, p.default) for p in target.op.signature.parameters.values()]
-    for name, extra in (("forward", 1), ("refuses", 0), ("keeps", 0)):
+    for name, extra in (("forward", 1), ("refuses", 0), ("saves_early", 0)):
         function: Callable[..., Any] | None = getattr(target.kernel, name, None)
         if function is not None:
             found = [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
@@ -89,7 +89,7 @@ def test_claims(target: Target, case: Case, dtype: torch.dtype, unclaimed: Uncla
         assert why is None, f"{target} owes the case {case}, which it refuses: {why}. Take it, or say why in {where}"
 
 
-def test_bad_input(target: Target, bad: Bad) -> None:
+def test_bad_input(target: Target, bad: BadCall) -> None:
     """The reference's error, before any kernel runs."""
     op = target.op
     if bad.error is IndexError and target.device != "cpu":

@@ -29,8 +29,8 @@ from liger_conformance.running import (
 )
 from liger_conformance.suite.test_values import arguments_of, need_accelerator
 from liger_core import lean
-from liger_core.contract import Remade
-from liger_core.remade import active
+from liger_core.contract import Recompute
+from liger_core.recompute import active
 
 
 def snapshot(values: dict[str, Any]) -> dict[str, Tensor]:
@@ -47,7 +47,7 @@ def test_writes_to_nothing_it_is_given(target: Target, case: Case, dtype: torch.
     """Inputs, saved tensors and incoming gradients stay as they were."""
     op = target.op
     arguments = complete(op, arguments_of(target, case, dtype))
-    names = case.how.wanted or present(op, arguments)
+    names = case.mode.grads or present(op, arguments)
     arguments = with_leaves(op, arguments, names)
     inputs = snapshot(arguments)
     with only(target) as observed:
@@ -72,13 +72,13 @@ def check_repeats(target: Target, case: Case, dtype: torch.dtype, times: int) ->
     op = target.op
     arguments = arguments_of(target, case, dtype)
     with only(target):
-        plain = evaluate(op, op, arguments, case.how.wanted).items()
+        plain = evaluate(op, op, arguments, case.mode.grads).items()
         for time in range(times):
             with contextlib.nullcontext() if time % 2 else Poison():
-                other = evaluate(op, op, arguments, case.how.wanted).items()
+                other = evaluate(op, op, arguments, case.mode.grads).items()
             differing = [name for name, value in plain.items() if not same_bits(value, other[name])]
             if differing:
-                again = evaluate(op, op, arguments, case.how.wanted).items()
+                again = evaluate(op, op, arguments, case.mode.grads).items()
                 alike = all(same_bits(plain[name], again[name]) for name in differing)
                 why = "when memory starts as NaN: an element is not written" if alike else "from run to run"
                 raise AssertionError(f"{', '.join(differing)} not the same {why}")
@@ -197,17 +197,17 @@ class User(torch.autograd.Function):
         return grads[0], None
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=2, remade=True)
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=2, recompute=True)
 def test_results_made_again(target: Target, case: Case, dtype: torch.dtype) -> None:
     """In `liger_core.lean` whoever saves a result keeps no memory: it is made again, with all its bits."""
-    op, remade, found = target.op, target.op.remade, list[bool]()
-    assert remade is not None
+    op, recompute, found = target.op, target.op.recompute, list[bool]()
+    assert recompute is not None
     arguments = complete(op, arguments_of(target, case, dtype))
     names = present(op, arguments)
     arguments = with_leaves(op, arguments, names)
     own = {n: t for n, t in arguments.items() if isinstance(t, Tensor)}
     # What backward doesn't keep has to be a result that can be made again itself.
-    lent = {name for name in own if name not in remade.kept and name not in remade.instead}
+    lent = {name for name in own if name not in recompute.kept and name not in recompute.instead}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -222,12 +222,12 @@ def test_results_made_again(target: Target, case: Case, dtype: torch.dtype) -> N
 
     def run(user: bool) -> tuple[list[Tensor], list[Tensor]]:
         given = dict(arguments)
-        if (keeper := active()) is not None:
+        if (lean_hooks := active()) is not None:
             for name in lent:
                 given[name] = own[name].clone()
-                keeper.remember(Remade("x"), {"x": own[name]}, {}, given[name], copied)
+                lean_hooks.remember(Recompute("x"), {"x": own[name]}, {}, given[name], copied)
         results = differentiable_results(op, arguments, name_results(op, op(**given)))
-        several = 1 if remade.instead else len(results)
+        several = 1 if recompute.instead else len(results)
         outputs: list[Tensor] = [User.apply(y, found) if user else y for y in list(results.values())[:several]]
         return outputs, list(incoming_for(op, arguments, results).values())[:several]
 
@@ -250,7 +250,7 @@ def test_results_made_again(target: Target, case: Case, dtype: torch.dtype) -> N
     assert all(found), "what was made again is not the result"
     if target.backend is None:  # in there it keeps its arguments, and no intermediate results
         alone = max(alone, sum(t.nbytes for name, t in own.items() if name not in lent))
-    if remade.instead:
+    if recompute.instead:
         alone += outputs[0][0][:1].nbytes  # a row of what takes the place of an argument
     used = kept_bytes()
     require(used <= alone, f"with a user of {len(outputs[0])} results it keeps {used} bytes, and {alone} without")

@@ -170,7 +170,7 @@ def check_case(target: Target, case: Case, dtype: torch.dtype, call: Callable[..
     Raises:
         Mismatch, WrongRoute: as `check`.
     """
-    op, how = target.op, case.how
+    op, how = target.op, case.mode
     incoming = None
     layout = how.layouts.get("incoming")
     if layout or "incoming" in case.by_row:

@@ -1,12 +1,11 @@
 """Operators for training language models: one contract per op, one kernel per language."""
 
 from liger_core import losses
-from liger_core.asking import explain, get_current_backend, list_overridden_ops
 from liger_core.backend import BackendInfo, Unsupported, backends
-from liger_core.calling import get_op
 from liger_core.devices import infer_device
 from liger_core.dispatch import use
-from liger_core.memory import lean
+from liger_core.explanation import explain, get_current_backend, list_overridden_ops
+from liger_core.op import get_op
 from liger_core.ops.attn_res import attn_res
 from liger_core.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_core.ops.distillation import DistillationOutput, distillation
@@ -41,6 +40,7 @@ from liger_core.ops.softmax import softmax
 from liger_core.ops.sparsemax import sparsemax
 from liger_core.ops.swiglu import swiglu
 from liger_core.ops.tvd import tvd
+from liger_core.recompute import lean
 
 __all__ = [
     "BackendInfo",

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch._C import _has_storage, _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
-from liger_core import modes, remade
+from liger_core import recompute, torch_state
 from liger_core.declaration import Arguments, Declaration, Needs
 
 Saved = tuple[Any, ...]
-"""What a kernel's forward keeps for its backward: tensors, or None, and last it may be a `Once`. Empty when nothing
+"""What a kernel's forward keeps for its backward: tensors, or None, and last it may be a `SavedOnce`. Empty when nothing
 needs a gradient."""
 
 
@@ -66,8 +66,8 @@ class Run(Protocol):
         ...
 
 
-class Early(NamedTuple):
-    """What a kernel's `keeps` returns.
+class SavedEarly(NamedTuple):
+    """What a kernel's `saves_early` returns.
 
     Attributes:
         saved: what forward would keep for backward, of the arguments alone.
@@ -78,7 +78,7 @@ class Early(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Once:
+class SavedOnce:
     """Tensors that forward made and that backward may overwrite and return, as it may not with saved ones.
 
     Only the first backward gets them. Another one, of a graph that is retained, makes them anew. A kernel doesn't use
@@ -99,7 +99,7 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
     tensors = op.tensors
     takes_gradient = tuple(name in op.differentiable for name in tensors)
     all_take_gradient = all(takes_gradient)
-    keeps_gradient = None if op.result is None else op.keeps_gradient
+    has_gradient = None if op.result is None else op.has_gradient
     nothing = (False,) * len(op.differentiable)
     runs_reference = "liger_core.use('torch') runs the reference, which"
     no_double = f"{op.name} in {language} has no second derivative; {runs_reference} has"
@@ -118,11 +118,11 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
                 arguments = dict(zip(tensors, given, strict=True)) | options
             result, saved = kernel.forward(needs, **arguments)
             once = strides = None
-            if saved and type(saved[-1]) is Once:
+            if saved and type(saved[-1]) is SavedOnce:
                 *saved, once = saved
             if not traced and (hooks := _top_saved_tensors_default_hooks(True)) is not None:
-                keeper = remade.keeper_of(hooks)
-                if keeper is None or keeper.outer is not None:
+                lean_hooks = recompute.lean_hooks_of(hooks)
+                if lean_hooks is None or lean_hooks.outer is not None:
                     strides = _strides(saved)
                     if once is not None:
                         once.take()  # activation checkpointing, or another hook that keeps no tensors: backward makes them anew
@@ -131,13 +131,13 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             ctx.set_materialize_grads(False)
             if parts is not None:
                 result = parts.whole(result)
-            if modes.compiling():
+            if torch_state.compiling():
                 # Of a tensor that was changed in place, or converted to its own dtype, torch 2.11 drops the gradient.
                 if isinstance(result, tuple):
                     return tuple(_absent(given[0]) if r is None else r.view_as(r) for r in result)
                 return result.view_as(result)
             if isinstance(result, tuple):
-                kept = None if keeps_gradient is None else keeps_gradient(options)
+                kept = None if has_gradient is None else has_gradient(options)
                 if kept is not None:
                     ctx.mark_non_differentiable(
                         *[r for r, keeps in zip(result, kept, strict=True) if not keeps and r is not None]
@@ -149,10 +149,10 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             needs, options, once, strides, parts = ctx.call
             if parts is not None:
                 grads = parts.flowing(grads)
-            kept = None if keeps_gradient is None else keeps_gradient(options)
+            kept = None if has_gradient is None else has_gradient(options)
             if kept is not None:
                 grads = tuple(g for g, keeps in zip(grads, kept) if keeps)  # noqa: B905  a bare tensor is the first result
-            traced = modes.compiling()
+            traced = torch_state.compiling()
             if traced:  # zeros come for what stands for a result that is None
                 grads = tuple([None if g is None or _is_absent(g) else g for g in grads])
             device = None
@@ -160,19 +160,19 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
                 if grad is not None:
                     device = grad.device.type
                     if not traced and (grad.is_neg() or not _has_storage(grad)):
-                        if modes.is_batched(grad):
+                        if torch_state.is_batched(grad):
                             raise RuntimeError(no_batch)
-                        grads = tuple([g if g is None else modes.resolved(g) for g in grads])
+                        grads = tuple([g if g is None else torch_state.resolved(g) for g in grads])
             if device is None:  # nothing flows into any result
                 return (None,) * (1 + len(tensors))
             own = ctx.saved_tensors  # read once: checkpointing gives them no second time
             if strides is not None:
-                own = tuple([t if t is None else remade.laid_out(t, s) for t, s in zip(own, strides, strict=True)])
+                own = tuple([t if t is None else recompute.laid_out(t, s) for t, s in zip(own, strides, strict=True)])
             saved = own if once is None else (*own, once)
             if traced:
                 found = kernel.backward(needs, saved, *grads, **options)
             else:
-                if not modes.plain() and (why := modes.recording()) is not None:
+                if not torch_state.plain() and (why := torch_state.recording()) is not None:
                     raise RuntimeError(f"backward of {op.name} in {language}: {why}; {runs_reference} can be recorded")
                 again = torch.is_grad_enabled()
                 if _is_any_autocast_enabled():  # forward ran without, too
@@ -192,8 +192,8 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             gradients = iter(found)
             return None, *[next(gradients) if takes else None for takes in takes_gradient]
 
-    class Keeping(Node):
-        """Keeps what backward takes before forward runs, of which `Running` is the node.
+    class SaveNode(Node):
+        """Keeps what backward takes before forward runs, of which `RunNode` is the node.
 
         Autograd packs what a Function saves after its forward. But checkpointing stops to run a region again where the last
         tensor is packed that was, and so a forward whose arguments are all that is kept needn't run again.
@@ -209,8 +209,8 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             assert first is not None
             return torch.empty((), dtype=first.dtype, device=first.device).expand(early.shape)
 
-    class Running(torch.autograd.Function):
-        """Runs the forward. The gradient of what it returns goes to `Keeping`, whose result has no memory."""
+    class RunNode(torch.autograd.Function):
+        """Runs the forward. The gradient of what it returns goes to `SaveNode`, whose result has no memory."""
 
         @staticmethod
         def forward(ctx: Any, arguments: Arguments, keeping: Tensor) -> Any:
@@ -233,9 +233,9 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
         own: Any = super(type(self), self)
         return own._raw_saved_tensors
 
-    named, keeping, running = map(name, (Node, Keeping, Running))
+    named, keeping, running = map(name, (Node, SaveNode, RunNode))
     named._backward_cls._raw_saved_tensors = property(raw)
-    keeps = getattr(kernel, "keeps", None)
+    saves_early = getattr(kernel, "saves_early", None)
 
     # named.apply, but for 1.8 of its 6.7 µs: it asks whether a torch.func transform is active, as `Op.call` has done.
     apply = super(torch.autograd.Function, named).apply  # pyright: ignore[reportAttributeAccessIssue]
@@ -255,30 +255,30 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             if parts is not None:
                 result = parts.whole(result)
         elif parts is not None:
-            given = _each_once(parts.given) if modes.compiling() else parts.given
+            given = _each_once(parts.given) if torch_state.compiling() else parts.given
             result = apply((needs, arguments, options, parts), *given)
-        elif modes.compiling():
+        elif torch_state.compiling():
             given = _each_once([arguments[name] for name in tensors])
             call = needs, None, tuple(options.values()), None
-            if op.remade is not None and remade.state.lean:
+            if op.recompute is not None and recompute.state.lean:
                 from torch.utils.checkpoint import checkpoint
 
-                result = checkpoint(named.apply, call, *given, use_reentrant=False, context_fn=remade.recomputing)
+                result = checkpoint(named.apply, call, *given, use_reentrant=False, context_fn=recompute.recomputing)
             else:
                 result = named.apply(call, *given)
             if isinstance(result, tuple):
-                kept = (keeps_gradient and keeps_gradient(options)) or (True,) * len(result)
+                kept = (has_gradient and has_gradient(options)) or (True,) * len(result)
                 result = tuple(
                     None if _is_absent(r) else r if keeps else r.detach() for r, keeps in zip(result, kept, strict=True)
                 )
-        elif keeps is not None and remade.checkpointed():
-            result = keeping.apply((needs, options, keeps(**arguments)), *[arguments[name] for name in tensors])
+        elif saves_early is not None and recompute.checkpointed():
+            result = keeping.apply((needs, options, saves_early(**arguments)), *[arguments[name] for name in tensors])
             result = running.apply(arguments, result)
         else:
             result = apply((needs, arguments, options, None), *[arguments[name] for name in tensors])
-            if op.remade is not None and (keeper := remade.active()) is not None:
+            if op.recompute is not None and (lean_hooks := recompute.active()) is not None:
                 given = {name: arguments[name] for name in tensors}
-                keeper.remember(op.remade, given, options, result, forward)
+                lean_hooks.remember(op.recompute, given, options, result, forward)
         if op.result is not None and isinstance(result, tuple):
             return op.result(*result)
         return result

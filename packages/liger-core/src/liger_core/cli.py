@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 import liger_core
 from liger_core.backend import absent_languages, absent_packages, backends
-from liger_core.calling import ops
 from liger_core.doctor import examine
+from liger_core.op import ops
 
 HINTS = {"liger-transformers": ": `liger-transformers MODEL_TYPE` prints what it swaps"}
 

@@ -74,7 +74,7 @@ def kernel_of(package: str, op: str) -> ModuleType:
     module = ModuleType(name, made.__doc__)
     module.__spec__ = ModuleSpec(name, None)
     module.__file__ = import_module(f"{package}.ops.{COMPOSED[op].files[0]}").__file__
-    for function in ("forward", "backward", "refuses", "keeps"):
+    for function in ("forward", "backward", "refuses", "saves_early"):
         if hasattr(made, function):
             setattr(module, function, getattr(made, function))
     sys.modules[name] = module

@@ -8,18 +8,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from liger_core.autograd import Early as Early
-from liger_core.autograd import Once as Once
 from liger_core.autograd import Saved as Saved
-from liger_core.calling import Op as Op
-from liger_core.calling import OverloadedOp as OverloadedOp
-from liger_core.calling import by_name as by_name
-from liger_core.calling import ops as ops
+from liger_core.autograd import SavedEarly as SavedEarly
+from liger_core.autograd import SavedOnce as SavedOnce
 from liger_core.declaration import GradResults
 from liger_core.declaration import Needs as Needs
-from liger_core.modes import compiling as compiling
-from liger_core.modes import transforming
-from liger_core.remade import Remade as Remade
+from liger_core.op import Op as Op
+from liger_core.op import OverloadedOp as OverloadedOp
+from liger_core.op import by_name as by_name
+from liger_core.op import ops as ops
+from liger_core.recompute import Recompute as Recompute
+from liger_core.torch_state import compiling as compiling
+from liger_core.torch_state import transforming
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,7 +34,7 @@ def op(
     grad_results: tuple[str, ...] | GradResults | None = None,
     autocast: tuple[str, ...] = (),
     dimensions: str | None = None,
-    remade: Remade | None = None,
+    recompute: Recompute | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]: ...
 @overload
 def op(
@@ -44,7 +44,7 @@ def op(
     grad_results: tuple[str, ...] | GradResults | None = None,
     autocast: tuple[str, ...] = (),
     dimensions: str | None = None,
-    remade: Remade | None = None,
+    recompute: Recompute | None = None,
     overloads: type[C],
 ) -> Callable[[Callable[P, R]], OverloadedOp[P, R, C]]: ...
 def op(
@@ -54,7 +54,7 @@ def op(
     grad_results: tuple[str, ...] | GradResults | None = None,
     autocast: tuple[str, ...] = (),
     dimensions: str | None = None,
-    remade: Remade | None = None,
+    recompute: Recompute | None = None,
     overloads: type[Any] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make a reference function a contract.
@@ -70,13 +70,13 @@ def op(
             autocast off; every other tensor keeps its dtype.
         dimensions: which dimensions are independent, such as ``"x: ... H, weight: H -> ... H"``; `Dimensions` says how
             it is read. What divides a call among processes reads it.
-        remade: for a cheap op, how its results are made again from what backward keeps; `lean` reads it.
+        recompute: for a cheap op, how its results are made again from what backward keeps; `lean` reads it.
         overloads: for type checkers, a class whose ``__call__`` has an overload for each type of result.
     """
     kind: Any = Op if overloads is None else OverloadedOp
 
     def decorate(reference: Callable[P, R]) -> Op[P, R]:
-        return kind(reference, differentiable, result, grad_results, autocast, dimensions, remade)
+        return kind(reference, differentiable, result, grad_results, autocast, dimensions, recompute)
 
     return decorate
 
@@ -90,7 +90,7 @@ def implements(
 
     - ``forward(needs, <the contract's signature>) -> (result, saved)``. `needs` says which differentiable arguments
       want a gradient; when none does, `saved` is ``()``. `result` is a tensor, or a tuple in the contract's order with
-      None for what was not asked for. What is saved are tensors and None; the last may be a `Once`. Backward gets them
+      None for what was not asked for. What is saved are tensors and None; the last may be a `SavedOnce`. Backward gets them
       with their strides, unless a hook of saved tensors has changed these: then without gaps, and in the same order of
       dimensions in memory.
     - ``backward(needs, saved, <a gradient per differentiable result>, *, <options>) -> gradients``, one per differentiable
@@ -98,9 +98,9 @@ def implements(
       writes to what it is given.
     - optionally ``refuses(<the contract's signature>) -> str | None``: why this kernel can't take a call. It reads
       metadata, not data.
-    - optionally ``keeps(<the contract's signature>) -> Early``, if `backward` can do with arguments alone, in place of what
-      `forward` keeps. In activation checkpointing autograd then keeps these before `forward` runs, without any needs, and
-      `forward` doesn't run again if nothing after it keeps a tensor. The op has one result.
+    - optionally ``saves_early(<the contract's signature>) -> SavedEarly``, if `backward` can do with arguments alone, in place of
+      the tensors that `forward` saves. In activation checkpointing autograd then saves these before `forward` runs, without any
+      needs, and `forward` doesn't run again if nothing after it saves a tensor. The op has one result.
     """
 
     def same(forward: Callable[Concatenate[Needs, P], tuple[Any, Saved]]) -> Any:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from liger_core import tensors
+from liger_core import subclasses
 from liger_core.dimensions import parse
-from liger_core.remade import Remade
+from liger_core.recompute import Recompute
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,7 +44,7 @@ class Declaration(Generic[P, R]):
         result: the NamedTuple that the op returns when it returns several named values, else None.
         autocast: the tensors that are cast to the autocast dtype in an autocast region.
         dimensions: which dimensions of its tensors are independent, or None where it doesn't say.
-        remade: how its results are made again from what backward keeps, or None where that isn't cheap.
+        recompute: how its results are made again from what backward keeps, or None where that isn't cheap.
         tensors: the parameters that are tensors; those of them that may be None are `optional`.
         options: the other parameters.
     """
@@ -57,7 +57,7 @@ class Declaration(Generic[P, R]):
         grad_results: tuple[str, ...] | GradResults | None,
         autocast: tuple[str, ...],
         dimensions: str | None = None,
-        remade: Remade | None = None,
+        recompute: Recompute | None = None,
     ) -> None:
         self.name = reference.__name__
         self.reference: Callable[..., R] = reference
@@ -65,7 +65,7 @@ class Declaration(Generic[P, R]):
         self.result: Callable[..., tuple[Any, ...]] | None = result
         self._fields = fields = cast("tuple[str, ...]", getattr(result, "_fields", ()))
         self._grad_results = grad_results if callable(grad_results) else None
-        self._keeps_gradient = None if grad_results is None or callable(grad_results) else self._kept(grad_results)
+        self._has_gradient = None if grad_results is None or callable(grad_results) else self._kept(grad_results)
         self.autocast = autocast
 
         self.signature = inspect.signature(reference)
@@ -90,11 +90,11 @@ class Declaration(Generic[P, R]):
             None if dimensions is None else parse(dimensions, self.name, self.tensors, self.options, returned)
         )
 
-        self.remade = remade
-        for name in () if remade is None else (*remade.kept, *remade.instead):
+        self.recompute = recompute
+        for name in () if recompute is None else (*recompute.kept, *recompute.instead):
             if name not in self.tensors:
                 raise ValueError(
-                    f"{self.name}: remade names {name!r}; it takes tensor arguments, {', '.join(self.tensors)}"
+                    f"{self.name}: recompute names {name!r}; it takes tensor arguments, {', '.join(self.tensors)}"
                 )
 
         self._checks: Callable[..., None] = _no_check
@@ -105,9 +105,9 @@ class Declaration(Generic[P, R]):
         self._type_of: Callable[[Any], Any] = _deep_type if nested else type
         declared[self.name] = self
 
-    def keeps_gradient(self, options: Mapping[str, Any]) -> tuple[bool, ...] | None:
+    def has_gradient(self, options: Mapping[str, Any]) -> tuple[bool, ...] | None:
         """For each field of `result`, whether it has a gradient; None when every returned value has. It takes all options."""
-        return self._keeps_gradient if self._grad_results is None else self._kept(self._grad_results(options))
+        return self._has_gradient if self._grad_results is None else self._kept(self._grad_results(options))
 
     def _kept(self, names: tuple[str, ...]) -> tuple[bool, ...]:
         # Bools, not positions: torch.compile(dynamic=True) takes ints for symbols.
@@ -166,7 +166,7 @@ class Declaration(Generic[P, R]):
                     raise TypeError(f"{self.name}: {name} is a {kind.__name__}; it takes a torch.Tensor")
                 if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
                     plain = None if first is None or type(arguments[first]) is kind else first
-                    refusal = tensors.refusal(self.name, name, type(tensor), plain)
+                    refusal = subclasses.refusal(self.name, name, type(tensor), plain)
             if device is None:
                 device, first = tensor.device, name
             elif tensor.device != device:

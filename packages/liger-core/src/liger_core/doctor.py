@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from liger_core.asking import get_current_backend
 from liger_core.backend import NO_LANGUAGES, BackendInfo, absent_languages, absent_packages, backends, broken_backends
-from liger_core.calling import ops
 from liger_core.devices import infer_device
+from liger_core.explanation import get_current_backend
+from liger_core.op import ops
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_core import dispatch, modes
+from liger_core import dispatch, torch_state
 from liger_core.autograd import Parts, Run, differentiable
 from liger_core.backend import BackendInfo, Unsupported, backends, broken_backends
 from liger_core.declaration import Arguments, Declaration, Needs
@@ -207,7 +207,7 @@ def on_its_device(run: Run, first: str, module: Any) -> Run:
     """
 
     def guarded(arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /) -> Any:
-        if modes.compiling() or arguments[first].device.index == module.current_device():
+        if torch_state.compiling() or arguments[first].device.index == module.current_device():
             return run(arguments, needs, options, parts)
         with module.device(arguments[first].device.index):
             return run(arguments, needs, options, parts)

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
-from liger_core import tensors
-from liger_core.calling import MOST_REMEMBERED
+from liger_core import subclasses
 from liger_core.contract import Needs, Op, compiling
 from liger_core.dimensions import independent
+from liger_core.op import MOST_REMEMBERED
 from liger_distributed.rules import RULES, LocalCall, Rule, Sharding
 
 log = logging.getLogger("liger_distributed")
@@ -342,7 +342,7 @@ def _mesh_of(op: Op[..., Any], inputs: dict[str, Tensor]) -> DeviceMesh:
         if other_mesh != mesh:
             raise ValueError(f"{op.name}: {other} is on {other_mesh}; it takes {named}'s mesh, {mesh}")
     if op.names[0] not in meshes:
-        raise TypeError(tensors.mixed(op.name, op.names[0], named))
+        raise TypeError(subclasses.mixed(op.name, op.names[0], named))
     return mesh
 
 
@@ -428,7 +428,7 @@ def _arrived(local: Tensor) -> Tensor:
     cls = type(local)
     if cls is Tensor or cls is Parameter:
         return local
-    return tensors.arrived(local) if tensors.full_name(cls) == tensors.IN_FLIGHT else local
+    return subclasses.arrived(local) if subclasses.full_name(cls) == subclasses.IN_FLIGHT else local
 
 
 def _stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:

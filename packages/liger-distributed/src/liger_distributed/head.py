@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from liger_core import fused_linear_cross_entropy, tensors
+from liger_core import fused_linear_cross_entropy, subclasses
 from liger_distributed.vocabulary import check_member, wait_tensor
 
 
@@ -104,7 +104,7 @@ class LossHead(nn.Linear):
         assert total is not None
         # The sum of losses isn't divided at the end: in float16 the weight's gradient of a sum would overflow.
         share = (count * (self._size() if self.averaged else 1)).to(loss.dtype) / total.clamp(min=1)
-        if tensors.full_name(type(loss)) == tensors.DTENSOR:
+        if subclasses.full_name(type(loss)) == subclasses.DTENSOR:
             share = _replicated(share, cast("Any", loss).device_mesh)
         return loss * share
 
@@ -130,7 +130,7 @@ class LossHead(nn.Linear):
     def _count(self, target: Tensor) -> Tensor:
         """The number of labels of a target; of all its parts, if it is a DTensor."""
         count = (target != self.ignore_index).sum()
-        return cast("Any", count).full_tensor() if tensors.full_name(type(count)) == tensors.DTENSOR else count
+        return cast("Any", count).full_tensor() if subclasses.full_name(type(count)) == subclasses.DTENSOR else count
 
     def _summed(self, count: Tensor) -> Tensor:
         """The sum over the group, in flight."""

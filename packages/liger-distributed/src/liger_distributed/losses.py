@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from liger_core import checks, modes
+from liger_core import checks, torch_state
 from liger_core.losses.logprobs import TokenLogprobsOutput
 from liger_core.ops.cross_entropy import CrossEntropyOutput, check_options, loss_of_statistics
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
@@ -332,5 +332,5 @@ def check_tokens(op: str, target: Tensor, shard: VocabularyShard, ignore_index: 
 
     An accelerator would have to wait for the values: there such a token's loss is NaN.
     """
-    if target.device.type == "cpu" and not modes.compiling() and not modes.without_values([target]):
+    if target.device.type == "cpu" and not torch_state.compiling() and not torch_state.without_values([target]):
         checks.indices_below(op, name, target, shard.vocabulary, ignore_index)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from liger_core import checks, modes
+from liger_core import checks, torch_state
 from liger_core.contract import Op, upcast
 from liger_core.ops.cross_entropy import CrossEntropyOutput
 from liger_core.ops.grpo_loss import GRPOOutput
@@ -90,7 +90,7 @@ def _embedding(call: LocalCall) -> Tensor:
     (group,) = call.sharding.groups("V")
     indices, weight, padding = (call.arguments[name] for name in ("indices", "weight", "padding_idx"))
     shard = shard_of("embedding", group, weight.shape[0], call.sizes["V"])
-    if indices.device.type == "cpu" and not modes.compiling() and not modes.without_values([indices]):
+    if indices.device.type == "cpu" and not torch_state.compiling() and not torch_state.without_values([indices]):
         checks.indices_below("embedding", "indices", indices, shard.vocabulary)
     is_local = (indices >= shard.first) & (indices < shard.first + shard.columns)
     if shard.columns == 0:  # depends on the weight, so that backward's collectives meet

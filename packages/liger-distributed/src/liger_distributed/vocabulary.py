@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from liger_core import checks, modes
+from liger_core import checks, torch_state
 from liger_core.autograd import without_second_derivatives
 from liger_core.contract import upcast
 from liger_core.ops.logit_statistics import LogitStatistics
@@ -126,7 +126,7 @@ def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     parts = wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group.group_name))
     local: Tensor = tensor
     # torch.compile makes no second derivative.
-    if torch.is_grad_enabled() and tensor.requires_grad and not modes.compiling():
+    if torch.is_grad_enabled() and tensor.requires_grad and not torch_state.compiling():
         local = cast("Any", _LocalPart).apply(tensor)
     return torch.cat((parts[:rank], local[None], parts[rank + 1 :]))
 
@@ -163,7 +163,7 @@ class _SumGradient(torch.autograd.Function):
             summed = wait_tensor(
                 torch.ops._c10d_functional.all_reduce(gradient.contiguous(), "sum", ctx.group.group_name)
             )
-        if modes.compiling() or not torch.is_grad_enabled():
+        if torch_state.compiling() or not torch.is_grad_enabled():
             return summed, None
         return without_second_derivatives(NO_DOUBLE, (summed,), (gradient,))[0], None
 

@@ -43,7 +43,7 @@ def kernel_of(name: str) -> types.ModuleType:
         with torch.enable_grad():
             result = op.reference(**arguments | leaves)
         found = result if isinstance(result, tuple) else (result,)
-        kept = op.keeps_gradient(options)
+        kept = op.has_gradient(options)
         if kept is not None and isinstance(result, tuple):
             found = tuple(value for value, keeps in zip(found, kept, strict=True) if keeps)
         flowing = [(value, g) for value, g in zip(found, gradients, strict=True) if value is not None and g is not None]

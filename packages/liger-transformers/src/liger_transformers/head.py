@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_core import tensors
+from liger_core import subclasses
 from liger_transformers import trl
 from liger_transformers.deferred import DeferredTensor
 from liger_transformers.logits import Logits
@@ -214,7 +214,7 @@ def _is_divided(head: nn.Module) -> bool:
     """Whether transformers' tensor parallelism has bound the head's forward, and divided its rows over one dimension."""
     weight, bound = head.weight, vars(head).get("forward")
     binder = getattr(getattr(bound, "liger_replaces", bound), "__module__", None)
-    if tensors.full_name(type(weight)) != tensors.DTENSOR or binder != "transformers.distributed.tensor_parallel":
+    if subclasses.full_name(type(weight)) != subclasses.DTENSOR or binder != "transformers.distributed.tensor_parallel":
         return False
     return [placement.is_shard(0) for placement in cast("Any", weight).placements] == [True]
 
@@ -227,7 +227,7 @@ def _why_not_parallel(model: nn.Module, linears: dict[str, nn.Module], for_trl: 
         return "its head may be divided by tensor parallelism, and not by rows as DTensors are"
     if for_trl or lazy:
         return "its head is divided by tensor parallelism, and trl and lazy take a whole one"
-    if tensors.handler_of([linears[place].weight]) is None:
+    if subclasses.handler_of([linears[place].weight]) is None:
         return "its head is divided by tensor parallelism, whose loss takes liger-core[distributed], and that isn't installed"
     return None
 

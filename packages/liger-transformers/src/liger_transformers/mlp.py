@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 import liger_core as liger
-from liger_core import remade, tensors
+from liger_core import recompute, subclasses
 from liger_core.ops.gated_mlp import whole_memory
 from liger_transformers.activations import activation_op, is_activation, multiplies
 from liger_transformers.deferred import materialize
@@ -72,7 +72,10 @@ def _why_not_linear(module: Any) -> str | None:
     if module._parameters.get("bias") is not None:
         return "has a bias, and gated_mlp takes none"
     # FSDP2 makes a DTensor's parameters plain tensors while their module runs.
-    if type(module.weight) not in (nn.Parameter, Tensor) and tensors.full_name(type(module.weight)) != tensors.DTENSOR:
+    if (
+        type(module.weight) not in (nn.Parameter, Tensor)
+        and subclasses.full_name(type(module.weight)) != subclasses.DTENSOR
+    ):
         return f"has a weight of the type {type(module.weight).__name__}"
     return None
 
@@ -142,7 +145,7 @@ def _swap(
         return [linear.weight for linear in linears]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and remade.checkpointed():
+        if len(args) == 1 and not kwargs and recompute.checkpointed():
             x, matrices = materialize(args[0]), weights(self)
             if matrices is not None and isinstance(x, Tensor) and _fit(x, matrices):
                 return liger.gated_mlp(x, *matrices, **options, memory_budget=memory_budget(x, matrices[0]))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
+from liger_core.custom_op import opaque
 from liger_core.host.cross_entropy import (
     CrossEntropyKernels,
     Labels,
@@ -19,7 +20,6 @@ from liger_core.host.cross_entropy import (
 )
 from liger_core.host.linear import Layer, Linear, LinearLoss, Made, plan_of
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 
 
 class _Loss(LinearLoss):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
+from liger_core.custom_op import opaque
 from liger_core.host.distillation import (
     DistillationKernels,
     Given,
@@ -22,7 +23,6 @@ from liger_core.host.distillation import (
 )
 from liger_core.host.linear import Layer, Linear, Made, Teacher, TeacherLoss, plan_of
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_core.ops.distillation import DistillationOutput
 
 

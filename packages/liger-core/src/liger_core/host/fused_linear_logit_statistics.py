@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core import modes
+from liger_core import torch_state
 from liger_core.budget import padded_columns
-from liger_core.contract import Needs, Once, Saved
+from liger_core.contract import Needs, Saved, SavedOnce
+from liger_core.custom_op import opaque
 from liger_core.host.linear import Linear, Made
 from liger_core.host.logit_statistics import (
     Incoming,
@@ -37,7 +38,6 @@ from liger_core.host.logit_statistics import (
     terms_columns,
 )
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_core.ops.logit_statistics import LogitStatistics
 
 LEAST_TILE = 1024
@@ -168,7 +168,7 @@ class _Call:
             scales = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
             frozen = Frozen(torch.empty_like(x, memory_format=torch.contiguous_format), scales)
         # As in `LinearLoss.as_one`.
-        if modes.compiling() and (self.plan.frozen or not self.plan.held):
+        if torch_state.compiling() and (self.plan.frozen or not self.plan.held):
             self.host.go(results, frozen, x, self.head, self.labels)
             kept = ()
         else:
@@ -205,7 +205,7 @@ class _Call:
         while Dynamo traces: what may be freed early is no part of a graph.
         """
         more = self.bias is not None or results.entropy is not None or results.total is not None
-        if self.plan.held and (more or self.labels.target.shape[1] > 1 or modes.compiling()):
+        if self.plan.held and (more or self.labels.target.shape[1] > 1 or torch_state.compiling()):
             return 0
         return self.kernels.rows_of_product(x, self.weight, self.labels, self.plan.alone)
 
@@ -278,13 +278,13 @@ class _Call:
         return dx
 
     def backward(
-        self, x: Tensor, whole: Once | None, kept: Tensor, incoming: Incoming
+        self, x: Tensor, whole: SavedOnce | None, kept: Tensor, incoming: Incoming
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of x, weight and bias. `whole` is what `forward` kept, to be overwritten and freed; or None."""
         held: tuple[Any, ...] = (None if whole is None else whole.take()) or ()
         at_once = self.plan.whole or bool(held)
         made = self._memory(x, at_once, self.plan.by_columns and not at_once)
-        if modes.compiling() and not at_once:
+        if torch_state.compiling() and not at_once:
             self.host.go_back(made, x, self.head, self.labels, kept, incoming)
         else:
             self.go_back(made, x, held, kept, incoming)
@@ -436,7 +436,7 @@ class FusedLinearStatistics:
             m, factors = kept
             return result, (m, linear_weight, bias, target, labels.weight, factors)
         saved = x, linear_weight, bias, target, labels.weight, rows.kept
-        return result, (*saved, Once(*kept)) if kept and not modes.compiling() else saved
+        return result, (*saved, SavedOnce(*kept)) if kept and not torch_state.compiling() else saved
 
     def backward(
         self,
@@ -481,7 +481,7 @@ class FusedLinearStatistics:
         plan = plan_of(
             needs, x, weight, accum_dtype=accum_dtype, memory_budget=memory_budget, picked_alone=picked_alone
         )
-        if plan.held or plan.frozen or not picked_alone or labels.bias is not None or modes.compiling():
+        if plan.held or plan.frozen or not picked_alone or labels.bias is not None or torch_state.compiling():
             return plan
         size, memory = x.shape[0], tile_memory(x, weight, memory_budget)
         taken = self.kernels.rows_of_product(x, weight, labels, plan.alone) >= size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_core.ops.fused_moe import temporary_memory
 
 

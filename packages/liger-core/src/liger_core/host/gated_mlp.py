@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from liger_core.budget import MOST_CHUNKS
-from liger_core.contract import Early, Needs, Saved, compiling
+from liger_core.contract import Needs, Saved, SavedEarly, compiling
+from liger_core.custom_op import opaque
 from liger_core.host.linear import Linear
-from liger_core.opaque import opaque
 from liger_core.ops.gated_mlp import accumulator_memory, whole_memory
 
 
@@ -118,7 +118,7 @@ class GatedMLP:
             torch.mm(product, down_weight.t(), out=y[first:last])
             del gate, up, product  # freed before the next rows' are made
 
-    def keeps(
+    def saves_early(
         self,
         x: Tensor,
         gate_weight: Tensor,
@@ -129,10 +129,10 @@ class GatedMLP:
         gate_multiplier: float = 1.0,
         down_multiplier: float = 1.0,
         memory_budget: int | None = None,
-    ) -> Early:
+    ) -> SavedEarly:
         """In checkpointing x is enough: what would make the branches again there makes them in backward."""
         shape = (*x.shape[:-1], down_weight.shape[0])
-        return Early((x, gate_weight, up_weight, down_weight, None, None), shape)
+        return SavedEarly((x, gate_weight, up_weight, down_weight, None, None), shape)
 
     def backward(
         self,

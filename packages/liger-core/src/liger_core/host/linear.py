@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core import modes
+from liger_core import torch_state
 from liger_core.budget import chunk_columns, chunk_rows, padded_columns, temporary_memory
-from liger_core.contract import Needs, Once, Saved
+from liger_core.contract import Needs, Saved, SavedOnce
+from liger_core.custom_op import opaque
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 
 # Whether there are matmuls of half-precision operands with a float32 result. ROCm has the plain one since pytorch#162600. The
 # one that adds to a float32 tensor exists since pytorch#167931.
@@ -331,7 +331,7 @@ def plan_of(
     chunk = chunk_rows(memory_budget, x, weight, accum_dtype=accum_dtype, weight_grad=made[1], teacher_x=teacher_x)
     whole = chunk >= x.shape[0] and columns is None
     at_once = any(made) and not whole and reduced
-    if at_once and memory_budget is not None and modes.compiling():
+    if at_once and memory_budget is not None and torch_state.compiling():
         # Gradients that are kept for backward take memory beside those that it returns.
         room = temporary_memory(chunk, x, weight, accum_dtype=accum_dtype, weight_grad=made[1], teacher_x=teacher_x)
         kept = x.numel() * x.dtype.itemsize if made[0] else 0
@@ -482,7 +482,7 @@ class LinearLoss:
     def _pass(
         self, made: Made, *, results: bool = False, dloss: Tensor | None = None, by_columns: bool = False
     ) -> tuple[Logits, ...] | None:
-        if modes.compiling() and not self.plan.whole:
+        if torch_state.compiling() and not self.plan.whole:
             self.as_one(made, results, dloss, by_columns)
             return None
         return self.go(made, results, dloss, by_columns)
@@ -496,7 +496,7 @@ class LinearLoss:
         made = self._memory(self.accum_dtype) if self.plan.at_once else Made(None, None, None)
         kept = self._pass(made, results=True)
         if self.plan.at_once:
-            return made if modes.compiling() else (Once(*made),)
+            return made if torch_state.compiling() else (SavedOnce(*made),)
         return tuple(logits.memory for logits in kept) if self.plan.whole and kept is not None else ()
 
     def backward(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -576,7 +576,7 @@ class LinearLoss:
             del logits
 
     def _scaled(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        own = isinstance(kept[0], Once)
+        own = isinstance(kept[0], SavedOnce)
         if own:
             taken: Saved | None = kept[0].take()
             if taken is None:  # an earlier backward has taken them

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_core.contract import Needs, Saved
 from liger_core.host.rows import adjacent, without_gaps
-from liger_core.modes import remembered
+from liger_core.torch_state import remembered
 
 LEVELS = 3
 """The number of dimensions that a kernel goes over."""

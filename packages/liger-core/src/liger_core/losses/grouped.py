@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core import checks, modes, remade
+from liger_core import checks, recompute, torch_state
 from liger_core.autograd import without_second_derivatives
 from liger_core.losses.logprobs import TokenLogprobsOutput, fused_linear_token_logprobs
 from liger_core.ops.fused_linear_logit_statistics import most_statistics_memory
@@ -158,16 +158,16 @@ def _joined(rows: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 def _at_once(x: Tensor, linear_weight: Tensor, bias: Tensor | None) -> bool:
     """Whether forward makes the gradients: if it can differentiate, and what a group holds stays where it is."""
-    if modes.compiling() or not (torch.is_grad_enabled() and linear_weight.requires_grad):
+    if torch_state.compiling() or not (torch.is_grad_enabled() and linear_weight.requires_grad):
         return False
     given = x, linear_weight, bias
     if any(type(t) not in (Tensor, torch.nn.Parameter, type(None)) for t in given):
         return False
-    if modes.recording() is not None or modes.transforming(given) is not None:
+    if torch_state.recording() is not None or torch_state.transforming(given) is not None:
         return False
-    hooks = remade.innermost()
-    keeper = remade.keeper_of(hooks)
-    return hooks is None or (keeper is not None and keeper.outer is None)
+    hooks = recompute.innermost()
+    lean_hooks = recompute.lean_hooks_of(hooks)
+    return hooks is None or (lean_hooks is not None and lean_hooks.outer is None)
 
 
 class _Gradients(torch.autograd.Function):

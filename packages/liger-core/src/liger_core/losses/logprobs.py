@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core import checks, modes
+from liger_core import checks, torch_state
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
 from liger_core.ops.logit_statistics import LogitStatistics, logit_statistics, logprobs_of_statistics
 
@@ -152,7 +152,7 @@ def _check_flags(name: str, return_entropy: bool, return_lse: bool, return_predi
 
 def _check_tokens(name: str, target: Tensor, vocabulary: int, ignore_index: int) -> None:
     """An accelerator would have to wait for the values: there such a token's log-probability is NaN."""
-    if target.device.type == "cpu" and not modes.compiling() and not modes.without_values([target]):
+    if target.device.type == "cpu" and not torch_state.compiling() and not torch_state.without_values([target]):
         checks.indices_below(name, "target", target, vocabulary, ignore_index)
 
 

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.contract import Remade, op, upcast
+from liger_core.contract import Recompute, op, upcast
 
 
 @op(
     differentiable=("x", "alpha", "gamma", "beta"),
     dimensions="x: ... h, alpha: A, gamma: h, beta: h -> ... h",
-    remade=Remade("x", "alpha", "gamma", "beta"),
+    recompute=Recompute("x", "alpha", "gamma", "beta"),
 )
 def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     """Squash each element, then scale and shift it: y = gamma · tanh(alpha · x) + beta.

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.contract import Remade, op
+from liger_core.contract import Recompute, op
 from liger_core.ops.rms_norm import CASTING_MODES, rms_norm
 
 
@@ -11,7 +11,7 @@ from liger_core.ops.rms_norm import CASTING_MODES, rms_norm
     differentiable=("x", "residual", "weight"),
     dimensions="x: ... H, residual: ... H, weight: H -> ... H, ... H",
     # y is made again from h. Its residual is −0, which adds nothing.
-    remade=Remade("weight", x=lambda made: made[1], residual=lambda made: _negative_zeros(made[1])),
+    recompute=Recompute("weight", x=lambda made: made[1], residual=lambda made: _negative_zeros(made[1])),
 )
 def fused_add_rms_norm(
     x: Tensor,

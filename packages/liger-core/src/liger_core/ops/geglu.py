@@ -4,10 +4,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_core import checks
-from liger_core.contract import Remade, op, upcast
+from liger_core.contract import Recompute, op, upcast
 
 
-@op(differentiable=("gate", "up"), dimensions="gate: ..., up: ... -> ...", remade=Remade("gate", "up"))
+@op(differentiable=("gate", "up"), dimensions="gate: ..., up: ... -> ...", recompute=Recompute("gate", "up"))
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """Scale one branch by the GELU of the other: y = gelu(gate) · up, with the tanh approximation of GELU.
 

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.contract import Remade, op, upcast
+from liger_core.contract import Recompute, op, upcast
 
 
 @op(
     differentiable=("x", "weight", "bias"),
     dimensions="x: ... H, weight: H, bias: H -> ... H",
-    remade=Remade("x", "weight", "bias"),
+    recompute=Recompute("x", "weight", "bias"),
 )
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
     """Centre each row, divide it by its standard deviation, then scale and shift it: y = (x − μ)·rstd·weight + bias.

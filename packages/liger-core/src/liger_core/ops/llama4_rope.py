@@ -5,13 +5,13 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.checks import FLOATS
-from liger_core.contract import Remade, op, upcast
+from liger_core.contract import Recompute, op, upcast
 
 
 @op(
     differentiable=("q", "k"),
     dimensions="q: b s h D, k: b s h' D, freqs_cis: s * -> b s h D, b s h' D",
-    remade=Remade("freqs_cis"),
+    recompute=Recompute("freqs_cis"),
 )
 def llama4_rope(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply each pair of neighbouring columns, as a complex number, by its frequency, another complex number.

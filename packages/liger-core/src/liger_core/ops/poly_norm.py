@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.contract import Remade, op, upcast
+from liger_core.contract import Recompute, op, upcast
 
 
 @op(
     differentiable=("x", "weight", "bias"),
     dimensions="x: ... H, weight: K, bias: B -> ... H",
-    remade=Remade("x", "weight", "bias"),
+    recompute=Recompute("x", "weight", "bias"),
 )
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
     """Combine a row's normalised powers: y = w₀·n(x³) + w₁·n(x²) + w₂·n(x) + bias, n(u) = u · rsqrt(mean(u²) + eps).

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.contract import Remade, op
+from liger_core.contract import Recompute, op
 from liger_core.ops.rope import rope
 
 
 @op(
     differentiable=("q", "k"),
     dimensions="q: b h s D, k: b h' s D, cos: P b s D, sin: P b s D -> b h s D, b h' s D",
-    remade=Remade("cos", "sin"),
+    recompute=Recompute("cos", "sin"),
 )
 def qwen2vl_mrope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]

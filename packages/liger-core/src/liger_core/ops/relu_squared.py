@@ -4,10 +4,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_core import checks
-from liger_core.contract import Remade, op, upcast
+from liger_core.contract import Recompute, op, upcast
 
 
-@op(differentiable=("x", "up"), dimensions="x: ..., up: ... -> ...", remade=Remade("x", "up"))
+@op(differentiable=("x", "up"), dimensions="x: ..., up: ... -> ...", recompute=Recompute("x", "up"))
 def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
     """Square the positive elements: y = max(x, 0)², times up if it is given.
 

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.contract import Remade, op, upcast
+from liger_core.contract import Recompute, op, upcast
 
 CASTING_MODES = ("llama", "gemma", "none")
 
 
-@op(differentiable=("x", "weight"), dimensions="x: ... H, weight: H -> ... H", remade=Remade("x", "weight"))
+@op(differentiable=("x", "weight"), dimensions="x: ... H, weight: H -> ... H", recompute=Recompute("x", "weight"))
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.contract import Remade, op, upcast
+from liger_core.contract import Recompute, op, upcast
 
 
 @op(
     differentiable=("q", "k"),
     dimensions="q: b h s D, k: b h' s D, cos: b s R, sin: b s R -> b h s D, b h' s D",
-    remade=Remade("cos", "sin"),
+    recompute=Recompute("cos", "sin"),
 )
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate the first R columns of each head: y = x · cos + (−x₂, x₁) · sin, where x = (x₁, x₂) are their halves.

@@ -4,10 +4,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_core import checks
-from liger_core.contract import Remade, op, upcast
+from liger_core.contract import Recompute, op, upcast
 
 
-@op(differentiable=("gate", "up"), dimensions="gate: ..., up: ... -> ...", remade=Remade("gate", "up"))
+@op(differentiable=("gate", "up"), dimensions="gate: ..., up: ... -> ...", recompute=Recompute("gate", "up"))
 def swiglu(gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
     """Scale one branch by the SiLU of the other: y = silu(gate · gate_multiplier) · up · down_multiplier.
 

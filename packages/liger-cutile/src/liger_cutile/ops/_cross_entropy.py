@@ -11,9 +11,9 @@ from typing import Any
 import cuda.tile as ct
 from torch import Tensor
 
+from liger_core.custom_op import opaque
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._math import LEAST, cap, exp_like

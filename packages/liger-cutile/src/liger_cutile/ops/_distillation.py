@@ -16,9 +16,9 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
+from liger_core.custom_op import opaque
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows, step_of
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._math import LEAST, LN_2, LOG2_E, cap, exp, exp2, expm1, expm1_near

@@ -7,7 +7,7 @@ run, without atomics.
 import cuda.tile as ct
 from torch import Tensor
 
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._math import expm1_near

@@ -3,8 +3,8 @@
 import cuda.tile as ct
 from torch import Tensor
 
+from liger_core.custom_op import opaque
 from liger_core.host.linear import Linear
-from liger_core.opaque import opaque
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import as_one_row, blocks, load
 

@@ -10,9 +10,9 @@ import math
 import cuda.tile as ct
 from torch import Tensor
 
+from liger_core.custom_op import opaque
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_cutile.ops._cross_entropy import OCCUPANCY
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch

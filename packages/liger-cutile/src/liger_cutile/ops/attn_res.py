@@ -16,8 +16,8 @@ from torch import Tensor
 
 from liger_core import attn_res
 from liger_core.contract import implements
+from liger_core.custom_op import opaque
 from liger_core.host.attn_res import AttnRes, AttnResKernels
-from liger_core.opaque import opaque
 from liger_cutile.ops._device import loads_in_bulk, sm_count
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import (

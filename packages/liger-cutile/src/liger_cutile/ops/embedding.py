@@ -6,7 +6,7 @@ from torch import Tensor
 
 from liger_core import embedding
 from liger_core.contract import Needs, Saved, implements
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import as_rows, blocks, near, power_of_2
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from liger_core import fused_linear_jsd
 from liger_core.contract import implements
+from liger_core.custom_op import opaque
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
 from liger_cutile.ops._linear import LINEAR

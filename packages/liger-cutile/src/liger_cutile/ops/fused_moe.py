@@ -15,8 +15,8 @@ from torch import Tensor
 
 from liger_core import fused_moe
 from liger_core.contract import implements
+from liger_core.custom_op import opaque
 from liger_core.host.fused_moe import FusedMoE, MoEActivation, MoEKernels, Routing
-from liger_core.opaque import opaque
 from liger_cutile.ops._device import multiplies_from_shared
 from liger_cutile.ops._launch import ConstBool, ConstInt, block_number, given, launch, one_each
 from liger_cutile.ops._rows import ZERO, blocks, near, power_of_2

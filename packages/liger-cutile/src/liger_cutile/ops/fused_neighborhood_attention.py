@@ -20,7 +20,7 @@ from torch import Tensor
 
 from liger_core import fused_neighborhood_attention
 from liger_core.contract import Needs, Saved, implements
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._device import multiplies_from_shared
 from liger_cutile.ops._heads import far_apart, like, samples_of
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstInt, given, launch

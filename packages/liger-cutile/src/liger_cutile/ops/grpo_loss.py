@@ -13,9 +13,9 @@ from torch import Tensor
 
 from liger_core import grpo_loss
 from liger_core.contract import implements
+from liger_core.custom_op import opaque
 from liger_core.host.grpo_loss import GRPOLoss, GRPOLossKernels, GRPOResults, PolicyInputs, temperatures
 from liger_core.host.rows import adjacent
-from liger_core.opaque import opaque
 from liger_core.policy import PolicyOptions
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, block_number, given, launch, one_each
 from liger_cutile.ops._math import LEAST, exp_like, tempered

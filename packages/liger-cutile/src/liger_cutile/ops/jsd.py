@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from liger_core import jsd
-from liger_core.contract import Needs, Once, Saved, compiling, implements
-from liger_core.opaque import opaque
+from liger_core.contract import Needs, Saved, SavedOnce, compiling, implements
+from liger_core.custom_op import opaque
 from liger_cutile.ops._divergences import (
     OCCUPANCY,
     TILE_BYTES,
@@ -204,7 +204,7 @@ def forward(
     if not needs[0]:
         return loss, ()
     arguments = student_logprobs, teacher_logprobs, labels, count
-    return loss, (*arguments, Once(dstudent)) if now else arguments
+    return loss, (*arguments, SavedOnce(dstudent)) if now else arguments
 
 
 def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_index: int) -> tuple[Tensor | None, ...]:

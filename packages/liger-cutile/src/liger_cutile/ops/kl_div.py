@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from liger_core import kl_div
-from liger_core.contract import Needs, Once, Saved, compiling, implements
-from liger_core.opaque import opaque
+from liger_core.contract import Needs, Saved, SavedOnce, compiling, implements
+from liger_core.custom_op import opaque
 from liger_cutile.ops._divergences import (
     OCCUPANCY,
     WRITTEN_BYTES,
@@ -155,7 +155,7 @@ def forward(
         return loss, ()
     # Backward needs only the dtype of log_pred.
     saved = log_pred.new_empty(0), target
-    return loss, (*saved, Once(dlog_pred)) if now else saved
+    return loss, (*saved, SavedOnce(dlog_pred)) if now else saved
 
 
 def backward(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from liger_core import layer_norm
 from liger_core.contract import Needs, Saved, implements
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._device import packed, persistent, sized, sm_count
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._math import widen_again

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core import mhc_post
 from liger_core.contract import Needs, Saved, implements
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._launch import ConstBool, ConstInt, block_number, given, launch, one_each
 from liger_cutile.ops._rows import as_rows, blocks, power_of_2
 from liger_cutile.ops._streams import by_lanes, load_number, load_part, store_part, store_sums

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from liger_core import MHCPre, mhc_pre
 from liger_core.contract import implements
+from liger_core.custom_op import opaque
 from liger_core.host.mhc_pre import Coefficients, MHCPreHost, MHCPreKernels
-from liger_core.opaque import opaque
 from liger_cutile.ops._device import is_hopper, multiplies_from_shared, sm_count
 from liger_cutile.ops._launch import ConstBool, ConstInt, block_number, given, launch, one_each
 from liger_cutile.ops._math import parts_of, product_of_parts, transposed_parts

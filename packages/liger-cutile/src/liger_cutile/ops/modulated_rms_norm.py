@@ -13,8 +13,8 @@ from torch import Tensor
 
 from liger_core import modulated_rms_norm
 from liger_core.contract import implements
+from liger_core.custom_op import opaque
 from liger_core.host.modulated_rms_norm import ModulatedRMSNorm, ModulatedRMSNormKernels, Modulation
-from liger_core.opaque import opaque
 from liger_cutile.ops._device import loads_in_bulk, packed, resident, sm_count
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rms import inverse_rms_of, load_weight, rounded, scaled, unscaled

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from liger_core import poly_norm
 from liger_core.contract import Needs, Saved, implements
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._device import by_turns, persistent, sm_count
 from liger_cutile.ops._launch import ConstInt, given, launch
 from liger_cutile.ops._rows import ZERO, as_rows, blocks, load, load_column, load_vector, whole_rows

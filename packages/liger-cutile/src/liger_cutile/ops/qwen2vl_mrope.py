@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_core import qwen2vl_mrope
 from liger_core.contract import Needs, Saved, implements
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._heads import far_apart, like, side_by_side, tiling, within_reach
 from liger_cutile.ops._launch import MOST_DOWN, ConstBool, ConstInt, given, launch
 from liger_cutile.ops.rope import column_parts, rotate_heads

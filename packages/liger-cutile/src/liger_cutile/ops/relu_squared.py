@@ -6,7 +6,7 @@ from torch import Tensor
 
 from liger_core import relu_squared
 from liger_core.contract import Needs, Saved, implements
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._launch import ConstInt, given, launch, within_grid
 from liger_cutile.ops._rows import as_one_row, blocks, gather, places, tiles
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from liger_core import rope
 from liger_core.contract import Needs, Saved, implements
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._heads import like, load_heads, side_by_side, tiling, within_reach
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
 from liger_cutile.ops._rows import power_of_2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_core import softmax
 from liger_core.contract import Needs, Saved, implements
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._device import by_turns
 from liger_cutile.ops._launch import ConstInt, launch
 from liger_cutile.ops._math import LEAST, exp_like, widen_again

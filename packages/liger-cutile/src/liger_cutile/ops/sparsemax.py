@@ -19,7 +19,7 @@ from torch import Tensor
 
 from liger_core import sparsemax
 from liger_core.contract import Needs, Saved, implements
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._device import sized
 from liger_cutile.ops._launch import ConstInt, launch
 from liger_cutile.ops._math import widen_again

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from liger_core import tvd
 from liger_core.contract import Needs, Saved, implements
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_cutile.ops._divergences import (
     OCCUPANCY,
     WRITTEN_BYTES,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.contract import Needs, Once, Saved, compiling, implements
+from liger_core.contract import Needs, Saved, SavedOnce, compiling, implements
 from liger_core.ops.jsd import jsd
 from liger_triton_ascend.ops._divergences import above_mixture, count_of, counted_rows, finite, place
 from liger_triton_ascend.ops._linear import LINEAR
@@ -126,7 +126,7 @@ def forward(
     total, dstudent = _launch(*arguments, 1.0 / count if now else None, beta, ignore_index)
     if not needs[0]:
         return total / count, ()
-    return total / count, (*arguments, count, Once(dstudent)) if now else (*arguments, count)
+    return total / count, (*arguments, count, SavedOnce(dstudent)) if now else (*arguments, count)
 
 
 def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_index: int) -> tuple[Tensor | None, ...]:

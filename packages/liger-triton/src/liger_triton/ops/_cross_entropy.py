@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_core.custom_op import opaque
 from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._math import biased, cap, exp_like, fast_exp
 from liger_triton.ops._rows import as_rows, block_of, in_vectors

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from liger_core.custom_op import opaque
 from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_triton.ops._divergences import above_mixture, count_of, finite, total
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._math import biased, cap, exp, expm1, expm1_near

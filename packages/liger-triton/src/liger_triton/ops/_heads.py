@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.contract import compiling
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rows import adjacent, power_of_2, without_gaps
 

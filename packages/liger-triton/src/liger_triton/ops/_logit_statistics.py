@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from liger_core import modes
+from liger_core import torch_state
+from liger_core.custom_op import opaque
 from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels, terms_columns
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_triton.ops._device import is_hopper, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._linear import TILES_IN_TURN, tile_in_turn
@@ -469,7 +469,7 @@ def _loads(rows: Tensor) -> bool:
     if column != 1 or row < rows.shape[1] or row % 8:
         return False
     # A trace has no addresses. What turns out to lie elsewhere is copied, and then rows follow each other.
-    return rows.shape[1] % 8 == 0 if modes.compiling() else rows.data_ptr() % 16 == 0
+    return rows.shape[1] % 8 == 0 if torch_state.compiling() else rows.data_ptr() % 16 == 0
 
 
 class _Found(NamedTuple):

@@ -9,9 +9,9 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from liger_core.contract import implements
+from liger_core.custom_op import opaque
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
 from liger_core.host.rows import Logits
-from liger_core.opaque import opaque
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_triton.ops._divergences import above_mixture, count_of, finite, total
 from liger_triton.ops._launch import kernel

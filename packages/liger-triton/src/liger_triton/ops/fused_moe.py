@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core import fused_moe, modes
+from liger_core import fused_moe, torch_state
 from liger_core.contract import implements
+from liger_core.custom_op import opaque
 from liger_core.host.fused_moe import FusedMoE, MoEActivation, MoEKernels, Routing, route
-from liger_core.opaque import opaque
 from liger_triton.ops._device import is_hopper, shared_memory
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._linear import TILES_IN_TURN, tile_in_turn
@@ -588,7 +588,7 @@ def _in_rows(operand: Tensor) -> bool:
     *outer, row, column = operand.stride()
     apart = row if column == 1 else column if row == 1 else 1
     # Dynamo doesn't know where a tensor starts: what it traces copies an operand that starts elsewhere.
-    starts = 0 if modes.compiling() else operand.storage_offset()
+    starts = 0 if torch_state.compiling() else operand.storage_offset()
     return not (apart % 8 or any(stride % 8 for stride in outer) or starts % 8)
 
 

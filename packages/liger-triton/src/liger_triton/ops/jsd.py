@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.contract import Needs, Once, Saved, compiling, implements
+from liger_core.contract import Needs, Saved, SavedOnce, compiling, implements
 from liger_core.ops.jsd import jsd
 from liger_triton.ops._divergences import (
     above_mixture,
@@ -171,12 +171,12 @@ def forward(
     loss = total(sums, count, student_logprobs.shape[0] if count is None else 1)
     if not needs[0]:
         return loss, ()
-    return loss, (*arguments, Once(dstudent)) if now else arguments
+    return loss, (*arguments, SavedOnce(dstudent)) if now else arguments
 
 
 def backward(needs: Needs, saved: Saved, dloss: Tensor, *, beta: float, ignore_index: int) -> tuple[Tensor | None, ...]:
     *arguments, last = saved
-    if not isinstance(last, Once):
+    if not isinstance(last, SavedOnce):
         return (_launch(*saved, dloss, beta, ignore_index, True)[1],)
     gradients = last.take()
     # If an earlier backward has taken the gradient, it is made again, with the same bits.

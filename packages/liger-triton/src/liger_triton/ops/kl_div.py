@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import kl_div
-from liger_core.contract import Needs, Once, Saved, compiling, implements
+from liger_core.contract import Needs, Saved, SavedOnce, compiling, implements
 from liger_triton.ops._divergences import (
     WRITTEN_TILE,
     leaves_first,
@@ -122,7 +122,7 @@ def forward(
         return losses, ()
     # Backward needs only the dtype of log_pred.
     like = log_pred.new_empty(0)
-    return losses, (like, target, Once(dlog_pred)) if now else (like, target)
+    return losses, (like, target, SavedOnce(dlog_pred)) if now else (like, target)
 
 
 def backward(

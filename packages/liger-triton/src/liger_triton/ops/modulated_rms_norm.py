@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_core import modulated_rms_norm
 from liger_core.contract import implements
 from liger_core.host.modulated_rms_norm import ModulatedRMSNorm, ModulatedRMSNormKernels, Modulation, Places
-from liger_core.modes import remembered
+from liger_core.torch_state import remembered
 from liger_triton.ops._device import shared_memory, sm_count
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._rms import inverse_rms_of, load_scale, rounded, scaled, square

@@ -8,7 +8,7 @@ _TRACED = "what torch.compile's graphs call isn't watched: tests/test_kernels.py
 _NO_TMA = "a GPU without TMA: compiled, for sm_80"
 _NOT_HOPPER = "an interpreter's device is the CPU: tests/test_kernels.py"
 
-UNREACHED = {
+UNCOVERED = {
     "interpreted _device._look_up_major": "an interpreter's device is the CPU",
     "interpreted _launch.current_stream": "an interpreter has no streams: tests/test_launch.py",
     "interpreted attn_res._launch_backward: not loads_in_bulk(dy.device) is true": _NO_TMA,

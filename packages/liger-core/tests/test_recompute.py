@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import liger_core
 from liger_core import lean
-from liger_core.contract import Needs, Remade, Saved, op
+from liger_core.contract import Needs, Recompute, Saved, op
 
 LANGUAGES = ("torch", "toy-traced", "toy-opaque")
 
@@ -304,9 +304,9 @@ def test_lean_is_reentrant_and_a_decorator() -> None:
 
 
 def test_a_declaration_names_tensors() -> None:
-    with pytest.raises(ValueError, match="broken: remade names 'y'; it takes tensor arguments, x"):
+    with pytest.raises(ValueError, match="broken: recompute names 'y'; it takes tensor arguments, x"):
 
-        @op(differentiable=("x",), remade=Remade("y"))
+        @op(differentiable=("x",), recompute=Recompute("y"))
         def broken(x: Tensor) -> Tensor:
             return x
 

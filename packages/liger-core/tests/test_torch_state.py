@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import liger_core
 from liger_core import BackendInfo, Unsupported, contract
 from liger_core.contract import op
-from liger_core.opaque import opaque
+from liger_core.custom_op import opaque
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))

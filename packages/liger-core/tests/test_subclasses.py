@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import liger_core
-from liger_core import tensors
+from liger_core import subclasses
 
 X, W = torch.tensor([[3.0, 4.0]]), torch.ones(2)
 
@@ -49,14 +49,14 @@ def entries(monkeypatch: pytest.MonkeyPatch, toys: None) -> dict[str, list[Any]]
         return [types.SimpleNamespace(load=lambda handler=handler: handler) for handler in found.get(name, [])]
 
     monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
-    monkeypatch.setattr(tensors, "_handlers", {})
+    monkeypatch.setattr(subclasses, "_handlers", {})
     return found
 
 
 def test_a_known_type_is_handed_over(entries: dict[str, list[Any]]) -> None:
     """With every argument by name, before anything is checked; and it is looked for once."""
     seen = []
-    name = tensors.full_name(Known)
+    name = subclasses.full_name(Known)
     entries[name] = [lambda op, demand, arguments: seen.append((op.name, demand, arguments)) or X]
     for _ in range(2):
         with liger_core.use("torch"):
@@ -69,13 +69,13 @@ def test_a_known_type_is_handed_over(entries: dict[str, list[Any]]) -> None:
 
 def test_explain_tells_of_the_kernel_that_runs_on_its_parts(entries: dict[str, list[Any]]) -> None:
     assert "toy-traced: no: x is a Known" in str(liger_core.explain("rms_norm", Known(X), W))
-    tensors._handlers.clear()
-    entries[tensors.full_name(Known)] = [lambda op, demand, arguments: X]
+    subclasses._handlers.clear()
+    entries[subclasses.full_name(Known)] = [lambda op, demand, arguments: X]
     assert "toy-traced: chosen" in str(liger_core.explain("rms_norm", Known(X), W))
 
 
 def test_any_argument_may_be_of_the_type(entries: dict[str, list[Any]]) -> None:
-    entries[tensors.full_name(Known)] = [lambda op, demand, arguments: X]
+    entries[subclasses.full_name(Known)] = [lambda op, demand, arguments: X]
     assert liger_core.rms_norm(torch.ones(1, 2), Known(W)) is X
 
 
@@ -92,7 +92,7 @@ def test_a_known_type_is_traced(entries: dict[str, list[Any]]) -> None:
         parts = [op.call(demand, (), arguments | {"x": part}) for part in (arguments["x"].a, arguments["x"].b)]
         return TwoTensor(*parts)
 
-    entries[tensors.full_name(TwoTensor)] = [both]
+    entries[subclasses.full_name(TwoTensor)] = [both]
     compiled = torch.compile(lambda x: liger_core.rms_norm(x, W) * 2, backend="aot_eager", fullgraph=True)
     found = compiled(TwoTensor(X, X * 3))
     torch.testing.assert_close(found.a, liger_core.rms_norm.reference(X, W) * 2)
@@ -154,7 +154,7 @@ def test_what_is_in_flight_has_second_derivatives(entries: dict[str, list[Any]])
 @pytest.fixture
 def dtensor(monkeypatch: pytest.MonkeyPatch, entries: dict[str, list[Any]]) -> type[Known]:
     """A type of DTensor's name; importing the real one takes seconds."""
-    module, _, name = tensors.DTENSOR.rpartition(".")
+    module, _, name = subclasses.DTENSOR.rpartition(".")
     return type(name, (Known,), {"__module__": module})
 
 

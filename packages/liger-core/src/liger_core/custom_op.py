@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from liger_core import modes
+from liger_core import torch_state
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,7 +80,7 @@ def opaque(
 
         @functools.wraps(launch)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not modes.compiling():
+            if not torch_state.compiling():
                 return launch(*args, **kwargs)
             if flat is launch:
                 return custom(*args, **kwargs)

@@ -8,7 +8,7 @@ _PARTS = "Hopper alone has a tile for a weight in parts: tests/test_kernels.py"
 _TRACED = "what torch.compile's graphs call isn't watched: tests/test_kernels.py"
 _AT_IMPORT = "called when a kernel's file is imported, before any test"
 
-UNREACHED = {
+UNCOVERED = {
     "interpreted _device.*: device.type == 'cuda' is true": "an interpreter's device is the CPU",
     "compiled* _device.*: device.type == 'cuda' is false": "each chip is a cuda device",
     "* _device._look_up_sm_count: device.type == 'xpu' is true": "no Intel GPU is compiled for",

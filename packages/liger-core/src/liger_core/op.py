@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 
-from liger_core import dispatch, modes, remade, resolve, tensors
+from liger_core import dispatch, recompute, resolve, subclasses, torch_state
 from liger_core.autograd import Parts, Run
 from liger_core.backend import Unsupported, backends
 from liger_core.declaration import Arguments, Declaration, Needs, declared
@@ -94,7 +94,7 @@ class Op(Declaration[P, R]):
         What metadata alone decides, such as the checks and the kernel, is remembered by that metadata.
         """
         arguments = self.bind(args, kwargs)
-        if modes.compiling() or not modes.plain():
+        if torch_state.compiling() or not torch_state.plain():
             return self._call_anew(demand, arguments, None)
         try:
             options = self._pick_options(arguments)
@@ -120,15 +120,15 @@ class Op(Declaration[P, R]):
         return run(arguments, needs, values)
 
     def _call_anew(self, demand: str | None, arguments: Arguments, key: Any) -> R:
-        if not modes.compiling() and (tracer := modes.symbolic_tracer(arguments.values())) is not None:
+        if not torch_state.compiling() and (tracer := torch_state.symbolic_tracer(arguments.values())) is not None:
             return cast("Any", tracer.create_proxy("call_function", self, (), arguments))
-        if (handler := tensors.handler_of([arguments[name] for name in self.tensors])) is not None:
+        if (handler := subclasses.handler_of([arguments[name] for name in self.tensors])) is not None:
             return handler(self, demand, arguments)
         remembered, original = self._ready, arguments.copy()
         device, refusal, autocast = self.examine(arguments)
-        if modes.compiling():
+        if torch_state.compiling():
             plan_while_tracing(self.name, device, demand)
-        elif self._check_values is not None and not modes.without_values(self._pick_tensors(arguments)):
+        elif self._check_values is not None and not torch_state.without_values(self._pick_tensors(arguments)):
             self._check_data(device, arguments)
         chosen = self.resolve(device, demand, refusal, arguments)
         if chosen.run is None:
@@ -153,7 +153,12 @@ class Op(Declaration[P, R]):
 
     def _run_reference(self, arguments: Arguments) -> R:
         """The reference's result. Inside of `lean` it keeps its arguments alone for backward, as a kernel does."""
-        if self.remade is None or modes.compiling() or not modes.plain() or (keeper := remade.active()) is None:
+        if (
+            self.recompute is None
+            or torch_state.compiling()
+            or not torch_state.plain()
+            or (lean_hooks := recompute.active()) is None
+        ):
             return self.reference(**arguments)
         if not any(t is not None and t.requires_grad for t in self._pick_tensors(arguments)):
             return self.reference(**arguments)
@@ -164,7 +169,7 @@ class Op(Declaration[P, R]):
         if torch.is_grad_enabled():
             given = {name: arguments[name] for name in self.tensors}
             options = {name: arguments[name] for name in self.options}
-            keeper.remember(self.remade, given, options, result, self.reference)
+            lean_hooks.remember(self.recompute, given, options, result, self.reference)
         return cast("R", result)
 
     def call_parts(self, demand: str | None, arguments: Arguments, parts: Parts) -> Any:
@@ -173,7 +178,7 @@ class Op(Declaration[P, R]):
         `arguments` are every argument by name, checked as the whole. It returns NotImplemented where only a call of the op
         on the parts, which PyTorch records, is right: where no kernel takes them, under autocast and while something traces.
         """
-        if modes.compiling() or not modes.plain():
+        if torch_state.compiling() or not torch_state.plain():
             return NotImplemented
         needs = parts.needs
         try:
@@ -234,7 +239,7 @@ class Op(Declaration[P, R]):
         Returns the device type, why no kernel of any language takes the call (or None), and whether autocast is on.
         """
         device, refusal = self.inspect(arguments)
-        if not modes.compiling():
+        if not torch_state.compiling():
             arguments.update({name: _python_number(arguments[name]) for name in self.options})
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         if autocast:
@@ -242,15 +247,15 @@ class Op(Declaration[P, R]):
         for name in self.tensors:
             tensor = arguments[name]
             if tensor is not None:
-                arguments[name] = modes.resolved(tensor)
+                arguments[name] = torch_state.resolved(tensor)
         try:
             self._checks(**arguments)
         except (TypeError, ValueError):
-            tensors.refuse_partitioned(self.name, {name: arguments[name] for name in self.tensors})
+            subclasses.refuse_partitioned(self.name, {name: arguments[name] for name in self.tensors})
             raise
-        refusal = modes.transforming([arguments[name] for name in self.tensors]) or refusal
-        if not modes.compiling():
-            refusal = modes.recording() or refusal
+        refusal = torch_state.transforming([arguments[name] for name in self.tensors]) or refusal
+        if not torch_state.compiling():
+            refusal = torch_state.recording() or refusal
         return device, refusal, autocast
 
     def resolve(self, device: str, demand: str | None, refusal: str | None, arguments: Arguments) -> resolve.Candidate:
@@ -343,7 +348,7 @@ class BoundOp(Generic[P, R]):
         return f"<liger op {self.op.name} in {self.language or 'the best language'} on {self.device or 'any device'}>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if (tracer := modes.symbolic_tracer((*args, *kwargs.values()))) is not None:
+        if (tracer := torch_state.symbolic_tracer((*args, *kwargs.values()))) is not None:
             return cast("Any", tracer.create_proxy("call_function", self, args, kwargs))
         if self.device is not None:
             device, _ = self.op.inspect(self.op.bind(args, kwargs))

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from liger_core import dispatch, resolve, tensors
+from liger_core import dispatch, resolve, subclasses
 from liger_core.backend import BackendInfo, backends
-from liger_core.calling import Op, by_name, ops
 from liger_core.devices import type_of
+from liger_core.op import Op, by_name, ops
 
 
 def get_current_backend(device: str | torch.device | None = None) -> BackendInfo | None:
@@ -59,7 +59,7 @@ def explain(
     if args or kwargs:
         arguments = op.bind(args, kwargs)
         original = arguments.copy()
-        handler = tensors.handler_of([arguments[name] for name in op.tensors])
+        handler = subclasses.handler_of([arguments[name] for name in op.tensors])
         device, refusal, _ = op.examine(arguments)
         if handler is not None:
             refusal = None  # kernels get plain tensors then

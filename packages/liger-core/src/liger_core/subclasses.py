@@ -46,7 +46,7 @@ def full_name(kind: type) -> str:
 def find_once(name: str) -> bool:
     """Look for a type's handler, and import it. Dynamo can't trace that; it can run it, here."""
     if name == IN_FLIGHT:
-        _handlers[name] = land
+        _handlers[name] = redispatch
     elif name not in _handlers:
         from importlib.metadata import entry_points
 
@@ -59,7 +59,7 @@ def find_once(name: str) -> bool:
 find_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def land(op: Any, demand: str | None, arguments: dict[str, Any]) -> Any:
+def redispatch(op: Any, demand: str | None, arguments: dict[str, Any]) -> Any:
     """Call an op with what collectives in flight arrive as: plain tensors."""
     landed = {
         name: arrived(value) if isinstance(value, Tensor) and full_name(type(value)) == IN_FLIGHT else value

@@ -4,7 +4,7 @@ _FLOAT32 = "with torch 2.10 an NPU multiplies into float32: the other way is tha
 _WRONG_TILES = "arguments that make no sense, or a shape that doesn't fit: tests/test_device.py"
 _ON_CPU = "an interpreter's device is the CPU, whose torch.mm takes no other dtype for its result"
 
-UNREACHED = {
+UNCOVERED = {
     "* _device._largest_tile: not all(* is true": _WRONG_TILES,
     "* _device._largest_tile: size > elements is true": _WRONG_TILES,
     "* _device._of_this_npu": "the environment gives the capacity of the Unified Buffer: tests/test_device.py",

@@ -49,6 +49,8 @@ PAGES = {
         for path in ROOT.glob("packages/*/README.md")
     },
 }
+# Whoever types an error message wants the first page; the second has every number.
+BOOSTS = {"troubleshooting.md": 10, "npu-gates.md": 0.2}
 LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.M | re.S)
 
@@ -90,8 +92,8 @@ def measured_page() -> str:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links between files of the repository, and their pictures, into those between pages."""
-    if page.file.src_uri == "troubleshooting.md":  # whoever types an error message wants this page
-        page.meta["search"] = {"boost": 3}
+    if page.file.src_uri in BOOSTS:
+        page.meta["search"] = {"boost": BOOSTS[page.file.src_uri]}
     if (
         page.file.src_uri.startswith("ops/") and "_" in page.file.name
     ):  # "attention" is to find fused_neighborhood_attention

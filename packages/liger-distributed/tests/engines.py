@@ -137,7 +137,7 @@ def test_accelerate(pool: Pool, fsdp: bool, units: list[str]) -> None:
 
 
 def by_torchtitan(folder: Path, processes: int, *options: str) -> dict[str, Any]:
-    """What `helpers/titan.py` found, in processes of its own: torchtitan's trainer starts their group."""
+    """The results of `helpers/titan.py`, in processes of its own: torchtitan's trainer starts their group."""
     script, found = Path(__file__).parent / "helpers/titan.py", folder / "found.json"
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

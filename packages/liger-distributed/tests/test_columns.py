@@ -30,7 +30,7 @@ def normal(draw: torch.Generator, *shape: int) -> Tensor:
 
 
 def divergence(vocabulary: int, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
-    """What it is called with: by name, and the place of the vocabulary in those that have it."""
+    """Arguments of a divergence by name, and the vocabulary's dimension in those that have it."""
     draw, options = torch.Generator(torch.get_default_device()).manual_seed(vocabulary), dict(options)
     given: dict[str, Any] = {
         "student_x": normal(draw, ROWS, HIDDEN),
@@ -128,7 +128,7 @@ def run_case(case: str, dtype: torch.dtype, compiled: bool) -> list[bytes]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(pool: Pool, name: str) -> None:
-    """Those of one process, in float64; and all processes have the same bits."""
+    """Values and gradients are those of one process, in float64; and all processes have the same bits."""
     first, second = pool.run(run_case, name, torch.float64, False)
     assert first == second
 
@@ -147,7 +147,7 @@ def test_compiled(pool: Pool, name: str) -> None:
 
 
 def send(case: str) -> tuple[Any, Any]:
-    """What a call sends, forward and backward, in float32."""
+    """Collectives of a call, forward and backward, in float32."""
     name, vocabulary, options = CASES[case]
     given, places = (divergence if name == JSD else policy)(vocabulary, options, torch.float32)
     given |= {tensor: mine(given[tensor], at, vocabulary) for tensor, at in places.items()}
@@ -160,7 +160,7 @@ def send(case: str) -> tuple[Any, Any]:
 
 
 def test_what_is_sent(pool: Pool) -> None:
-    """Of a divergence 12 bytes a row, and the sum; of a policy 8 bytes a token. Backward the sum of x's gradient alone."""
+    """A divergence sends 12 bytes a row, and the sum; a policy 8 bytes a token. Backward sends the sum of x's gradient alone."""
     gather = "all_gather_into_tensor"
     assert pool.run(send, "jsd")[0] == (
         [(gather, 8 * ROWS), (gather, 4 * ROWS + 4)],
@@ -250,7 +250,7 @@ def test_what_is_refused(pool: Pool, case: str, changed: Any, error: str, says: 
 
 @pytest.mark.parametrize("name", sorted(set(liger_distributed.__all__) - {"LossHead"}))
 def test_every_option_is_there(name: str) -> None:
-    """Those of the function of one process, and the group; with the same defaults."""
+    """Options are those of the function of one process, and the group; with the same defaults."""
     whole = inspect.signature(getattr(liger_core, name, None) or getattr(liger_core.losses, name)).parameters
     ours = inspect.signature(getattr(liger_distributed, name)).parameters
     assert {*ours} == {*whole, "group", "vocabulary"}

@@ -21,7 +21,7 @@ def block_with(text: str) -> str:
 
 
 def program() -> list[str]:
-    """What the README's program prints, in processes that have a group already."""
+    """Lines that the README's program prints, in processes that have a group already."""
     block = block_with("init_process_group")
     with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
         printed: list[str] = []

@@ -183,7 +183,7 @@ def test_a_process_without_experts_of_a_token(pool: Pool) -> None:
     ("name", "weight"), [("cross_entropy", "weight"), ("fused_linear_cross_entropy", "class_weight")]
 )
 def test_a_mean_over_divided_rows_counts_all_labels(pool: Pool, name: str, weight: str) -> None:
-    """One number is sent for the labels that count, and one for the weights of theirs."""
+    """A number is sent for the labels that count, and another for the weights of theirs."""
     with_z_loss = {"reduction": "mean", "return_z_loss": True, "return_token_accuracy": True, "lse_square_scale": 0.1}
     forward, _ = pool.run(divided, name, "n", with_z_loss | {weight: None})[0]
     assert forward == ["all_reduce"]
@@ -266,7 +266,7 @@ def test_compiled(pool: Pool, name: str, over: str) -> None:
 
 
 def graphs(divided: bool) -> list[list[str]]:
-    """What a compiled call runs, forward and backward: the operators of its two graphs, but for views, which do nothing."""
+    """Operators of a compiled call's two graphs, forward and backward, but for views, which do nothing."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -410,7 +410,7 @@ def test_what_metadata_decides_is_remembered(pool: Pool) -> None:
 
 
 def explained() -> dict[str, tuple[str, list[str]]]:
-    """What `explain` says of calls, without its table of languages, and what the calls then send forward."""
+    """Lines of `explain` for calls, without its table of languages, and the collectives that the calls then send forward."""
     from torch.distributed.tensor import DTensor, Partial
 
     x, weight, target = torch.ones(6, 4), torch.ones(4, requires_grad=True), torch.tensor([1, 2, 0, 3, -100, 1])

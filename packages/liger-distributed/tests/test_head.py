@@ -56,7 +56,7 @@ def data(few: int) -> tuple[Tensor, Tensor]:
 
 
 def step(way: frozenset[str], few: int, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
-    """One step of a model that is divided as `way` says; what one call of the head sends of its own."""
+    """A step of a model that is divided as `way` says; returns the collectives of a call of the head alone."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     tokens, target = data(few)

@@ -66,18 +66,18 @@ def mine(name: str, tensor: Tensor, vocabulary: int) -> Tensor:
     return tensor.narrow(1 if name == "logits" else 0, first, min(each, vocabulary - first))
 
 
-def results(found: Any) -> list[Tensor]:
-    return [found] if isinstance(found, Tensor) else [one for one in found if one is not None]
+def results(outcomes: Any) -> list[Tensor]:
+    return [outcomes] if isinstance(outcomes, Tensor) else [one for one in outcomes if one is not None]
 
 
 def differentiate(function: Callable[..., Any], tensors: dict[str, Tensor], *args: Any, **options: Any) -> Any:
     """The results, and the gradients of the tensors."""
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
     options |= {name: leaf for name, leaf in leaves.items() if name == "bias"}
-    found = results(function(*[leaf for name, leaf in leaves.items() if name != "bias"], *args, **options))
-    outputs = [one for one in found if one.requires_grad]
+    outcomes = results(function(*[leaf for name, leaf in leaves.items() if name != "bias"], *args, **options))
+    outputs = [one for one in outcomes if one.requires_grad]
     torch.autograd.backward(outputs, [torch.linspace(-1.0, 2.0, one.numel()).view_as(one).to(one) for one in outputs])
-    return [one.detach() for one in found], {name: leaf.grad for name, leaf in leaves.items()}
+    return [one.detach() for one in outcomes], {name: leaf.grad for name, leaf in leaves.items()}
 
 
 def run_case(case: str, dtype: torch.dtype, compiled: bool) -> list[bytes]:
@@ -137,7 +137,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(pool: Pool, name: str) -> None:
-    """Those of one process, in float64; and all processes have the same bits."""
+    """Values and gradients are those of one process, in float64; and all processes have the same bits."""
     first, second = pool.run(run_case, name, torch.float64, False)
     assert first == second
 
@@ -156,24 +156,24 @@ def test_compiled(pool: Pool, name: str) -> None:
 
 
 def differentiate_twice(case: str) -> list[str]:
-    """What differentiating the gradient of each tensor says, on the reference."""
-    call, said = CASES[case], []
+    """Error texts of differentiating the gradient of each tensor, on the reference."""
+    call, errors = CASES[case], []
     tensors, target, options = given(call, torch.float64)
     leaves = {n: mine(n, t, call.vocabulary).clone().requires_grad_() for n, t in tensors.items()}
     options |= {"bias": leaves["bias"]} if "bias" in leaves else {}
     options |= {"group": dist.group.WORLD, "vocabulary": call.vocabulary}
     function = getattr(liger_distributed, call.name)
-    found = results(function(*[leaf for name, leaf in leaves.items() if name != "bias"], target, **options))
-    loss = torch.stack([one.sum() for one in found if one.requires_grad]).sum()
+    outcomes = results(function(*[leaf for name, leaf in leaves.items() if name != "bias"], target, **options))
+    loss = torch.stack([one.sum() for one in outcomes if one.requires_grad]).sum()
     first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
     for gradient in first:
         try:
             torch.autograd.grad(gradient.square().sum(), list(leaves.values()), retain_graph=True, allow_unused=True)
         except RuntimeError as error:
-            said.append(str(error))
+            errors.append(str(error))
         else:
-            said.append("nothing")
-    return said
+            errors.append("nothing")
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -190,21 +190,23 @@ def differentiate_twice(case: str) -> list[str]:
 )
 def test_a_second_derivative_is_refused(pool: Pool, name: str) -> None:
     """It would lack what the other processes' columns add."""
-    for said in pool.run(differentiate_twice, name):
-        assert said == ["a loss of a vocabulary that is divided among processes has no second derivative"] * len(said)
-        assert said
+    for errors in pool.run(differentiate_twice, name):
+        assert errors == ["a loss of a vocabulary that is divided among processes has no second derivative"] * len(
+            errors
+        )
+        assert errors
 
 
 def send(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
-    """What a call sends, forward and backward, in float32."""
+    """Collectives of a call, forward and backward, in float32."""
     call = Call(name, 12, options)
     tensors, target, options = given(call, torch.float32)
     parts = {n: mine(n, t, call.vocabulary).clone().requires_grad_() for n, t in tensors.items()}
     function = getattr(liger_distributed, call.name)
     with Sent() as forward:
-        found = results(function(*parts.values(), target, group=dist.group.WORLD, **options))
+        outcomes = results(function(*parts.values(), target, group=dist.group.WORLD, **options))
     with Sent() as backward:
-        torch.autograd.backward([one.sum() for one in found if one.requires_grad])
+        torch.autograd.backward([one.sum() for one in outcomes if one.requires_grad])
     return forward.collectives, backward.collectives
 
 
@@ -220,7 +222,7 @@ def send(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
     ],
 )
 def test_what_is_sent(pool: Pool, name: str, options: dict[str, Any], each: int, dx: bool) -> None:
-    """One all-gather forward, of so many bytes a row; backward nothing, but for the sum of x's gradient."""
+    """Forward sends an all-gather, of so many bytes a row; backward nothing, but for the sum of x's gradient."""
     forward, backward = pool.run(send, name, options)[0]
     assert forward == [("all_gather_into_tensor", each * ROWS)]
     assert backward == ([("all_reduce", 4 * ROWS * HIDDEN)] if dx else [])
@@ -253,8 +255,8 @@ def in_flight() -> None:
     liger_distributed.fused_linear_cross_entropy(flying, weight, target, group=dist.group.WORLD).backward()
     whole = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
     fused_linear_cross_entropy(**whole, target=target).backward()
-    found: Any = x.grad
-    torch.testing.assert_close(found.full_tensor(), whole["x"].grad, rtol=1e-12, atol=1e-12)
+    gradient: Any = x.grad
+    torch.testing.assert_close(gradient.full_tensor(), whole["x"].grad, rtol=1e-12, atol=1e-12)
 
 
 def test_an_input_in_flight_keeps_its_gradient(pool: Pool) -> None:
@@ -325,7 +327,7 @@ def test_what_is_refused(pool: Pool, name: str, columns: int, options: Any, erro
 
 @pytest.mark.parametrize("group", [None, "world"])
 def test_what_is_no_group(group: Any) -> None:
-    """Such as torch.distributed.group.WORLD, before init_process_group."""
+    """torch.distributed.group.WORLD is none before init_process_group."""
     x, target = torch.randn(2, 4), torch.tensor([0, 1])
     calls: dict[str, tuple[Any, ...]] = {
         "cross_entropy": (x, target),

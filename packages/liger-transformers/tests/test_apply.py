@@ -258,7 +258,7 @@ def test_meta_device() -> None:
     "name", ["deepseek_v3", "gpt_oss", "falcon_h1", "mistral_large4", "minimax_m3_vl", "qwen2_5_vl"]
 )
 def test_no_model_takes_a_second(name: str) -> None:
-    """Of its own size: those of most modules, of most kinds."""
+    """Models of their own size, with most modules, of most kinds."""
     skip_unknown(name)
     config = AutoConfig.for_model(name)
     auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText

@@ -43,7 +43,7 @@ def check(benchmark: Any, make: Callable[[], Any]) -> Any:
 
 
 def test_speed_of_a_gate(benchmark: Any) -> None:
-    """One deferred tensor: made, and multiplied by an op that does nothing."""
+    """A deferred tensor: made, and multiplied by an op that does nothing."""
     gate, up = torch.randn(2, 3), torch.randn(2, 3)
 
     def op(gate: Tensor, up: Tensor) -> Tensor:
@@ -64,13 +64,13 @@ def head() -> nn.Module:
 
 
 def test_speed_of_logits(benchmark: Any) -> None:
-    """One deferred tensor: the logits of a head."""
+    """A deferred tensor: the logits of a head."""
     linear, x = head(), torch.randn(2, 3, 4)
     assert isinstance(check(benchmark, lambda: Logits.of(x, linear)), Logits)
 
 
 def test_speed_of_scaled_logits(benchmark: Any, logits: Logits) -> None:
-    """One deferred tensor of another one."""
+    """A deferred tensor of another one."""
     assert isinstance(check(benchmark, lambda: logits * 2.0), Logits)
 
 

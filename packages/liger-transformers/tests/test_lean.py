@@ -14,7 +14,7 @@ import liger_transformers
 
 
 def gradients(model: nn.Module) -> tuple[dict[str, Tensor], int]:
-    """Of a step, and the bytes that it keeps for them beside the model's own."""
+    """Gradients of a step, and the bytes that it saves for them beside the model's own."""
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -228,7 +228,7 @@ def test_weights_of_another_dtype_take_the_modules_own_path(calls: Counter[str])
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_compile(checkpointing: bool) -> None:
-    """One graph, in which the partitioner chooses what is made again: the module's own code."""
+    """A single graph, in which the partitioner chooses what is made again: the module's own code."""
     model, inputs = build("llama"), batch()
     del inputs["attention_mask"]
     want = run(copy.deepcopy(model), inputs)
@@ -291,7 +291,7 @@ def test_a_step_makes_as_many_products(lean: bool, monkeypatch: pytest.MonkeyPat
     assert_same(want, found)
     assert after.products == before.products
     every, _ = step(monkeypatch, "none", lean=lean)
-    # Of each layer: q, k, v, o, gate and up. Neither the last product of its MLP nor the head.
+    # Each layer repeats q, k, v, o, gate and up, but neither the last product of its MLP nor the head.
     assert after.products > every.products
 
 

@@ -261,7 +261,7 @@ def test_tensor_parallel_plan(name: str, tmp_path: Path) -> None:
 
 
 def in_two_processes(script: str, *arguments: str) -> list[str]:
-    """What the two print."""
+    """The output of both processes."""
     command = [sys.executable, str(Path(__file__).parent / "helpers" / script), *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen([*command, str(rank)], **pipes) for rank in (0, 1)]

@@ -19,11 +19,11 @@ CHUNK = 8
 def forward(
     needs: Any, x: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Any:
-    found = [
+    chunks = [
         fused_linear_logit_statistics.reference(x[i : i + CHUNK], linear_weight, target[i : i + CHUNK], bias, **options)
         for i in range(0, x.shape[0], CHUNK)
     ]
-    joined = tuple(None if field[0] is None else torch.cat(field) for field in zip(*found, strict=True))
+    joined = tuple(None if field[0] is None else torch.cat(field) for field in zip(*chunks, strict=True))
     return joined, (x, linear_weight, target) if any(needs) else ()
 
 
@@ -34,11 +34,13 @@ def backward(needs: Any, saved: Any, *gradients: Any, **options: Any) -> Any:
         rows = slice(i, i + CHUNK)
         with torch.enable_grad():
             leaves = x[rows].detach().requires_grad_(), linear_weight.detach().requires_grad_()
-            found = fused_linear_logit_statistics.reference(*leaves, target[rows], **options)
+            results = fused_linear_logit_statistics.reference(*leaves, target[rows], **options)
         flowing = [
-            (one, g[rows]) for one, g in zip(found, gradients, strict=False) if one is not None and g is not None
+            (result, g[rows])
+            for result, g in zip(results, gradients, strict=False)
+            if result is not None and g is not None
         ]
-        of_rows = torch.autograd.grad([one for one, _ in flowing], leaves, [g for _, g in flowing])
+        of_rows = torch.autograd.grad([result for result, _ in flowing], leaves, [g for _, g in flowing])
         dx[rows] = of_rows[0]
         dweight += of_rows[1]
     return dx, dweight, None

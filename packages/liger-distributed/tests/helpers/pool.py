@@ -81,7 +81,7 @@ class Pool:
 
 
 def work(rank: int, size: int, store: str, connection: Connection) -> None:
-    """What a process does: call what it is sent, until the pipe is closed."""
+    """The loop of a process: call the functions that it is sent, until the pipe is closed."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("LIGER_TEST_DEVICE") else "1")
     sys.path.insert(0, str(Path(__file__).parent))

@@ -26,8 +26,8 @@ def kernel_of(name: str) -> types.ModuleType:
         }
         with torch.enable_grad():
             result = op.reference(**arguments | leaves)
-        found = result if isinstance(result, tuple) else (result,)
-        detached = tuple(None if value is None else value.detach() for value in found)
+        results = result if isinstance(result, tuple) else (result,)
+        detached = tuple(None if value is None else value.detach() for value in results)
         ran.append(name)
         return detached if isinstance(result, tuple) else detached[0], tuple(arguments[n] for n in op.tensors) if any(
             needs
@@ -42,15 +42,17 @@ def kernel_of(name: str) -> types.ModuleType:
         }
         with torch.enable_grad():
             result = op.reference(**arguments | leaves)
-        found = result if isinstance(result, tuple) else (result,)
+        results = result if isinstance(result, tuple) else (result,)
         kept = op.has_gradient(options)
         if kept is not None and isinstance(result, tuple):
-            found = tuple(value for value, keeps in zip(found, kept, strict=True) if keeps)
-        flowing = [(value, g) for value, g in zip(found, gradients, strict=True) if value is not None and g is not None]
-        made = torch.autograd.grad(
+            results = tuple(value for value, keeps in zip(results, kept, strict=True) if keeps)
+        flowing = [
+            (value, g) for value, g in zip(results, gradients, strict=True) if value is not None and g is not None
+        ]
+        computed = torch.autograd.grad(
             [v for v, _ in flowing], [*leaves.values()], [g for _, g in flowing], allow_unused=True
         )
-        by_name = dict(zip(leaves, made, strict=True))
+        by_name = dict(zip(leaves, computed, strict=True))
         # An addition gives both of its operands the same tensor, as a kernel may.
         return tuple(by_name.get(n) for n in op.differentiable)
 

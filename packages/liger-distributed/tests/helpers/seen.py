@@ -1,4 +1,4 @@
-"""What is sent, and what is allocated, while code runs."""
+"""Collectives that are sent, and tensors that are allocated, while code runs."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ class Largest(TorchDispatchMode):
         self.elements = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(t.numel() for t in tree_leaves(found) if isinstance(t, torch.Tensor))])
-        return found
+        outputs = function(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(t.numel() for t in tree_leaves(outputs) if isinstance(t, torch.Tensor))])
+        return outputs

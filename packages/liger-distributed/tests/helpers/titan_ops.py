@@ -23,7 +23,7 @@ class LigerNorm(RMSNorm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
-        """That of the norm it replaces."""
+        """The configuration of the norm it replaces."""
 
     def forward(self, input: Tensor) -> Tensor:  # torchtitan's sharding knows it by this name
         return liger_core.rms_norm(input, self.weight, self.eps)
@@ -34,7 +34,7 @@ class LigerFeedForward(FeedForward):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
-        """That of the module it replaces."""
+        """The configuration of the module it replaces."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(liger_core.swiglu(self.w1(x), self.w3(x)))
@@ -45,7 +45,7 @@ class LigerRope(ComplexRoPE):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ComplexRoPE.Config):
-        """That of the embedding it replaces."""
+        """The configuration of the embedding it replaces."""
 
     def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if positions is not None:
@@ -58,7 +58,7 @@ class LigerLoss(BaseLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CrossEntropyLoss.Config):
-        """That of the loss it replaces."""
+        """The configuration of the loss it replaces."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
         del compile_config

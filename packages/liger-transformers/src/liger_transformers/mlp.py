@@ -165,7 +165,7 @@ def _fit(x: Tensor, weights: list[Tensor]) -> bool:
 
 
 def memory_budget(x: Tensor, gate_weight: Tensor) -> int | None:
-    """What a call may allocate; None if everything at once is little."""
+    """Bytes that a call may allocate; None if everything at once is little."""
     whole = whole_memory(x, gate_weight, grad=True)
     if whole <= SMALL:
         return None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import resource
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, cast
 
@@ -19,6 +23,31 @@ from liger_core import BackendInfo, torch_state
 from liger_core.autograd import differentiable
 from liger_core.contract import ops
 from liger_core.custom_op import DEFINED
+
+CPU_SECONDS = 600
+"""Of its own, after which a process that traces is ended: it hangs in a loop."""
+
+
+def run_tracing(command: Sequence[str | os.PathLike[str]], environment: Mapping[str, str]) -> str:
+    """Run a program that traces; what it prints.
+
+    It is ended after `CPU_SECONDS` of its own, however long it has to wait for others on this machine. The test that calls is not
+    ended by the clock of ``faulthandler_timeout``.
+
+    Raises:
+        AssertionError: the program fails.
+    """
+    faulthandler.cancel_dump_traceback_later()
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, preexec_fn=_limit_cpu_time
+    )
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def _limit_cpu_time() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads first": Tensor.contiguous,

@@ -2,13 +2,13 @@
 
 import ast
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import liger_cutile
+from liger_conformance.traces import run_tracing
 from liger_core.contract import ops
 from liger_cutile import backend
 
@@ -20,15 +20,8 @@ def test_host_code_is_traced_with_sizes_that_vary() -> None:
     names = [name for name in sorted(ops) if backend.has_kernel(name)]
     names += ["rope@gradients", "qwen2vl_mrope@gradients"]
     environment = {name: value for name, value in os.environ.items() if name != "CUTILE_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", Path(__file__).with_name("traced.py"), *names],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(names)} traced" in done.stdout
+    command = [sys.executable, "-W", "error::UserWarning", Path(__file__).with_name("traced.py"), *names]
+    assert f"{len(names)} traced" in run_tracing(command, environment)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

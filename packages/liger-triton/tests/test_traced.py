@@ -1,12 +1,12 @@
 """torch.compile traces the host code of every op, also where there is no GPU to run it on."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from liger_conformance.traces import run_tracing
 from liger_core.contract import ops
 from liger_triton import backend
 
@@ -29,12 +29,5 @@ def test_arguments_whose_elements_are_not_adjacent_are_traced() -> None:
 def trace(names: list[str]) -> None:
     """In a process that doesn't interpret kernels, which can't be traced."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("traced.py"), *names],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(names)} traced" in done.stdout
+    printed = run_tracing([sys.executable, Path(__file__).with_name("traced.py"), *names], environment)
+    assert f"{len(names)} traced" in printed

@@ -35,6 +35,8 @@ def decorators(folders: Sequence[Path]) -> set[tuple[str, int]]:
 def mismatches(folders: Sequence[Path]) -> tuple[int, list[str]]:
     """How many signatures were compared, and what pyright says of those that differ."""
     lines = decorators(folders)
+    if not lines:  # without files, pyright would read all of the checkout
+        return 0, []
     command = [sys.executable, "-m", "pyright", "--outputjson", *sorted({file for file, _ in lines})]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     errors = [

@@ -566,7 +566,7 @@ def test_rounding_modes():
 
 
 def test_launches_share_what_is_compiled(monkeypatch):
-    """A kernel is decoded once per signature."""
+    """A kernel is decoded once per signature, which doesn't say by what its sizes and addresses can be divided."""
     from liger_conformance.interpreters.tileir import capture
 
     made = []
@@ -576,4 +576,26 @@ def test_launches_share_what_is_compiled(monkeypatch):
     for rows in (5, 6, 7):
         x = torch.randn(rows, 24)
         launch(rows, softmax, x, torch.empty_like(x), 8)
+        x = torch.randn(rows, 33)[:, 1:]
+        launch(rows, softmax, x, torch.empty_like(x), 8)
     assert len(made) == 1
+
+
+def test_bytecode_is_kept_for_other_processes(monkeypatch, tmp_path):
+    """By all that decides it: another kernel or signature is made, and the same one is read."""
+    from liger_conformance.interpreters.tileir import capture
+
+    monkeypatch.setattr(capture, "CACHE", tmp_path)
+    x = torch.randn(5, 24)
+    results = []
+    for columns in (24, 24, 16):
+        monkeypatch.setattr(capture, "_programs", {})
+        if results:
+            monkeypatch.setattr(capture, "bytecode", lambda *arguments: pytest.fail("made again"))
+        rows = x[:, :columns]
+        results.append(torch.empty(5, columns))
+        launch(5, softmax, rows, results[-1], 8)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert torch.equal(results[0], results[1])
+    with pytest.raises(pytest.fail.Exception, match="made again"):
+        launch(5, softmax, x.bfloat16(), torch.empty(5, 24, dtype=torch.bfloat16), 8)

@@ -24,6 +24,7 @@ from liger_conformance.case import QUICK, Case, cases_of
 from liger_conformance.compilers import compiler_of, cutile, executor_of, results
 from liger_conformance.compilers.host_code import compiled_cases
 from liger_conformance.compilers.results import Results
+from liger_conformance.interpreters.tileir import capture
 from liger_conformance.known import AnySpills, KnownFailures, KnownSpills, KnownUnreached, Unclaimed, matches
 from liger_conformance.report import Report, classify
 from liger_conformance.running import Target
@@ -219,6 +220,7 @@ def _targets_of_devices(config: pytest.Config) -> tuple[list[Target], Report]:
     """What runs: on an accelerator, or in an interpreter."""
     device = option(config, "--device") or liger_core.infer_device()
     interpreters.prepare(device)
+    capture.CACHE = _cache("tileir")
     targets: list[Target] = []
     report = Report(device)
     for language in option(config, "--impl") or ["torch", *(b.language for b in backends())]:
@@ -250,7 +252,7 @@ def _targets_of_chips(config: pytest.Config) -> tuple[list[Target], Report]:
     """What is compiled and doesn't run; a target's device is then a chip."""
     if option(config, "--device"):
         raise pytest.UsageError("--compile runs on no device: leave out --device")
-    cutile.CACHE = cutile.swept(user_cache_path("liger-conformance", appauthor=False) / "tileiras")
+    cutile.CACHE = _cache("tileiras")
     execute = option(config, "--execute")
     asked = option(config, "--compile").split(",")
     targets: list[Target] = []
@@ -280,6 +282,11 @@ def _targets_of_chips(config: pytest.Config) -> tuple[list[Target], Report]:
     if unknown := set(asked) - known - {"all"}:
         raise pytest.UsageError(f"--compile: no chip {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}")
     return targets, report
+
+
+def _cache(name: str) -> Path:
+    """A folder in the user's cache."""
+    return cutile.swept(user_cache_path("liger-conformance", appauthor=False) / name)
 
 
 def _chip_targets() -> list[str]:
@@ -355,9 +362,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if not _concerns(target, options, metafunc.config):
             continue
         for case, dtype in _calls(target, options, wants):
+            slow = is_slow(target, case, dtype, options)
             values = {"target": target, "case": case, "bad": case, "dtype": dtype}
             text = [str(target), *([str(case)] if case is not None else []), *([_short(dtype)] if dtype else [])]
-            marks = [pytest.mark.slow] if is_slow(target, case, dtype, options) else []
+            marks = [pytest.mark.slow] if slow else []
             rows.append(pytest.param(*(values[n] for n in names), id="-".join(text), marks=marks))
     metafunc.parametrize(names, rows)
 

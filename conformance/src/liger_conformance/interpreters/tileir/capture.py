@@ -14,12 +14,16 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import hashlib
 import io
 import os
 import sys
 import types
 import weakref
+import zlib
 from collections.abc import Generator, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,6 +32,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
+from liger_conformance import sources
 from liger_conformance.interpreters.tileir.bytecode import Module
 from liger_conformance.interpreters.tileir.opcodes import VERSIONS
 from liger_conformance.interpreters.tileir.program import Program
@@ -50,6 +55,9 @@ _WITHOUT_TYPESTR = {
     torch.float8_e8m0fnu: "float8_e8m0fnu",
 }
 """The array interface has no name for these. They are declared as another type of their size, then put right."""
+
+CACHE: Path | None = None
+"""Where bytecode that is interpreted is kept, for other processes, runs and checkouts: a file for each kernel and signature."""
 
 _SOMEWHERE = 1 << 32
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
@@ -159,6 +167,27 @@ def _with_dtype(constraint: Any, argument: Any) -> Any:
     return constraint
 
 
+def _without_divisibility(constraint: Any) -> Any:
+    """The constraint, without numbers by which addresses, sizes and strides can be divided.
+
+    The front end makes assumptions of them, which hold for the arguments that they are read from. Without them, more launches
+    run the same program. Assumptions that a kernel makes itself stay.
+    """
+    from cuda.tile.compilation import ArrayConstraint, ListConstraint, TupleConstraint
+
+    if isinstance(constraint, ArrayConstraint):
+        return dataclasses.replace(constraint, stride_divisible_by=1, shape_divisible_by=1, base_addr_divisible_by=1)
+    if isinstance(constraint, TupleConstraint):
+        return TupleConstraint([_without_divisibility(item) for item in constraint.items])
+    if isinstance(constraint, ListConstraint):
+        return ListConstraint(
+            _without_divisibility(constraint.element),
+            alias_groups=constraint.alias_groups,
+            elements_may_alias=constraint.elements_may_alias,
+        )
+    return constraint
+
+
 @functools.cache
 def bytecode_version() -> str:
     """The newest format that both this decoder and the installed cuda.tile know."""
@@ -217,15 +246,44 @@ def bytecode(kernel: Any, signature: Any, architecture: str = ARCHITECTURE) -> b
     return buffer.getvalue()
 
 
+def _kept_bytecode(kernel: Any, signature: Any) -> bytes:
+    """What the front end makes of a kernel for the interpreter, from `CACHE` where it has made it before."""
+    if CACHE is None:
+        return bytecode(kernel, signature)
+    try:
+        source = sources.digest(kernel._pyfunc, lines=True)
+    except sources.NoDigest:
+        return bytecode(kernel, signature)
+    parts = (_front_end(), source, repr(kernel._compiler_options), signature.symbol)
+    kept = CACHE / hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    if kept.exists():
+        os.utime(kept)
+        return zlib.decompress(kept.read_bytes())
+    with without_folders():
+        code = bytecode(kernel, signature)
+    part = kept.with_suffix(f".{os.getpid()}")
+    part.write_bytes(zlib.compress(code))
+    part.replace(kept)
+    return code
+
+
+@functools.cache
+def _front_end() -> str:
+    """Versions of what makes bytecode here, and a digest of how it is called."""
+    return f"{metadata.version('cuda-tile')} {bytecode_version()} {sources.of_modules(sys.modules[__name__])}"
+
+
 _programs: weakref.WeakKeyDictionary[Any, dict[str, Program]] = weakref.WeakKeyDictionary()
 
 
 def program(kernel: Any, arguments: Sequence[Any]) -> Program:
     """The program that a launch with these arguments runs, made once."""
     wanted = signature(kernel, arguments)
+    wanted = type(wanted)(map(_without_divisibility, wanted.parameters), wanted.calling_convention)
+    wanted = wanted.with_mangled_symbol(kernel._pyfunc.__name__)
     made = _programs.setdefault(kernel, {})
     if wanted.symbol not in made:
-        (function,) = Module(bytecode(kernel, wanted)).functions
+        (function,) = Module(_kept_bytecode(kernel, wanted)).functions
         made[wanted.symbol] = Program(function, wanted.parameters)
     return made[wanted.symbol]
 

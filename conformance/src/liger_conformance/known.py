@@ -43,6 +43,11 @@ class KnownFailures:
                         )
                 self._declared[language] = declared
 
+    @property
+    def declares_any(self) -> bool:
+        """Whether a language declares a failure."""
+        return any(self._declared.values())
+
     def reason(self, language: str, name: str) -> str | None:
         """Why a test of a language is expected to fail, or None."""
         for key, reason in self._declared.get(language, {}).items():

@@ -358,16 +358,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     if options.get("one_op"):
         targets = _one_op_of_each(targets)
+    makes_slow = _makes_slow(metafunc.config)
+    if metafunc.definition.get_closest_marker("slow") and not makes_slow:
+        targets = []
     for target in targets:
         if not _concerns(target, options, metafunc.config):
             continue
         for case, dtype in _calls(target, options, wants):
             slow = is_slow(target, case, dtype, options)
+            if slow and not makes_slow:
+                continue
             values = {"target": target, "case": case, "bad": case, "dtype": dtype}
             text = [str(target), *([str(case)] if case is not None else []), *([_short(dtype)] if dtype else [])]
             marks = [pytest.mark.slow] if slow else []
             rows.append(pytest.param(*(values[n] for n in names), id="-".join(text), marks=marks))
     metafunc.parametrize(names, rows)
+
+
+def _makes_slow(config: pytest.Config) -> bool:
+    """Whether slow tests are made: where they may run, and where known failures, or the command line, may name them.
+
+    They are a quarter of all tests, and collecting takes as much longer with them.
+    """
+    leaves_slow = (config.option.markexpr or "not slow") == "not slow"
+    return not leaves_slow or config.stash[known_key].declares_any or any("::" in name for name in config.args)
 
 
 def is_slow(target: Target, case: object, dtype: torch.dtype | None, options: dict[str, Any]) -> bool:

@@ -44,3 +44,70 @@ def test_a_file_imports_only_what_stands_above_it(file: str) -> None:
     own = place(file.removesuffix(".py").replace("/", "."))
     below = [m for m in imported(ast.parse((SOURCE / file).read_text("utf-8"))) if place(m) > own]
     assert not below, f"{file} imports {', '.join(below)}, which the README's table has below it"
+
+
+LONGEST = 60
+"""Lines of a function without its docstring; a nested function's are among them."""
+
+MOST_BRANCHES = 20
+"""Ways through a function: one, and one more for each place where it branches. A nested function's are its own."""
+
+BOUNDED = [file for file in FILES if not file.startswith("losses/")]
+"""The files whose functions have these bounds. `policy_loss` and `dpo_loss` exceed them."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def lines(function: Function) -> int:
+    """A function's lines without its docstring."""
+    assert function.end_lineno is not None
+    first = function.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    described = (first.end_lineno or 0) - first.lineno + 1 if documented else 0
+    return function.end_lineno - function.lineno + 1 - described
+
+
+def branches(function: Function) -> int:
+    """The ways through a function, without those through functions that are nested in it."""
+    count = 1
+    waiting: list[ast.AST] = [*function.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Function | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += len(node.ifs)
+        elif isinstance(
+            node, ast.If | ast.IfExp | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.match_case
+        ):
+            count += 1
+        waiting += ast.iter_child_nodes(node)
+    return count
+
+
+@pytest.mark.parametrize("file", BOUNDED)
+def test_a_function_is_short_and_branches_little(file: str) -> None:
+    for node in ast.walk(ast.parse((SOURCE / file).read_text("utf-8"))):
+        if isinstance(node, Function):
+            assert lines(node) <= LONGEST, f"{node.name}, line {node.lineno}: {lines(node)} lines; at most {LONGEST}"
+            assert branches(node) <= MOST_BRANCHES, (
+                f"{node.name}, line {node.lineno}: {branches(node)} branches; at most {MOST_BRANCHES}"
+            )
+
+
+def test_lines_and_branches_are_counted() -> None:
+    """A nested function's lines are its outer function's, its branches are not."""
+    text = '''
+def outer(a, b):
+    """Two
+    lines."""
+    def inner():
+        return 1 if a else 2
+    if a and b or [x for x in a if x]:
+        return inner
+'''
+    (outer,) = ast.parse(text).body
+    assert isinstance(outer, ast.FunctionDef)
+    assert (lines(outer), branches(outer)) == (5, 5)

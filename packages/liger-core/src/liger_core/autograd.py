@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -94,48 +96,142 @@ class SavedOnce:
         return tensors
 
 
+@dataclass(frozen=True)
+class Wiring:
+    """One kernel of an op, and what its nodes ask of the op.
+
+    Attributes:
+        op: the op.
+        kernel: the module with `forward` and `backward`, and maybe `saves_early`.
+        name: of its nodes, which profiles, `grad_fn` and anomaly reports show.
+        nothing: the `needs` of a call without gradients.
+        takes_gradient: which tensor arguments can get a gradient.
+        has_gradient: says of the options which results have a gradient; None if all have.
+        no_second_derivative: the error of a backward through a backward.
+        no_batch: the error of a batch of incoming gradients.
+        not_recorded: the error of a backward that something records, with a place for what.
+    """
+
+    op: Declaration[..., Any]
+    kernel: ModuleType
+    name: str
+    nothing: Needs
+    takes_gradient: tuple[bool, ...]
+    has_gradient: Callable[[Mapping[str, Any]], tuple[bool, ...] | None] | None
+    no_second_derivative: str
+    no_batch: str
+    not_recorded: str
+
+    @staticmethod
+    def of(op: Declaration[..., Any], kernel: ModuleType, language: str) -> Wiring:
+        """The wiring of an op's kernel in a language."""
+        subject, otherwise = f"{op.name} in {language}", "liger_core.use('torch') runs the reference, which"
+        return Wiring(
+            op,
+            kernel,
+            name=f"{op.name}[{language}]",
+            nothing=(False,) * len(op.differentiable),
+            takes_gradient=tuple(name in op.differentiable for name in op.tensors),
+            has_gradient=None if op.result is None else op.has_gradient,
+            no_second_derivative=f"{subject} has no second derivative; {otherwise} has",
+            no_batch=(
+                f"{subject} takes one incoming gradient and not a batch of them, as is_grads_batched=True and "
+                f"vectorize=True give; {otherwise} takes it"
+            ),
+            not_recorded=f"backward of {subject}: {{}}; {otherwise} can be recorded",
+        )
+
+    def flowing(self, grads: tuple[Tensor | None, ...], options: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
+        """The gradients of those results that have one."""
+        kept = None if self.has_gradient is None else self.has_gradient(options)
+        if kept is None:
+            return grads
+        return tuple([g for g, keeps in zip(grads, kept) if keeps])  # noqa: B905  a bare tensor is the first result
+
+    def of_every_tensor(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The gradient of each tensor argument, from those of the differentiable ones."""
+        rest = iter(grads)
+        return tuple([next(rest) if takes else None for takes in self.takes_gradient])
+
+    def backward(
+        self, needs: Needs, saved: Saved, grads: tuple[Tensor | None, ...], options: dict[str, Any], device: str
+    ) -> Sequence[Tensor | None]:
+        """Run the kernel's backward where gradients, autocast or a tracer are active: nothing in it is recorded or cast."""
+        if not torch_state.plain() and (why := torch_state.recording()) is not None:
+            raise RuntimeError(self.not_recorded.format(why))
+        again = torch.is_grad_enabled()
+        # Forward ran without autocast, too.
+        with torch.no_grad(), torch.autocast(device, enabled=False) if _is_any_autocast_enabled() else nullcontext():
+            found = self.kernel.backward(needs, saved, *grads, **options)
+        if not again:
+            return found
+        sources = [tensor for tensor in (*saved, *grads) if isinstance(tensor, Tensor)]
+        return without_second_derivatives(self.no_second_derivative, found, sources)
+
+
 def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str) -> Run:
     """A function of an op's checked arguments that runs `kernel`, and records it when a gradient is wanted."""
-    tensors = op.tensors
-    takes_gradient = tuple(name in op.differentiable for name in tensors)
-    all_take_gradient = all(takes_gradient)
-    has_gradient = None if op.result is None else op.has_gradient
-    nothing = (False,) * len(op.differentiable)
-    runs_reference = "liger_core.use('torch') runs the reference, which"
-    no_double = f"{op.name} in {language} has no second derivative; {runs_reference} has"
-    no_batch = (
-        f"{op.name} in {language} takes one incoming gradient and not a batch of them, as is_grads_batched=True and "
-        f"vectorize=True give; {runs_reference} takes it"
-    )
+    wiring = Wiring.of(op, kernel, language)
+    tensors, nothing = op.tensors, wiring.nothing
+    node = eager_node(wiring)
+    run_traced, run_early = traced_run(wiring), early_run(wiring, node)
+    saves_early = getattr(kernel, "saves_early", None)
 
-    class Node(torch.autograd.Function):
+    # node.apply, but for 1.8 of its 6.7 µs: it asks whether a torch.func transform is active, as `Op.call` has done.
+    apply = super(torch.autograd.Function, node).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(**arguments: Any) -> Any:
+        return kernel.forward(nothing, **arguments)[0]
+
+    def run(arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /) -> Any:
+        result: Any
+        if needs == nothing:
+            if torch.is_grad_enabled():
+                # A teacher's logits may require a gradient that this op doesn't give.
+                with torch.no_grad():
+                    result = kernel.forward(nothing, **arguments)[0]
+            else:
+                result = kernel.forward(nothing, **arguments)[0]
+            if parts is not None:
+                result = parts.whole(result)
+        elif parts is not None:
+            result = apply((needs, arguments, options, parts), *parts.given)
+        elif torch_state.compiling():
+            result = run_traced(arguments, needs, options)
+        elif saves_early is not None and recompute.checkpointed():
+            result = run_early(arguments, needs, options, saves_early(**arguments))
+        else:
+            result = apply((needs, arguments, options, None), *[arguments[name] for name in tensors])
+            if op.recompute is not None and (lean_hooks := recompute.active()) is not None:
+                given = {name: arguments[name] for name in tensors}
+                lean_hooks.remember(op.recompute, given, options, result, forward)
+        if op.result is not None and isinstance(result, tuple):
+            return op.result(*result)
+        return result
+
+    return run
+
+
+def eager_node(wiring: Wiring) -> Any:
+    """The autograd node that a call in eager mode records."""
+    kernel, has_gradient = wiring.kernel, wiring.has_gradient
+    all_take_gradient = all(wiring.takes_gradient)
+
+    class EagerNode(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, call: tuple[Any, ...], *given: Tensor | None) -> Any:
             needs, arguments, options, parts = call
-            traced = arguments is None
-            if arguments is None:
-                options = dict(zip(op.options, options, strict=True))
-                arguments = dict(zip(tensors, given, strict=True)) | options
             result, saved = kernel.forward(needs, **arguments)
             once = strides = None
             if saved and type(saved[-1]) is SavedOnce:
                 *saved, once = saved
-            if not traced and (hooks := _top_saved_tensors_default_hooks(True)) is not None:
-                lean_hooks = recompute.lean_hooks_of(hooks)
-                if lean_hooks is None or lean_hooks.outer is not None:
-                    strides = _strides(saved)
-                    if once is not None:
-                        once.take()  # activation checkpointing, or another hook that keeps no tensors: backward makes them anew
+            if (hooks := _top_saved_tensors_default_hooks(True)) is not None:
+                strides = _saved_under(hooks, saved, once)
             ctx.call = needs, options, once, strides, parts
             ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
             if parts is not None:
                 result = parts.whole(result)
-            if torch_state.compiling():
-                # Of a tensor that was changed in place, or converted to its own dtype, torch 2.11 drops the gradient.
-                if isinstance(result, tuple):
-                    return tuple(_absent(given[0]) if r is None else r.view_as(r) for r in result)
-                return result.view_as(result)
             if isinstance(result, tuple):
                 kept = None if has_gradient is None else has_gradient(options)
                 if kept is not None:
@@ -149,55 +245,76 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             needs, options, once, strides, parts = ctx.call
             if parts is not None:
                 grads = parts.flowing(grads)
-            kept = None if has_gradient is None else has_gradient(options)
-            if kept is not None:
-                grads = tuple(g for g, keeps in zip(grads, kept) if keeps)  # noqa: B905  a bare tensor is the first result
-            traced = torch_state.compiling()
-            if traced:  # zeros come for what stands for a result that is None
-                grads = tuple([None if g is None or _is_absent(g) else g for g in grads])
+            if has_gradient is not None:
+                grads = wiring.flowing(grads, options)
+            traced = torch_state.compiling()  # by compiled autograd
             device = None
             for grad in grads:
                 if grad is not None:
                     device = grad.device.type
                     if not traced and (grad.is_neg() or not _has_storage(grad)):
-                        if torch_state.is_batched(grad):
-                            raise RuntimeError(no_batch)
-                        grads = tuple([g if g is None else torch_state.resolved(g) for g in grads])
+                        grads = _with_memory(grads, grad, wiring.no_batch)
             if device is None:  # nothing flows into any result
-                return (None,) * (1 + len(tensors))
-            own = ctx.saved_tensors  # read once: checkpointing gives them no second time
+                return (None,) * (1 + len(wiring.takes_gradient))
+            saved = ctx.saved_tensors  # read once: checkpointing gives them no second time
             if strides is not None:
-                own = tuple([t if t is None else recompute.laid_out(t, s) for t, s in zip(own, strides, strict=True)])
-            saved = own if once is None else (*own, once)
-            if traced:
+                saved = tuple(
+                    [t if t is None else recompute.laid_out(t, s) for t, s in zip(saved, strides, strict=True)]
+                )
+            if once is not None:
+                saved = (*saved, once)
+            if traced or (torch_state.plain() and not torch.is_grad_enabled() and not _is_any_autocast_enabled()):
                 found = kernel.backward(needs, saved, *grads, **options)
             else:
-                if not torch_state.plain() and (why := torch_state.recording()) is not None:
-                    raise RuntimeError(f"backward of {op.name} in {language}: {why}; {runs_reference} can be recorded")
-                again = torch.is_grad_enabled()
-                if _is_any_autocast_enabled():  # forward ran without, too
-                    with torch.no_grad(), torch.autocast(device, enabled=False):
-                        found = kernel.backward(needs, saved, *grads, **options)
-                elif again:
-                    with torch.no_grad():
-                        found = kernel.backward(needs, saved, *grads, **options)
-                else:
-                    found = kernel.backward(needs, saved, *grads, **options)
-                if again:
-                    found = without_second_derivatives(no_double, found, (*own, *grads))
+                found = wiring.backward(needs, saved, grads, options, device)
             if parts is not None:
                 found = parts.gradients(found)
-            if all_take_gradient:
-                return None, *found
-            gradients = iter(found)
-            return None, *[next(gradients) if takes else None for takes in takes_gradient]
+            return (None, *found) if all_take_gradient else (None, *wiring.of_every_tensor(found))
 
-    class SaveNode(Node):
-        """Keeps what backward takes before forward runs, of which `RunNode` is the node.
+    node = _named(wiring, EagerNode)
+    node._backward_cls._raw_saved_tensors = property(_raw_saved_tensors)
+    return node
 
-        Autograd packs what a Function saves after its forward. But checkpointing stops to run a region again where the last
-        tensor is packed that was, and so a forward whose arguments are all that is kept needn't run again.
-        """
+
+def _raw_saved_tensors(node: Any) -> Any:
+    """The saved tensors, for hooks on single ones: these are registered after forward, whatever was active then."""
+    needs, options, once, strides, parts = node.call
+    if strides is None:
+        node.call = needs, options, once, _strides(node.saved_tensors), parts
+    own: Any = super(type(node), node)
+    return own._raw_saved_tensors
+
+
+def _saved_under(
+    hooks: recompute.Hooks, saved: Sequence[Tensor | None], once: SavedOnce | None
+) -> list[tuple[int, ...]] | None:
+    """The strides of what is saved, if hooks may change them. Those that keep no tensors leave nothing in `once`."""
+    lean_hooks = recompute.lean_hooks_of(hooks)
+    if lean_hooks is not None and lean_hooks.outer is None:
+        return None
+    if once is not None:
+        once.take()  # activation checkpointing, or another hook that keeps no tensors: backward makes them anew
+    return _strides(saved)
+
+
+def _with_memory(grads: tuple[Tensor | None, ...], grad: Tensor, no_batch: str) -> tuple[Tensor | None, ...]:
+    """Incoming gradients without negative and conjugate views. `grad`, one of them, must not stand for a batch."""
+    if torch_state.is_batched(grad):
+        raise RuntimeError(no_batch)
+    return tuple([g if g is None else torch_state.resolved(g) for g in grads])
+
+
+def early_run(wiring: Wiring, node: Any) -> Callable[[Arguments, Needs, dict[str, Any], SavedEarly], Any]:
+    """Runs a kernel whose arguments are all that backward keeps, in activation checkpointing.
+
+    Autograd packs what a Function saves after its forward. But checkpointing stops to run a region again where the last tensor is
+    packed that was. So one node keeps the tensors before forward runs, of which the other is the node: such a forward needn't run
+    again.
+    """
+    kernel, nothing = wiring.kernel, wiring.nothing
+
+    class SaveNode(node):
+        """Keeps what backward takes. Its backward is the eager node's."""
 
         @staticmethod
         def forward(ctx: Any, call: tuple[Any, ...], *given: Tensor | None) -> Any:
@@ -221,69 +338,66 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             return None, *grads
 
-    # Profiles, `grad_fn` and anomaly reports show a node by its class.
-    def name(node: Any) -> Any:
-        return type(node)(f"{op.name}[{language}]", (node,), {})
+    keeping, running = _named(wiring, SaveNode), _named(wiring, RunNode)
 
-    def raw(self: Any) -> Any:
-        """The saved tensors, for hooks on single ones: these are registered after forward, whatever was active then."""
-        needs, options, once, strides, parts = self.call
-        if strides is None:
-            self.call = needs, options, once, _strides(self.saved_tensors), parts
-        own: Any = super(type(self), self)
-        return own._raw_saved_tensors
-
-    named, keeping, running = map(name, (Node, SaveNode, RunNode))
-    named._backward_cls._raw_saved_tensors = property(raw)
-    saves_early = getattr(kernel, "saves_early", None)
-
-    # named.apply, but for 1.8 of its 6.7 µs: it asks whether a torch.func transform is active, as `Op.call` has done.
-    apply = super(torch.autograd.Function, named).apply  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(**arguments: Any) -> Any:
-        return kernel.forward(nothing, **arguments)[0]
-
-    def run(arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /) -> Any:
-        result: Any
-        if needs == nothing:
-            if torch.is_grad_enabled():
-                # A teacher's logits may require a gradient that this op doesn't give.
-                with torch.no_grad():
-                    result = kernel.forward(nothing, **arguments)[0]
-            else:
-                result = kernel.forward(nothing, **arguments)[0]
-            if parts is not None:
-                result = parts.whole(result)
-        elif parts is not None:
-            given = _each_once(parts.given) if torch_state.compiling() else parts.given
-            result = apply((needs, arguments, options, parts), *given)
-        elif torch_state.compiling():
-            given = _each_once([arguments[name] for name in tensors])
-            call = needs, None, tuple(options.values()), None
-            if op.recompute is not None and recompute.state.lean:
-                from torch.utils.checkpoint import checkpoint
-
-                result = checkpoint(named.apply, call, *given, use_reentrant=False, context_fn=recompute.recomputing)
-            else:
-                result = named.apply(call, *given)
-            if isinstance(result, tuple):
-                kept = (has_gradient and has_gradient(options)) or (True,) * len(result)
-                result = tuple(
-                    None if _is_absent(r) else r if keeps else r.detach() for r, keeps in zip(result, kept, strict=True)
-                )
-        elif saves_early is not None and recompute.checkpointed():
-            result = keeping.apply((needs, options, saves_early(**arguments)), *[arguments[name] for name in tensors])
-            result = running.apply(arguments, result)
-        else:
-            result = apply((needs, arguments, options, None), *[arguments[name] for name in tensors])
-            if op.recompute is not None and (lean_hooks := recompute.active()) is not None:
-                given = {name: arguments[name] for name in tensors}
-                lean_hooks.remember(op.recompute, given, options, result, forward)
-        if op.result is not None and isinstance(result, tuple):
-            return op.result(*result)
-        return result
+    def run(arguments: Arguments, needs: Needs, options: dict[str, Any], early: SavedEarly) -> Any:
+        tensors = [arguments[name] for name in wiring.op.tensors]
+        return running.apply(arguments, keeping.apply((needs, options, early), *tensors))
 
     return run
+
+
+def traced_run(wiring: Wiring) -> Callable[[Arguments, Needs, dict[str, Any]], Any]:
+    """Runs a kernel while Dynamo traces: its launches and its node are part of the graph."""
+    op, kernel, has_gradient = wiring.op, wiring.kernel, wiring.has_gradient
+
+    class TracedNode(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, call: tuple[Any, ...], *given: Tensor | None) -> Any:
+            needs, values = call
+            options = dict(zip(op.options, values, strict=True))
+            result, saved = kernel.forward(needs, **dict(zip(op.tensors, given, strict=True)), **options)
+            ctx.call = needs, options
+            ctx.save_for_backward(*saved)
+            ctx.set_materialize_grads(False)
+            # Of a tensor that was changed in place, or converted to its own dtype, torch 2.11 drops the gradient.
+            if isinstance(result, tuple):
+                return tuple(_absent(given[0]) if r is None else r.view_as(r) for r in result)
+            return result.view_as(result)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            needs, options = ctx.call
+            # Zeros come for what stands for a result that is None.
+            grads = tuple([None if g is None or _is_absent(g) else g for g in wiring.flowing(grads, options)])
+            if all(grad is None for grad in grads):
+                return (None,) * (1 + len(wiring.takes_gradient))
+            found = kernel.backward(needs, ctx.saved_tensors, *grads, **options)
+            return None, *wiring.of_every_tensor(found)
+
+    node = _named(wiring, TracedNode)
+
+    def run(arguments: Arguments, needs: Needs, options: dict[str, Any]) -> Any:
+        given = _each_once([arguments[name] for name in op.tensors])
+        call = needs, tuple(options.values())
+        if op.recompute is not None and recompute.state.lean:
+            from torch.utils.checkpoint import checkpoint
+
+            result = checkpoint(node.apply, call, *given, use_reentrant=False, context_fn=recompute.recomputing)
+        else:
+            result = node.apply(call, *given)
+        if not isinstance(result, tuple):
+            return result
+        kept = (has_gradient and has_gradient(options)) or (True,) * len(result)
+        return tuple(
+            None if _is_absent(r) else r if keeps else r.detach() for r, keeps in zip(result, kept, strict=True)
+        )
+
+    return run
+
+
+def _named(wiring: Wiring, node: Any) -> Any:
+    return type(node)(wiring.name, (node,), {})
 
 
 def without_second_derivatives(

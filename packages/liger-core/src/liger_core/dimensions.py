@@ -104,18 +104,22 @@ def parse(text: str, op: str, tensors: Sequence[str], options: Sequence[str], re
             wrong(f"{name} differs from another name in its case alone")
         if name.endswith("'") and name[:-1] not in known:
             wrong(f"{name} is divided as {name[:-1]}, which no argument has")
-    made: list[Result] = []
-    for part in right.split(","):
-        words, slash, counted = (word.strip() for word in part.partition("/"))
-        if slash and (counted not in tensors or "ignore_index" not in options):
-            wrong(f"/{counted} divides by labels that aren't ignore_index; it takes a tensor argument, and that option")
-        names = _terms(words, options, wrong)
-        if unknown := [name for name in names if name not in known]:
-            wrong(f"no argument has {', '.join(unknown)}, which a result has")
-        made.append(Result(names, counted or None))
-    if results is not None and len(made) != results:
-        wrong(f"it has {len(made)} results; the op has {results}")
-    return Dimensions(found, tuple(made))
+    parsed = tuple([_result(part, known, tensors, options, wrong) for part in right.split(",")])
+    if results is not None and len(parsed) != results:
+        wrong(f"it has {len(parsed)} results; the op has {results}")
+    return Dimensions(found, parsed)
+
+
+def _result(
+    text: str, known: set[str], tensors: Sequence[str], options: Sequence[str], wrong: Callable[[str], NoReturn]
+) -> Result:
+    words, slash, counted = (word.strip() for word in text.partition("/"))
+    if slash and (counted not in tensors or "ignore_index" not in options):
+        wrong(f"/{counted} divides by labels that aren't ignore_index; it takes a tensor argument, and that option")
+    names = _terms(words, options, wrong)
+    if unknown := [name for name in names if name not in known]:
+        wrong(f"no argument has {', '.join(unknown)}, which a result has")
+    return Result(names, counted or None)
 
 
 def _terms(words: str, options: Sequence[str], wrong: Callable[[str], NoReturn]) -> tuple[str, ...]:

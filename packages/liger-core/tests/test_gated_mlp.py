@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import liger_core
 from liger_core import BackendInfo
 from liger_core.contract import Needs, Saved
-from liger_core.host.gated_mlp import Activation, GatedMLP, _Backward
+from liger_core.host.gated_mlp import GatedActivation, GatedMLP, GatedMLPBackward
 from liger_core.host.linear import Linear
 from liger_core.ops.gated_mlp import gated_mlp, least_memory, whole_memory
 
@@ -47,7 +47,7 @@ def silu_backward(
 
 
 def host() -> GatedMLP:
-    activation = Activation(silu, silu_backward)
+    activation = GatedActivation(silu, silu_backward)
     return GatedMLP(Linear(), activation, activation)
 
 
@@ -234,8 +234,8 @@ def test_gradients_by_rows_are_those_of_the_reference(frozen: tuple[int, ...], m
     needs = tuple(i not in frozen for i in range(4))
     memory = whole_memory(given[0], given[1], grad=True) // 6
     chunks: list[int] = []
-    by_rows = _Backward.by_rows
-    monkeypatch.setattr(_Backward, "by_rows", lambda self, most: (chunks.append(most), by_rows(self, most))[1])
+    by_rows = GatedMLPBackward.by_rows
+    monkeypatch.setattr(GatedMLPBackward, "by_rows", lambda self, most: (chunks.append(most), by_rows(self, most))[1])
     dy = torch.ones(MANY["rows"], OUT)
     leaves = [t.double().requires_grad_(n) for t, n in zip(given, needs, strict=True)]
     expected = iter(

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 from liger_core.budget import least_memory
 from liger_core.contract import SavedOnce
-from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
+from liger_core.host.cross_entropy import CrossEntropyInputs, CrossEntropyKernels, CrossEntropyResults
 from liger_core.host.fused_linear_cross_entropy import FusedLinearCrossEntropy
 from liger_core.host.linear import Linear, chunks, plan_of
 from liger_core.host.rows import Logits
@@ -51,14 +51,14 @@ class TorchKernels(CrossEntropyKernels):
     def __init__(self) -> None:
         self.seen: list[tuple[torch.dtype, bool, int]] = []
 
-    def _logits(self, logits: Logits, labels: Labels, first: int) -> Tensor:
+    def _logits(self, logits: Logits, inputs: CrossEntropyInputs, first: int) -> Tensor:
         x = logits.tensor().float()
-        return x if labels.bias is None else x + labels.bias.float()[first : first + logits.columns]
+        return x if inputs.bias is None else x + inputs.bias.float()[first : first + logits.columns]
 
-    def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
+    def rows(self, results: CrossEntropyResults, logits: Logits, inputs: CrossEntropyInputs, first: int) -> None:
         rows = slice(first, first + logits.memory.shape[0])
-        x = self._logits(logits, labels, 0)
-        target = labels.target[rows]
+        x = self._logits(logits, inputs, 0)
+        target = inputs.target[rows]
         picked = x.gather(1, target.clamp(min=0)[:, None])[:, 0]
         results.losses[rows] = (x.logsumexp(1) - picked).masked_fill(target < 0, 0.0)
         if results.statistics is not None:
@@ -70,7 +70,7 @@ class TorchKernels(CrossEntropyKernels):
         self,
         dlogits: Logits,
         logits: Logits | None,
-        labels: Labels,
+        inputs: CrossEntropyInputs,
         statistics: Tensor,
         incoming: Any,
         first: int,
@@ -81,9 +81,9 @@ class TorchKernels(CrossEntropyKernels):
         self.seen.append((memory.dtype, logits is None, memory.untyped_storage().nbytes() + held))
         dloss, totals = incoming
         rows = slice(first, first + memory.shape[0])
-        x = self._logits(dlogits if logits is None else logits, labels, first_column)
+        x = self._logits(dlogits if logits is None else logits, inputs, first_column)
         top, exp_sum = statistics[:, rows, None]
-        target = labels.target[rows, None]
+        target = inputs.target[rows, None]
         column = torch.arange(first_column, first_column + x.shape[1])
         d = torch.exp(x - top) / exp_sum - (column == target).float()
         dloss = torch.ones(()) if dloss is None else dloss
@@ -97,14 +97,14 @@ class TorchKernels(CrossEntropyKernels):
         z_loss: Tensor | None,
         accuracy: Tensor | None,
         totals: Tensor | None,
-        results: Rows | None,
-        labels: Labels,
+        results: CrossEntropyResults | None,
+        inputs: CrossEntropyInputs,
     ) -> None:
-        count = (labels.target >= 0).sum().clamp(min=1).float()
+        count = (inputs.target >= 0).sum().clamp(min=1).float()
         if totals is not None:
             totals.copy_(count.repeat(2))
         if loss is not None and results is not None:
-            loss.copy_(results.losses.sum() / (count if labels.options.reduction == "mean" else 1.0))
+            loss.copy_(results.losses.sum() / (count if inputs.options.reduction == "mean" else 1.0))
 
 
 def arguments(size: Size, dtype: torch.dtype, bias_dtype: torch.dtype) -> dict[str, Tensor]:

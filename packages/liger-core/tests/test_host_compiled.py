@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_core.autograd import differentiable
 from liger_core.budget import padded_columns, temporary_memory
 from liger_core.custom_op import opaque
-from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
+from liger_core.host.fused_linear_jsd import DivergenceInputs, DivergenceKernels, FusedLinearJSD
 from liger_core.host.linear import Linear
 from liger_core.host.rows import Logits
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
@@ -52,7 +52,13 @@ class ToyLinear(Linear):
 
 class ToyKernels(DivergenceKernels):
     def rows(
-        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
+        self,
+        losses: Tensor,
+        statistics: Tensor | None,
+        student: Logits,
+        teacher: Logits,
+        inputs: DivergenceInputs,
+        first: int,
     ) -> None:
         assert statistics is not None
         rows(losses, statistics, student.memory, teacher.memory, student.columns, first)
@@ -62,7 +68,7 @@ class ToyKernels(DivergenceKernels):
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Given,
+        inputs: DivergenceInputs,
         statistics: Tensor,
         incoming: Any,
         first: int,

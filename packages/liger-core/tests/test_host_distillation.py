@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, SavedOnce
-from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
+from liger_core.host.distillation import (
+    DistillationFactors,
+    DistillationInputs,
+    DistillationKernels,
+    DistillationResults,
+)
 from liger_core.host.fused_linear_distillation import FusedLinearDistillation
 from liger_core.host.fused_linear_kl_div import FusedLinearKLDiv
 from liger_core.host.linear import Linear, plan_of
@@ -39,25 +44,28 @@ class TorchLinear(Linear):
 class TorchKernels(DistillationKernels):
     """Of the forward divergence from a teacher's logits or from probabilities, without temperature and softcaps."""
 
-    def _both(self, student: Logits, teacher: Logits, given: Given, column: int) -> tuple[Tensor, Tensor]:
+    def _both(self, student: Logits, teacher: Logits, inputs: DistillationInputs, column: int) -> tuple[Tensor, Tensor]:
         z = student.tensor().float()
-        if given.student_bias is not None:
-            z = z + given.student_bias.float()[column : column + z.shape[1]]
-        return z, teacher.tensor().float() if given.options.divergence == "given" else teacher.tensor().float().softmax(
-            1
+        if inputs.student_bias is not None:
+            z = z + inputs.student_bias.float()[column : column + z.shape[1]]
+        return (
+            z,
+            teacher.tensor().float() if inputs.options.divergence == "given" else teacher.tensor().float().softmax(1),
         )
 
-    def _counts(self, given: Given, first: int, rows: int) -> Tensor:
-        labels = given.labels
+    def _counts(self, inputs: DistillationInputs, first: int, rows: int) -> Tensor:
+        labels = inputs.labels
         counts = torch.ones(rows, dtype=torch.bool)
-        return counts if labels is None else labels[first : first + rows] != given.options.ignore_index
+        return counts if labels is None else labels[first : first + rows] != inputs.options.ignore_index
 
-    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+    def rows(
+        self, results: DistillationResults, student: Logits, teacher: Logits, inputs: DistillationInputs, first: int
+    ) -> None:
         some = slice(first, first + student.memory.shape[0])
-        z, p = self._both(student, teacher, given, 0)
-        least = given.options.beta if given.options.divergence == "given" else 0.0
+        z, p = self._both(student, teacher, inputs, 0)
+        least = inputs.options.beta if inputs.options.divergence == "given" else 0.0
         losses = (p * (p.clamp(min=least).log() - z.log_softmax(1))).nan_to_num(0.0).sum(1)
-        results.soft[some] = losses.masked_fill(~self._counts(given, first, len(losses)), 0.0)
+        results.soft[some] = losses.masked_fill(~self._counts(inputs, first, len(losses)), 0.0)
         results.statistics[0, some], results.statistics[4, some] = z.logsumexp(1), p.sum(1)
 
     def gradient(
@@ -65,18 +73,18 @@ class TorchKernels(DistillationKernels):
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Given,
+        inputs: DistillationInputs,
         statistics: Tensor,
-        incoming: Incoming,
+        incoming: DistillationFactors,
         first: int,
         first_column: int,
     ) -> None:
         some = slice(first, first + dstudent.memory.shape[0])
-        z, p = self._both(dstudent if student is None else student, teacher, given, first_column)
+        z, p = self._both(dstudent if student is None else student, teacher, inputs, first_column)
         assert incoming.soft is not None
         by = incoming.soft.expand(statistics.shape[1])[some, None]
         dz = by * (torch.exp(z - statistics[0, some, None]) * statistics[4, some, None] - p)
-        dstudent.tensor().copy_(dz.masked_fill(~self._counts(given, first, len(dz))[:, None], 0.0))
+        dstudent.tensor().copy_(dz.masked_fill(~self._counts(inputs, first, len(dz))[:, None], 0.0))
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         return torch.tensor(float(len(x)) if labels is None else max((labels != ignore_index).sum().item(), 1.0))

@@ -24,7 +24,12 @@ from liger_core.autograd import differentiable
 from liger_core.budget import padded_columns, temporary_memory
 from liger_core.contract import Needs
 from liger_core.custom_op import opaque
-from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows
+from liger_core.host.distillation import (
+    DistillationFactors,
+    DistillationInputs,
+    DistillationKernels,
+    DistillationResults,
+)
 from liger_core.host.fused_linear_distillation import FusedLinearDistillation
 from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD
 from liger_core.host.fused_linear_kl_div import FusedLinearKLDiv
@@ -59,7 +64,9 @@ class NoLinear(Linear):
 
 
 class NoKernels(DistillationKernels):
-    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+    def rows(
+        self, results: DistillationResults, student: Logits, teacher: Logits, inputs: DistillationInputs, first: int
+    ) -> None:
         _touch(results.soft, student.memory, teacher.memory)
         if results.hard is not None:
             _touch(results.hard, student.memory, teacher.memory)
@@ -69,9 +76,9 @@ class NoKernels(DistillationKernels):
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Given,
+        inputs: DistillationInputs,
         statistics: Tensor,
-        incoming: Incoming,
+        incoming: DistillationFactors,
         first: int,
         first_column: int,
     ) -> None:
@@ -106,7 +113,7 @@ class NoStatistics(StatisticsKernels):
 
 class NoDivergence(DivergenceKernels):
     def rows(
-        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Any, first: int
+        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, inputs: Any, first: int
     ) -> None:
         _touch(losses, student.memory, teacher.memory)
 
@@ -115,7 +122,7 @@ class NoDivergence(DivergenceKernels):
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Any,
+        inputs: Any,
         statistics: Tensor,
         incoming: Any,
         first: int,
@@ -233,7 +240,9 @@ def test_rows_of_a_teacher_at_a_time(rows: int, budgeted: int | None, each: list
     made: list[int] = []
 
     class Recorded(NoKernels):
-        def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+        def rows(
+            self, results: DistillationResults, student: Logits, teacher: Logits, given: DistillationInputs, first: int
+        ) -> None:
             assert student.memory.shape == teacher.memory.shape
             made.append(teacher.memory.shape[0])
 

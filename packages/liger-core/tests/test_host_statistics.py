@@ -12,7 +12,7 @@ from liger_core.budget import padded_columns
 from liger_core.contract import Needs, SavedOnce
 from liger_core.host.fused_linear_logit_statistics import LEAST_TILE, FusedLinearStatistics, plan_of
 from liger_core.host.linear import Linear
-from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
+from liger_core.host.logit_statistics import StatisticsGrads, StatisticsInputs, StatisticsKernels, StatisticsResults
 from liger_core.host.rows import Logits
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics, least_statistics_memory
 
@@ -43,12 +43,12 @@ class TorchKernels(StatisticsKernels):
         self.alone: list[int] = []
         self.tiles: list[int] = []
 
-    def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
+    def rows(self, results: StatisticsResults, logits: Logits, inputs: StatisticsInputs, first_row: int) -> None:
         self.alone.append(logits.memory.untyped_storage().nbytes())
         some = slice(first_row, first_row + logits.memory.shape[0])
-        z = logits.tensor() if labels.bias is None else logits.tensor() + labels.bias.float()
-        target = labels.target[some]
-        counts = target != labels.options.ignore_index
+        z = logits.tensor() if inputs.bias is None else logits.tensor() + inputs.bias.float()
+        target = inputs.target[some]
+        counts = target != inputs.options.ignore_index
         results.lse[some] = z.logsumexp(1).masked_fill(~counts.any(1), 0.0)
         results.picked[some] = z.gather(1, target.clamp(min=0)).masked_fill(~counts, 0.0)
         log_p = z - z.logsumexp(1, keepdim=True)
@@ -65,16 +65,16 @@ class TorchKernels(StatisticsKernels):
         self,
         dlogits: Logits,
         logits: Logits | None,
-        labels: Labels,
+        inputs: StatisticsInputs,
         kept: Tensor,
-        incoming: Incoming,
+        incoming: StatisticsGrads,
         first_row: int,
         first_column: int,
     ) -> None:
         self.tiles.append(sum(both.memory.untyped_storage().nbytes() for both in (dlogits, logits) if both is not None))
         z = (logits or dlogits).tensor()
         some, columns = slice(first_row, first_row + z.shape[0]), slice(first_column, first_column + z.shape[1])
-        z = z if labels.bias is None else z + labels.bias.float()[columns]
+        z = z if inputs.bias is None else z + inputs.bias.float()[columns]
         log_p = z - kept[0, some, None] - kept[1, some, None].log()
         dz = torch.zeros_like(z)
         if incoming.lse is not None:
@@ -83,8 +83,8 @@ class TorchKernels(StatisticsKernels):
             dz -= incoming.entropy[some, None] * log_p.exp() * (log_p + kept[2, some, None])
         if incoming.picked is not None:
             column = torch.arange(columns.start, columns.stop)
-            for k in range(labels.target.shape[1]):
-                dz += incoming.picked[some, k, None] * (column == labels.target[some, k, None])
+            for k in range(inputs.target.shape[1]):
+                dz += incoming.picked[some, k, None] * (column == inputs.target[some, k, None])
         dlogits.tensor().copy_(torch.where(kept[1, some, None] == -1.0, 0.0, dz))
         dlogits.memory[:, dlogits.columns :] = torch.nan
 
@@ -107,6 +107,8 @@ OPTIONS: dict[str, Any] = {
     "first": 0,
     "softcap": None,
     "temperature": 1.0,
+    "return_log_sum_squares": False,
+    "return_best": False,
     "accum_dtype": torch.float32,
 }
 

@@ -24,7 +24,7 @@ from liger_conformance.running import (
 )
 from liger_conformance.traces import LAYOUTS, check_memory_of_gradients
 from liger_core.contract import ops
-from liger_core.host.cross_entropy import Rows, labels_of, options_of
+from liger_core.host.cross_entropy import CrossEntropyKernelOptions, CrossEntropyResults, inputs_of
 from liger_cutile import backend
 from liger_cutile.ops import _cross_entropy, _divergences, _heads, _launch, _sums, embedding, mhc_pre, rope
 
@@ -414,9 +414,12 @@ def test_sums_of_many_equal_values() -> None:
     assert abs(found.item() - exact) <= 2 * unit * exact
     loss, z_loss = torch.empty((), device=DEVICE), torch.empty((), device=DEVICE)
     weight = value.expand(2).contiguous()
-    given = labels_of(labels, weight, None, 2, options_of(-100, 0.0, 0.0, None, False, "mean"))
+    options = CrossEntropyKernelOptions(-100, None, None, None, "mean", True, False, False)
+    given = inputs_of(labels, weight, None, 2, options)
     totals = torch.empty(2, device=DEVICE)
-    _cross_entropy.KERNELS.sums(loss, z_loss, None, totals, Rows(values, values, None, None, None), given)
+    _cross_entropy.KERNELS.sums(
+        loss, z_loss, None, totals, CrossEntropyResults(values, values, None, None, None), given
+    )
     assert abs(z_loss.item() - value.item()) <= 2 * unit * value.item()
     assert abs(loss.item() - 1.7) <= 4 * unit
     assert abs(totals[1].item() - exact) <= 2 * unit * exact

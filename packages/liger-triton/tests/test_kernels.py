@@ -23,11 +23,10 @@ from liger_conformance.compare import compare
 from liger_conformance.running import baseline_and_truth, errors_nearby, evaluate
 from liger_conformance.traces import LAYOUTS, check_memory_of_gradients
 from liger_core.contract import Op, ops
-from liger_core.host.cross_entropy import Rows
-from liger_core.host.cross_entropy import labels_of as labels_of_classes
-from liger_core.host.cross_entropy import options_of as options_of_classes
+from liger_core.host.cross_entropy import CrossEntropyKernelOptions, CrossEntropyResults
+from liger_core.host.cross_entropy import inputs_of as inputs_of_classes
 from liger_core.host.fused_moe import route
-from liger_core.host.logit_statistics import labels_of, options_of
+from liger_core.host.logit_statistics import inputs_of, options_of
 from liger_triton.ops import (
     _cross_entropy,
     _divergences,
@@ -486,8 +485,17 @@ def test_statistics_of_logits_that_are_not_held_take_rows_that_tma_loads(
         softcap: float | None = None,
         class_weight: torch.Tensor | None = None,
     ) -> bool:
-        labels = labels_of(torch.zeros(600, targets).long(), class_weight, None, options_of(0, -100, softcap, 1.0))
-        return bool(_logit_statistics.KERNELS.rows_of_product(x, weight, labels, most))
+        returned = dict.fromkeys(("return_entropy", "return_log_sum_squares", "return_best"), False)
+        options = options_of(
+            first=0,
+            ignore_index=-100,
+            softcap=softcap,
+            temperature=1.0,
+            return_total=class_weight is not None,
+            **returned,
+        )
+        inputs = inputs_of(torch.zeros(600, targets).long(), class_weight, None, options)
+        return bool(_logit_statistics.KERNELS.rows_of_product(x, weight, inputs, most))
 
     assert taken(x, weight) == fits
     assert not taken(x.float(), weight.float())
@@ -546,9 +554,13 @@ def test_sums_of_many_equal_values() -> None:
     assert abs(found.item() - exact) <= 2 * unit * exact
     loss, z_loss = torch.empty((), device=DEVICE), torch.empty((), device=DEVICE)
     weight = value.expand(2).contiguous()
-    given = labels_of_classes(labels, weight, None, 2, options_of_classes(-100, 0.0, 0.0, None, False, "mean"))
+    given = inputs_of_classes(
+        labels, weight, None, 2, CrossEntropyKernelOptions(-100, None, None, None, "mean", True, False, False)
+    )
     totals = torch.empty(2, device=DEVICE)
-    _cross_entropy.KERNELS.sums(loss, z_loss, None, totals, Rows(values, values, None, None, None), given)
+    _cross_entropy.KERNELS.sums(
+        loss, z_loss, None, totals, CrossEntropyResults(values, values, None, None, None), given
+    )
     assert abs(z_loss.item() - value.item()) <= 2 * unit * value.item()
     assert abs(loss.item() - 1.7) <= 4 * unit
     assert abs(totals[1].item() - exact) <= 2 * unit * exact

@@ -233,11 +233,10 @@ def eager_node(wiring: Wiring) -> Any:
             if parts is not None:
                 result = parts.whole(result)
             if isinstance(result, tuple):
-                kept = None if has_gradient is None else has_gradient(options)
-                if kept is not None:
-                    ctx.mark_non_differentiable(
-                        *[r for r, keeps in zip(result, kept, strict=True) if not keeps and r is not None]
-                    )
+                differentiable = None if has_gradient is None else has_gradient(options)
+                if differentiable is not None:
+                    pairs = zip(result, differentiable, strict=True)
+                    ctx.mark_non_differentiable(*[r for r, yes in pairs if not yes and r is not None])
             return result
 
         @staticmethod

@@ -2,13 +2,14 @@
 that on.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -51,9 +52,12 @@ def recomputing() -> Any:
 
     Without one, torch before 2.13 marks what stands in the region, but not the kernels inside of an `autograd.Function` there.
     """
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+    from torch.utils import checkpoint
 
-    return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
+    def prefer_recompute(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    return cast("Any", checkpoint).create_selective_checkpoint_contexts(prefer_recompute)
 
 
 def lean_hooks_of(hooks: Hooks | None) -> LeanHooks | None:
@@ -141,7 +145,7 @@ class LeanHooks:
         """
         for storage in [key for key, known in self.results.items() if known.storage.expired()]:
             del self.results[storage]
-        results: tuple[Tensor, ...] = result if isinstance(result, tuple) else (result,)
+        results = _as_tuple(result)
         replacements = {name: function(results) for name, function in recompute.instead.items()}
         for name, tensor in tensors.items():
             if (
@@ -236,7 +240,7 @@ class RecordedCall:
                     result = self._run(**tensors)
             else:
                 result = self._run(**tensors)
-        results = result if isinstance(result, tuple) else (result,)
+        results = _as_tuple(result)
         return [_as_it_was(y, *layout) for y, layout in zip(results, self._layouts)]  # noqa: B905  the first alone, where the others are kept
 
 
@@ -253,6 +257,10 @@ class Placeholder:
         """The tensor, recomputed."""
         result = self._call.result(self._number, self)
         return result if (result.shape, result.stride(), 0) == self._view else result.as_strided(*self._view)
+
+
+def _as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return cast("tuple[Tensor, ...]", result if isinstance(result, tuple) else (result,))
 
 
 def _as_it_was(tensor: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_core as liger
 from liger_core import BackendInfo, backend, contract
 from liger_core.contract import Needs, Saved
-from liger_core.host.gated_mlp import Activation, GatedMLP
+from liger_core.host.gated_mlp import GatedActivation, GatedMLP
 from liger_core.host.linear import Linear
 
 
@@ -39,7 +39,7 @@ def silu_backward(
 @contextmanager
 def toy_language(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls of both ops run its kernels."""
-    activation = Activation(silu, silu_backward)
+    activation = GatedActivation(silu, silu_backward)
     host = GatedMLP(Linear(), activation, activation)
     kernels = {"swiglu": types.ModuleType("toy.ops.swiglu"), "gated_mlp": types.ModuleType("toy.ops.gated_mlp")}
     vars(kernels["swiglu"]).update(forward=silu, backward=silu_backward)

@@ -32,7 +32,7 @@ UNCOVERED = {
     "interpreted embedding._sort: rows > MOST_RANKED is true": (
         "65537 indices take an interpreter 15 s; compiled, and run on devices, as `huge`"
     ),
-    "interpreted fused_moe._MoEKernels.*_grouped(*) is true": _HOPPER,
+    "interpreted fused_moe.TritonMoE.*_grouped(*) is true": _HOPPER,
     "interpreted fused_moe._clear": _HOPPER,
     "interpreted fused_moe._grouped: * is false": _HOPPER,
     "interpreted fused_moe._in_rows": _HOPPER,
@@ -43,15 +43,15 @@ UNCOVERED = {
     "compiled* fused_moe._at_16_bytes: operand.data_ptr() % 16 == 0 is false": (
         "eager calls take no such operands: tests/test_kernels.py"
     ),
-    "interpreted mhc_pre._MHCPreKernels.forward: x.dtype is torch.bfloat16 and is_hopper(x.device) is true": _PARTS,
-    "interpreted mhc_pre._MHCPreKernels.forward: parts is *": _PARTS,
+    "interpreted mhc_pre.TritonMHCPre.forward: x.dtype is torch.bfloat16 and is_hopper(x.device) is true": _PARTS,
+    "interpreted mhc_pre.TritonMHCPre.forward: parts is *": _PARTS,
     "interpreted mhc_pre._split_weight": _PARTS,
-    "interpreted mhc_pre._MHCPreKernels.gradients: is_hopper(x.device) is true": "an interpreter's device is the CPU",
-    "compiled-sm_90 mhc_pre._MHCPreKernels.gradients: is_hopper(x.device) is false": "each device is Hopper",
-    "interpreted _logit_statistics._Kernels.product*": _NOT_HELD,
-    "interpreted _logit_statistics._Kernels.normalise": _NOT_HELD,
-    "interpreted _logit_statistics._Kernels.rows_of_product: *": _NOT_HELD,
-    "interpreted _logit_statistics._Kernels.rows_of_terms": _NOT_HELD,
+    "interpreted mhc_pre.TritonMHCPre.gradients: is_hopper(x.device) is true": "an interpreter's device is the CPU",
+    "compiled-sm_90 mhc_pre.TritonMHCPre.gradients: is_hopper(x.device) is false": "each device is Hopper",
+    "interpreted _logit_statistics.TritonStatistics.product*": _NOT_HELD,
+    "interpreted _logit_statistics.TritonStatistics.normalise": _NOT_HELD,
+    "interpreted _logit_statistics.TritonStatistics.rows_of_product: *": _NOT_HELD,
+    "interpreted _logit_statistics.TritonStatistics.rows_of_terms": _NOT_HELD,
     "interpreted _logit_statistics._bases": _NOT_HELD,
     "compiled* _logit_statistics._bases: x.dtype is torch.float16 is true": "cases are in bfloat16: tests/test_kernels.py",
     "interpreted _logit_statistics._columns_of": _NOT_HELD,
@@ -64,7 +64,7 @@ UNCOVERED = {
     "interpreted _logit_statistics._loads": _NOT_HELD,
     "interpreted _logit_statistics._normalise": _NOT_HELD,
     "interpreted _logit_statistics._tiles": _NOT_HELD,
-    "* fused_moe._MoEKernels.route: blocks > MOST_BLOCKS or experts > MOST_EXPERTS is true": (
+    "* fused_moe.TritonMoE.route: blocks > MOST_BLOCKS or experts > MOST_EXPERTS is true": (
         "more than 512 experts, or 262144 slots: tests/test_kernels.py"
     ),
 }

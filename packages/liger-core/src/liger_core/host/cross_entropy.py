@@ -11,22 +11,25 @@ from liger_core.contract import Needs, Saved
 from liger_core.host.rows import Logits
 
 
-class Options(NamedTuple):
-    """The options of a row's loss. An option that is off is None: a kernel is then compiled without it."""
+class CrossEntropyKernelOptions(NamedTuple):
+    """A call's options. Those of a row's loss that are off are None: a kernel is then compiled without them."""
 
     ignore_index: int
     label_smoothing: float | None
     lse_square_scale: float | None
     softcap: float | None
-    token_scaling: bool
     reduction: str
+    return_z_loss: bool
+    return_token_accuracy: bool
+    return_predicted_tokens: bool
+    token_scaling: bool = False
 
     def adds_z_loss(self) -> bool:
         """Whether a row's loss includes its z-loss. Otherwise the two are summed apart first."""
         return self.reduction == "none" and self.lse_square_scale is not None
 
 
-class Labels(NamedTuple):
+class CrossEntropyInputs(NamedTuple):
     """The inputs of the rows' losses, except their logits.
 
     Attributes:
@@ -43,10 +46,10 @@ class Labels(NamedTuple):
     weight_sum: Tensor | None
     bias: Tensor | None
     vocabulary: int
-    options: Options
+    options: CrossEntropyKernelOptions
 
 
-class Rows(NamedTuple):
+class CrossEntropyResults(NamedTuple):
     """The results per row that `CrossEntropyKernels.rows` writes; None for those that aren't wanted.
 
     Attributes:
@@ -67,7 +70,7 @@ class Rows(NamedTuple):
 class CrossEntropyKernels:
     """A language's kernels of cross-entropy."""
 
-    def statistics(self, options: Options) -> int:
+    def statistics(self, options: CrossEntropyKernelOptions) -> int:
         """How many numbers per row `gradient` needs.
 
         Two are a row's maximum and the sum of its exponentials relative to that. With token scaling, the third is its label's
@@ -75,7 +78,7 @@ class CrossEntropyKernels:
         """
         return 3 if options.token_scaling else 2
 
-    def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
+    def rows(self, results: CrossEntropyResults, logits: Logits, inputs: CrossEntropyInputs, first: int) -> None:
         """Write the results of the rows from `first` on, as many as `logits` has. They may have any strides."""
         raise NotImplementedError
 
@@ -83,7 +86,7 @@ class CrossEntropyKernels:
         self,
         dlogits: Logits,
         logits: Logits | None,
-        labels: Labels,
+        inputs: CrossEntropyInputs,
         statistics: Tensor,
         incoming: Any,
         first: int,
@@ -119,8 +122,8 @@ class CrossEntropyKernels:
         z_loss: Tensor | None,
         accuracy: Tensor | None,
         totals: Tensor | None,
-        results: Rows | None,
-        labels: Labels,
+        results: CrossEntropyResults | None,
+        inputs: CrossEntropyInputs,
     ) -> None:
         """Write the sums, or means, of rows' results, and `totals`; those that are None are not wanted.
 
@@ -128,53 +131,53 @@ class CrossEntropyKernels:
         """
         raise NotImplementedError
 
-    def totals(self, labels: Labels) -> Tensor:
+    def totals(self, inputs: CrossEntropyInputs) -> Tensor:
         """The divisors of ``"mean"``: the number of rows that count, and the sum of their labels' weights; float32 ``[2]``."""
-        totals = torch.empty(2, dtype=torch.float32, device=labels.target.device)
-        self.sums(None, None, None, totals, None, labels)
+        totals = torch.empty(2, dtype=torch.float32, device=inputs.target.device)
+        self.sums(None, None, None, totals, None, inputs)
         return totals
 
     def reduce(
-        self, results: Rows, labels: Labels, totals: Tensor | None, return_z_loss: bool, differentiable: bool
+        self,
+        results: CrossEntropyResults,
+        inputs: CrossEntropyInputs,
+        totals: Tensor | None,
+        return_z_loss: bool,
+        differentiable: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """The loss, z-loss and accuracy of all rows; and `totals`, if backward needs them."""
 
         def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=labels.target.device)
+            return torch.empty(shape, dtype=torch.float32, device=inputs.target.device)
 
-        if totals is None and differentiable and labels.options.reduction == "mean":
+        if totals is None and differentiable and inputs.options.reduction == "mean":
             totals = empty(2)
         loss = empty()
         z_loss = empty() if return_z_loss else None
         accuracy = None if results.hits is None else empty()
-        self.sums(loss, z_loss, accuracy, totals, results, labels)
+        self.sums(loss, z_loss, accuracy, totals, results, inputs)
         return loss, z_loss, accuracy, totals
 
 
 def options_of(
-    ignore_index: int,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-    token_scaling: bool,
-    reduction: str,
-) -> Options:
-    """The options, normalised."""
-    return Options(
-        ignore_index,
-        float(label_smoothing) or None,
-        float(lse_square_scale) or None,
-        None if softcap is None else float(softcap),
-        token_scaling,
-        reduction,
+    *, label_smoothing: float, lse_square_scale: float, softcap: float | None, **others: Any
+) -> CrossEntropyKernelOptions:
+    """A call's options, from those of the contract."""
+    return CrossEntropyKernelOptions(
+        label_smoothing=float(label_smoothing) or None,
+        lse_square_scale=float(lse_square_scale) or None,
+        softcap=None if softcap is None else float(softcap),
+        **others,
     )
 
 
-def labels_of(target: Tensor, weight: Tensor | None, bias: Tensor | None, vocabulary: int, options: Options) -> Labels:
+def inputs_of(
+    target: Tensor, weight: Tensor | None, bias: Tensor | None, vocabulary: int, options: CrossEntropyKernelOptions
+) -> CrossEntropyInputs:
     """The labels, from tensors with any strides."""
     weight = None if weight is None else weight.contiguous()
     smooth = weight is not None and options.label_smoothing is not None
-    return Labels(
+    return CrossEntropyInputs(
         target.contiguous(),
         weight,
         weight.sum(dtype=torch.float32) if smooth and weight is not None else None,
@@ -184,48 +187,37 @@ def labels_of(target: Tensor, weight: Tensor | None, bias: Tensor | None, vocabu
     )
 
 
-def new_rows(
-    kernels: CrossEntropyKernels,
-    labels: Labels,
-    *,
-    return_z_loss: bool,
-    return_token_accuracy: bool,
-    return_predicted_tokens: bool,
-    differentiable: bool,
-) -> Rows:
+def new_results(kernels: CrossEntropyKernels, inputs: CrossEntropyInputs, differentiable: bool) -> CrossEntropyResults:
     """Memory for the results of all rows."""
-    target, options = labels.target, labels.options
+    target, options = inputs.target, inputs.options
     n = target.shape[0]
-    z_loss = return_z_loss or (options.lse_square_scale is not None and options.reduction != "none")
+    z_loss = options.return_z_loss or (options.lse_square_scale is not None and options.reduction != "none")
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=target.device)
 
-    return Rows(
+    return CrossEntropyResults(
         empty(n),
         empty(n) if z_loss else None,
-        empty(n) if return_token_accuracy else None,
-        torch.empty_like(target) if return_predicted_tokens else None,
+        empty(n) if options.return_token_accuracy else None,
+        torch.empty_like(target) if options.return_predicted_tokens else None,
         empty(kernels.statistics(options), n) if differentiable else None,
     )
 
 
 def result_of(
     kernels: CrossEntropyKernels,
-    results: Rows,
-    labels: Labels,
+    results: CrossEntropyResults,
+    inputs: CrossEntropyInputs,
     totals: Tensor | None,
-    *,
-    return_z_loss: bool,
-    return_token_accuracy: bool,
-    return_predicted_tokens: bool,
     differentiable: bool,
 ) -> tuple[Tensor | tuple[Tensor | None, ...], Tensor | None]:
     """The op's result, from the rows' results; and the totals, which are given, or made if backward needs them."""
+    options = inputs.options
     loss, z_loss, accuracy = results.losses, results.z_losses, results.hits
-    if labels.options.reduction != "none":
-        loss, z_loss, accuracy, totals = kernels.reduce(results, labels, totals, return_z_loss, differentiable)
-    if return_z_loss or return_token_accuracy or return_predicted_tokens:
+    if options.reduction != "none":
+        loss, z_loss, accuracy, totals = kernels.reduce(results, inputs, totals, options.return_z_loss, differentiable)
+    if options.return_z_loss or options.return_token_accuracy or options.return_predicted_tokens:
         return (loss, z_loss, accuracy, results.predicted), totals
     return loss, totals
 
@@ -237,56 +229,23 @@ class CrossEntropy:
         self.kernels = kernels
 
     def forward(
-        self,
-        needs: Needs,
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        *,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        lse_square_scale: float = 0.0,
-        softcap: float | None = None,
-        reduction: str = "mean",
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
+        self, needs: Needs, logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any
     ) -> tuple[Tensor | tuple[Tensor | None, ...], Saved]:
-        """The contract's forward, for a kernel file."""
+        """The contract's forward."""
         (differentiable,) = needs
-        options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, False, reduction)
-        labels = labels_of(target, weight, None, logits.shape[1], options)
-        wanted = {
-            "return_z_loss": return_z_loss,
-            "return_token_accuracy": return_token_accuracy,
-            "return_predicted_tokens": return_predicted_tokens,
-            "differentiable": differentiable,
-        }
-        rows = new_rows(self.kernels, labels, **wanted)
-        self.kernels.rows(rows, Logits.of(logits), labels, 0)
-        result, totals = result_of(self.kernels, rows, labels, None, **wanted)
+        inputs = inputs_of(target, weight, None, logits.shape[1], options_of(**options))
+        results = new_results(self.kernels, inputs, differentiable)
+        self.kernels.rows(results, Logits.of(logits), inputs, 0)
+        result, totals = result_of(self.kernels, results, inputs, None, differentiable)
         if not differentiable:
             return result, ()
-        return result, (logits, labels.target, labels.weight, labels.weight_sum, rows.statistics, totals)
+        return result, (logits, inputs.target, inputs.weight, inputs.weight_sum, results.statistics, totals)
 
-    def backward(
-        self,
-        needs: Needs,
-        saved: Saved,
-        dloss: Tensor,
-        *,
-        ignore_index: int,
-        label_smoothing: float,
-        lse_square_scale: float,
-        softcap: float | None,
-        reduction: str,
-        **returned: bool,
-    ) -> tuple[Tensor | None, ...]:
-        """The contract's backward, for a kernel file."""
+    def backward(self, needs: Needs, saved: Saved, dloss: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
+        """The contract's backward."""
         logits, target, weight, weight_sum, statistics, totals = saved
-        options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, False, reduction)
-        labels = Labels(target, weight, weight_sum, None, logits.shape[1], options)
+        inputs = CrossEntropyInputs(target, weight, weight_sum, None, logits.shape[1], options_of(**options))
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         incoming = self.kernels.incoming(dloss, totals, target)
-        self.kernels.gradient(Logits.of(dlogits), Logits.of(logits), labels, statistics, incoming, 0, 0)
+        self.kernels.gradient(Logits.of(dlogits), Logits.of(logits), inputs, statistics, incoming, 0, 0)
         return (dlogits,)

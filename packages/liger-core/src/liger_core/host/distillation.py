@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from liger_core.host.rows import Logits
 from liger_core.ops.distillation import DistillationOutput
 
 
-class Options(NamedTuple):
+class DistillationKernelOptions(NamedTuple):
     """The options of a row's losses.
 
     Attributes:
@@ -35,7 +35,7 @@ class Options(NamedTuple):
     hard: bool
 
 
-class Given(NamedTuple):
+class DistillationInputs(NamedTuple):
     """The inputs of the rows' losses, except their logits.
 
     Attributes:
@@ -47,10 +47,10 @@ class Given(NamedTuple):
     labels: Tensor | None
     student_bias: Tensor | None
     teacher_bias: Tensor | None
-    options: Options
+    options: DistillationKernelOptions
 
 
-class Rows(NamedTuple):
+class DistillationResults(NamedTuple):
     """The float32 results per row that `DistillationKernels.rows` writes.
 
     Attributes:
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
     statistics: Tensor
 
 
-class Incoming(NamedTuple):
+class DistillationFactors(NamedTuple):
     """The factors of each row's gradients: float32 ``[N]``, or ``[1]`` for all rows; None for a loss without a gradient."""
 
     soft: Tensor | None
@@ -72,14 +72,16 @@ class Incoming(NamedTuple):
 
 
 def step_of(incoming: Tensor | None) -> int:
-    """The distance in `Incoming` between the factors of two adjacent rows."""
+    """The distance in `DistillationFactors` between the factors of two adjacent rows."""
     return 0 if incoming is None or incoming.shape[0] == 1 else 1
 
 
 class DistillationKernels:
     """A language's kernels of distillations."""
 
-    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+    def rows(
+        self, results: DistillationResults, student: Logits, teacher: Logits, inputs: DistillationInputs, first: int
+    ) -> None:
         """Write the results of the rows from `first` on, as many as there are logits. The logits may have any strides."""
         raise NotImplementedError
 
@@ -88,9 +90,9 @@ class DistillationKernels:
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Given,
+        inputs: DistillationInputs,
         statistics: Tensor,
-        incoming: Incoming,
+        incoming: DistillationFactors,
         first: int,
         first_column: int,
     ) -> None:
@@ -118,6 +120,7 @@ class DistillationKernels:
 
 
 def options_of(
+    *,
     divergence: str,
     beta: float,
     temperature: float,
@@ -125,35 +128,37 @@ def options_of(
     teacher_softcap: float | None,
     ignore_index: int,
     hard_weight: float,
-) -> Options:
+) -> DistillationKernelOptions:
     """The options, normalised."""
     if divergence == "jsd":
         divergence = "forward" if beta == 0 else "reverse" if beta == 1 else "mixture"
     student = None if student_softcap is None else float(student_softcap)
     teacher = None if teacher_softcap is None else float(teacher_softcap)
-    return Options(divergence, float(beta), float(temperature), student, teacher, ignore_index, hard_weight != 0)
+    return DistillationKernelOptions(
+        divergence, float(beta), float(temperature), student, teacher, ignore_index, hard_weight != 0
+    )
 
 
-def given_of(
-    labels: Tensor | None, student_bias: Tensor | None, teacher_bias: Tensor | None, options: Options
-) -> Given:
+def inputs_of(
+    labels: Tensor | None, student_bias: Tensor | None, teacher_bias: Tensor | None, options: DistillationKernelOptions
+) -> DistillationInputs:
     """The inputs of the losses, from tensors with any strides."""
     labels, student_bias, teacher_bias = (
         None if tensor is None else tensor.contiguous() for tensor in (labels, student_bias, teacher_bias)
     )
-    return Given(labels, student_bias, teacher_bias, options)
+    return DistillationInputs(labels, student_bias, teacher_bias, options)
 
 
-def new_rows(like: Tensor, hard: bool) -> Rows:
+def new_results(like: Tensor, hard: bool) -> DistillationResults:
     """Memory for the results of all rows of a tensor."""
     soft = torch.empty(like.shape[0], dtype=torch.float32, device=like.device)
-    return Rows(soft, torch.empty_like(soft) if hard else None, soft.new_empty((6, like.shape[0])))
+    return DistillationResults(soft, torch.empty_like(soft) if hard else None, soft.new_empty((6, like.shape[0])))
 
 
 def divisor_of(
     kernels: DistillationKernels,
     like: Tensor,
-    given: Given,
+    inputs: DistillationInputs,
     reduction: str,
     num_items_in_batch: float | Tensor | None,
 ) -> Tensor | None:
@@ -161,7 +166,7 @@ def divisor_of(
     if reduction != "mean":
         return None
     if num_items_in_batch is None:
-        return kernels.count(like, given.labels, given.options.ignore_index)
+        return kernels.count(like, inputs.labels, inputs.options.ignore_index)
     if isinstance(num_items_in_batch, Tensor):
         return num_items_in_batch.detach().to(like.device, torch.float32).clamp(min=1).view(1)
     return torch.full((1,), max(float(num_items_in_batch), 1.0), dtype=torch.float32, device=like.device)
@@ -169,7 +174,7 @@ def divisor_of(
 
 def result_of(
     kernels: DistillationKernels,
-    rows: Rows,
+    rows: DistillationResults,
     divisor: Tensor | None,
     reduction: str,
     soft_weight: float,
@@ -186,28 +191,28 @@ def result_of(
     return DistillationOutput(loss, soft, hard)
 
 
-def incoming_of(
+def factors_of(
     dloss: Tensor | None,
     dsoft: Tensor | None,
     dhard: Tensor | None,
     divisor: Tensor | None,
     soft_weight: float,
     hard_weight: float,
-) -> Incoming:
+) -> DistillationFactors:
     """The gradients of rows' losses, from those of the results."""
 
-    def sum_of(own: Tensor | None, weight: float) -> Tensor | None:
-        found = own
+    def sum_of(dpart: Tensor | None, weight: float) -> Tensor | None:
+        total = dpart
         if dloss is not None and weight != 0:
-            found = dloss * weight if own is None else torch.add(own, dloss, alpha=weight)
-        if found is None:
+            total = dloss * weight if dpart is None else torch.add(dpart, dloss, alpha=weight)
+        if total is None:
             return None
-        return (found.contiguous() if divisor is None else found / divisor.view(())).view(-1)
+        return (total.contiguous() if divisor is None else total / divisor.view(())).view(-1)
 
     soft, hard = sum_of(dsoft, soft_weight), sum_of(dhard, hard_weight)
     if soft is None and hard is None:
         soft = torch.zeros(1, dtype=torch.float32, device=None if dloss is None else dloss.device)
-    return Incoming(soft, hard)
+    return DistillationFactors(soft, hard)
 
 
 class Distillation:
@@ -223,25 +228,19 @@ class Distillation:
         teacher_logits: Tensor,
         labels: Tensor | None = None,
         *,
-        divergence: str = "jsd",
-        beta: float = 0.5,
-        temperature: float = 1.0,
         soft_weight: float = 1.0,
         hard_weight: float = 0.0,
-        student_softcap: float | None = None,
-        teacher_softcap: float | None = None,
-        ignore_index: int = -100,
         reduction: str = "mean",
         num_items_in_batch: int | float | Tensor | None = None,
+        **options: Any,
     ) -> tuple[DistillationOutput, Saved]:
-        """The contract's forward, for a kernel file."""
-        options = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
-        given = given_of(labels, None, None, options)
-        rows = new_rows(student_logits, options.hard)
-        divisor = divisor_of(self.kernels, student_logits, given, reduction, num_items_in_batch)
-        self.kernels.rows(rows, Logits.of(student_logits), Logits.of(teacher_logits), given, 0)
-        result = result_of(self.kernels, rows, divisor, reduction, soft_weight, hard_weight)
-        saved = (student_logits, teacher_logits, given.labels, rows.statistics, divisor) if needs[0] else ()
+        """The contract's forward."""
+        inputs = inputs_of(labels, None, None, options_of(hard_weight=hard_weight, **options))
+        results = new_results(student_logits, inputs.options.hard)
+        divisor = divisor_of(self.kernels, student_logits, inputs, reduction, num_items_in_batch)
+        self.kernels.rows(results, Logits.of(student_logits), Logits.of(teacher_logits), inputs, 0)
+        result = result_of(self.kernels, results, divisor, reduction, soft_weight, hard_weight)
+        saved = (student_logits, teacher_logits, inputs.labels, results.statistics, divisor) if needs[0] else ()
         return result, saved
 
     def backward(
@@ -252,21 +251,17 @@ class Distillation:
         dsoft: Tensor | None = None,
         dhard: Tensor | None = None,
         *,
-        divergence: str,
-        beta: float,
-        temperature: float,
         soft_weight: float,
         hard_weight: float,
-        student_softcap: float | None,
-        teacher_softcap: float | None,
-        ignore_index: int,
-        **options: object,
+        reduction: str,
+        num_items_in_batch: object = None,
+        **options: Any,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's backward, for a kernel file."""
+        """The contract's backward."""
         student, teacher, labels, statistics, divisor = saved
-        found = options_of(divergence, beta, temperature, student_softcap, teacher_softcap, ignore_index, hard_weight)
-        incoming = incoming_of(dloss, dsoft, dhard, divisor, soft_weight, hard_weight)
+        inputs = DistillationInputs(labels, None, None, options_of(hard_weight=hard_weight, **options))
+        factors = factors_of(dloss, dsoft, dhard, divisor, soft_weight, hard_weight)
         dstudent = torch.empty_like(student, memory_format=torch.contiguous_format)
-        all_of_them = Logits.of(dstudent), Logits.of(student), Logits.of(teacher)
-        self.kernels.gradient(*all_of_them, Given(labels, None, None, found), statistics, incoming, 0, 0)
+        logits = Logits.of(dstudent), Logits.of(student), Logits.of(teacher)
+        self.kernels.gradient(*logits, inputs, statistics, factors, 0, 0)
         return (dstudent,)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
-from liger_core.custom_op import opaque
-from liger_core.host.linear import Layer, Linear, Made, Teacher, TeacherLoss, plan_of
+from liger_core.host.linear import LinearLoss, LinearLossPass, TeacherLayer, layer_of
 from liger_core.host.rows import Logits
 
 
-class Given(NamedTuple):
+class DivergenceInputs(NamedTuple):
     """The inputs of the rows' divergences, except their logits.
 
     Attributes:
@@ -29,7 +28,7 @@ class Given(NamedTuple):
     beta: float
 
 
-class Rows(NamedTuple):
+class DivergenceResults(NamedTuple):
     """The results per row that `DivergenceKernels.rows` writes.
 
     Attributes:
@@ -45,7 +44,13 @@ class DivergenceKernels:
     """A language's kernels of the divergence of logits."""
 
     def rows(
-        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
+        self,
+        losses: Tensor,
+        statistics: Tensor | None,
+        student: Logits,
+        teacher: Logits,
+        inputs: DivergenceInputs,
+        first: int,
     ) -> None:
         """Write the losses of the rows from `first` on, as many as there are logits, and what their gradient needs.
 
@@ -63,7 +68,7 @@ class DivergenceKernels:
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Given,
+        inputs: DivergenceInputs,
         statistics: Tensor,
         incoming: Any,
         first: int,
@@ -87,87 +92,35 @@ class DivergenceKernels:
         raise NotImplementedError
 
 
-class _Loss(TeacherLoss):
-    """A call. Only forward writes `results`."""
-
-    def __init__(
-        self,
-        host: FusedLinearJSD,
-        layer: Layer,
-        teacher: Teacher,
-        given: Given,
-        results: Rows | None,
-        statistics: Tensor | None,
-    ) -> None:
-        super().__init__(host.linear, layer, teacher)
-        self.host, self.kernels, self.given = host, host.kernels, given
-        self.results, self.statistics = results, statistics
-
-    def as_one(self, made: Made, results: bool, dloss: Tensor | None, by_columns: bool) -> None:
-        written, statistics = (self.results, None) if results else (None, self.statistics)
-        assert self.divisor is not None
-        self.host.go(made, written, self.layer, self.teacher, self.given, statistics, self.divisor, dloss)
-
-    def write(self, first: int, *logits: Logits) -> None:
-        student, teacher = logits
-        assert self.results is not None
-        self.kernels.rows(*self.results, student, teacher, self.given, first)
-
-    def incoming(self, dloss: Tensor | None) -> Any:
-        assert self.divisor is not None
-        return self.kernels.incoming(dloss, self.divisor)
-
-    def gradient(
-        self, dlogits: Logits, kept: tuple[Logits | None, ...], incoming: Any, first: int = 0, first_column: int = 0
-    ) -> None:
-        student, teacher = kept
-        assert teacher is not None
-        assert self.statistics is not None
-        self.kernels.gradient(dlogits, student, teacher, self.given, self.statistics, incoming, first)
-
-
-class FusedLinearJSD:
+class FusedLinearJSD(LinearLoss):
     """`fused_linear_jsd` by a language's kernels: logits are made in chunks, which share one memory."""
 
-    def __init__(self, kernels: DivergenceKernels, linear: Linear) -> None:
-        self.kernels, self.linear = kernels, linear
-        self.go = opaque(writes=("made", "results"), within=type(kernels).__module__)(self._go)
+    kernels: DivergenceKernels
+    inputs, results = DivergenceInputs, DivergenceResults
 
-    def _go(
+    def write(self, inputs: DivergenceInputs, results: DivergenceResults, first: int, *logits: Logits) -> None:
+        student, teacher = logits
+        self.kernels.rows(*results, student, teacher, inputs, first)
+
+    def incoming(
+        self, inputs: DivergenceInputs, dloss: Tensor | None, divisor: Tensor | None, device: torch.device
+    ) -> Any:
+        assert divisor is not None
+        return self.kernels.incoming(dloss, divisor)
+
+    def gradient(
         self,
-        made: Made,
-        results: Rows | None,
-        layer: Layer,
-        teacher: Teacher,
-        given: Given,
-        statistics: Tensor | None,
-        divisor: Tensor,
-        dloss: Tensor | None,
+        inputs: DivergenceInputs,
+        dlogits: Logits,
+        logits: tuple[Logits | None, ...],
+        statistics: Tensor,
+        incoming: Any,
+        first: int,
+        first_column: int,
     ) -> None:
-        """`LinearLoss.go`. `statistics` are those that forward wrote; in forward they are among the results."""
-        loss = _Loss(self, layer, teacher, given, results, statistics if results is None else results.statistics)
-        loss.divisor = divisor
-        loss.go(made, results is not None, dloss, False)
-
-    def _loss(
-        self,
-        needs: Needs,
-        x: Tensor,
-        weight: Tensor,
-        teacher_x: Tensor,
-        teacher_weight: Tensor,
-        *,
-        accum_dtype: torch.dtype,
-        memory_budget: int | None,
-        given: Given,
-        results: Rows | None,
-        statistics: Tensor | None,
-    ) -> _Loss:
-        needs = (*needs, False)
-        how: dict[str, Any] = {"accum_dtype": accum_dtype, "memory_budget": memory_budget, "teacher_x": teacher_x}
-        layer = Layer(x, weight, None, needs, accum_dtype, plan_of(needs, x, weight, **how))
-        teacher = Teacher(teacher_x, teacher_weight, memory_budget is not None)
-        return _Loss(self, layer, teacher, given, results, statistics)
+        student, teacher = logits
+        assert teacher is not None
+        self.kernels.gradient(dlogits, student, teacher, inputs, statistics, incoming, first)
 
     def forward(
         self,
@@ -186,23 +139,20 @@ class FusedLinearJSD:
     ) -> tuple[Tensor, Saved]:
         """The contract's forward, for a kernel file."""
         n, differentiable = student_x.shape[0], any(needs)
-        given = Given(None if labels is None else labels.contiguous(), ignore_index, temperature, beta)
+        labels = None if labels is None else labels.contiguous()
+        inputs = DivergenceInputs(labels, ignore_index, temperature, beta)
         losses = torch.empty(n, dtype=torch.float32, device=student_x.device)
         statistics = losses.new_empty((5, n)) if differentiable else None
-        loss = self._loss(
-            *(needs, student_x, student_weight, teacher_x, teacher_weight),
-            accum_dtype=accum_dtype,
-            memory_budget=memory_budget,
-            given=given,
-            results=Rows(losses, statistics),
-            statistics=statistics,
-        )
-        loss.divisor = count = self.kernels.count(student_x, given.labels, ignore_index)
-        kept = loss.forward()
+        count = self.kernels.count(student_x, labels, ignore_index)
+        own = (*needs, False), student_x, student_weight, None
+        layer = layer_of(*own, accum_dtype, memory_budget, teacher_x=teacher_x)
+        teacher = TeacherLayer(teacher_x, teacher_weight, memory_budget is not None)
+        results = DivergenceResults(losses, statistics)
+        kept = LinearLossPass(self, layer, inputs, results, divisor=count, teacher=teacher).forward()
         mean = self.kernels.mean(losses, count)
         if not differentiable:
             return mean, ()
-        return mean, (student_x, student_weight, teacher_x, teacher_weight, given.labels, statistics, count, *kept)
+        return mean, (student_x, student_weight, teacher_x, teacher_weight, labels, statistics, count, *kept)
 
     def backward(
         self,
@@ -218,15 +168,10 @@ class FusedLinearJSD:
     ) -> tuple[Tensor | None, ...]:
         """The contract's backward, for a kernel file."""
         student_x, student_weight, teacher_x, teacher_weight, labels, statistics, count, *kept = saved
-        given = Given(labels, ignore_index, temperature, beta)
-        loss = self._loss(
-            *(needs, student_x, student_weight, teacher_x, teacher_weight),
-            accum_dtype=accum_dtype,
-            memory_budget=memory_budget,
-            given=given,
-            results=None,
-            statistics=statistics,
-        )
-        loss.divisor = count
-        dx, dweight, _ = loss.backward(tuple(kept), dloss)
+        own = (*needs, False), student_x, student_weight, None
+        layer = layer_of(*own, accum_dtype, memory_budget, teacher_x=teacher_x)
+        teacher = TeacherLayer(teacher_x, teacher_weight, memory_budget is not None)
+        inputs = DivergenceInputs(labels, ignore_index, temperature, beta)
+        call = LinearLossPass(self, layer, inputs, statistics=statistics, divisor=count, teacher=teacher)
+        dx, dweight, _ = call.backward(tuple(kept), dloss)
         return dx, dweight

@@ -2,98 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_core.contract import Needs, Saved
-from liger_core.custom_op import opaque
 from liger_core.host.distillation import (
+    DistillationFactors,
+    DistillationInputs,
+    DistillationKernelOptions,
     DistillationKernels,
-    Given,
-    Incoming,
-    Options,
-    Rows,
+    DistillationResults,
     divisor_of,
-    given_of,
-    incoming_of,
-    new_rows,
+    factors_of,
+    inputs_of,
+    new_results,
 )
-from liger_core.host.linear import Layer, Linear, LinearLoss, Made, plan_of
+from liger_core.host.linear import LinearLoss, LinearLossPass, layer_of
 from liger_core.host.rows import Logits
 
 
-class _Loss(LinearLoss):
-    """A call, in which rows of the target replace a teacher's logits.
+class KLDivInputs(NamedTuple):
+    """What a call's chunks take beside logits.
 
-    Only forward writes `results`. `factors` are those of rows' gradients in backward.
+    Attributes:
+        rows: what the kernels take.
+        target: ``[N, V]``, whose rows replace a teacher's logits.
+        factors: those of the rows' gradients in backward.
     """
 
-    factors = Incoming(None, None)
-
-    def __init__(
-        self,
-        host: FusedLinearKLDiv,
-        layer: Layer,
-        given: Given,
-        target: Tensor,
-        results: Rows | None,
-        statistics: Tensor,
-    ) -> None:
-        super().__init__(host.linear, layer)
-        self.host, self.kernels, self.given, self.target = host, host.kernels, given, target
-        self.results, self.statistics = results, statistics
-
-    def as_one(self, made: Made, results: bool, dloss: Tensor | None, by_columns: bool) -> None:
-        written, statistics = (self.results, None) if results else (None, self.statistics)
-        call = self.layer, self.given, self.target
-        self.host.go(made, written, *call, statistics, self.factors, dloss, by_columns)
-
-    def write(self, first: int, *logits: Logits) -> None:
-        assert self.results is not None
-        target = self.target[first : first + logits[0].memory.shape[0]]
-        self.kernels.rows(self.results, logits[0], Logits.of(target), self.given, first)
-
-    def incoming(self, dloss: Tensor | None) -> Incoming:
-        if dloss is not None:
-            return self.factors
-        return Incoming(torch.ones(1, dtype=torch.float32, device=self.x.device), None)
-
-    def gradient(
-        self, dlogits: Logits, kept: tuple[Logits | None, ...], incoming: Any, first: int = 0, first_column: int = 0
-    ) -> None:
-        rows, columns = dlogits.memory.shape[0], dlogits.columns
-        target = Logits.of(self.target[first : first + rows, first_column : first_column + columns])
-        self.kernels.gradient(dlogits, kept[0], target, self.given, self.statistics, incoming, first, first_column)
+    rows: DistillationInputs
+    target: Tensor
+    factors: DistillationFactors = DistillationFactors(None, None)
 
 
-class FusedLinearKLDiv:
+class FusedLinearKLDiv(LinearLoss):
     """`fused_linear_kl_div` by a language's kernels: logits are made in chunks, which share one memory."""
 
-    def __init__(self, kernels: DistillationKernels, linear: Linear) -> None:
-        self.kernels, self.linear = kernels, linear
-        self.go = opaque(writes=("made", "results"), within=type(kernels).__module__)(self._go)
+    kernels: DistillationKernels
+    inputs, results = KLDivInputs, DistillationResults
 
-    def _go(
+    def write(self, inputs: KLDivInputs, results: DistillationResults, first: int, *logits: Logits) -> None:
+        target = inputs.target[first : first + logits[0].memory.shape[0]]
+        self.kernels.rows(results, logits[0], Logits.of(target), inputs.rows, first)
+
+    def incoming(
+        self, inputs: KLDivInputs, dloss: Tensor | None, divisor: Tensor | None, device: torch.device
+    ) -> DistillationFactors:
+        if dloss is not None:
+            return inputs.factors
+        return DistillationFactors(torch.ones(1, dtype=torch.float32, device=device), None)
+
+    def gradient(
         self,
-        made: Made,
-        results: Rows | None,
-        layer: Layer,
-        given: Given,
-        target: Tensor,
-        statistics: Tensor | None,
-        factors: Incoming,
-        dloss: Tensor | None,
-        by_columns: bool,
+        inputs: KLDivInputs,
+        dlogits: Logits,
+        logits: tuple[Logits | None, ...],
+        statistics: Tensor,
+        incoming: DistillationFactors,
+        first: int,
+        first_column: int,
     ) -> None:
-        """`LinearLoss.go`. `statistics` are those that forward wrote; in forward they are among the results."""
-        if results is not None:
-            statistics = results.statistics
-        assert statistics is not None
-        loss = _Loss(self, layer, given, target, results, statistics)
-        loss.factors = factors
-        loss.go(made, results is not None, dloss, by_columns)
+        rows, columns = dlogits.memory.shape[0], dlogits.columns
+        target = Logits.of(inputs.target[first : first + rows, first_column : first_column + columns])
+        self.kernels.gradient(dlogits, logits[0], target, inputs.rows, statistics, incoming, first, first_column)
 
     def forward(
         self,
@@ -104,29 +77,24 @@ class FusedLinearKLDiv:
         labels: Tensor | None = None,
         bias: Tensor | None = None,
         *,
-        log_target: bool = False,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        eps: float = 1e-10,
         reduction: str = "batchmean",
-        ignore_index: int = -100,
         accum_dtype: torch.dtype = torch.float32,
         memory_budget: int | None = None,
+        **options: Any,
     ) -> tuple[Tensor, Saved]:
-        """The contract's forward, for a kernel file."""
-        given = given_of(labels, bias, None, _options(log_target, temperature, softcap, eps, ignore_index))
-        rows = new_rows(x, False)
-        layer = needs, x, linear_weight, bias
-        loss = self._loss(given, target, rows, rows.statistics, layer, reduction, accum_dtype, memory_budget)
+        """The contract's forward."""
+        rows = inputs_of(labels, bias, None, _options_of(**options))
+        results = new_results(x, False)
+        layer = layer_of(needs, x, linear_weight, bias, accum_dtype, memory_budget, reduced=reduction != "none")
         divided = reduction in ("batchmean", "mean")
-        loss.divisor = divisor_of(self.kernels, x, given, "mean" if divided else reduction, None)
-        if reduction == "mean" and loss.divisor is not None:
-            loss.divisor = loss.divisor * linear_weight.shape[0]
-        kept = loss.forward()
-        result = rows.soft if reduction == "none" else self.kernels.total(rows.soft, loss.divisor)
+        divisor = divisor_of(self.kernels, x, rows, "mean" if divided else reduction, None)
+        if reduction == "mean" and divisor is not None:
+            divisor = divisor * linear_weight.shape[0]
+        kept = LinearLossPass(self, layer, KLDivInputs(rows, target), results, divisor=divisor).forward()
+        result = results.soft if reduction == "none" else self.kernels.total(results.soft, divisor)
         if not any(needs):
             return result, ()
-        return result, (x, linear_weight, target, given.labels, bias, rows.statistics, loss.divisor, *kept)
+        return result, (x, linear_weight, target, rows.labels, bias, results.statistics, divisor, *kept)
 
     def backward(
         self,
@@ -134,44 +102,25 @@ class FusedLinearKLDiv:
         saved: Saved,
         dloss: Tensor,
         *,
-        log_target: bool,
-        temperature: float,
-        softcap: float | None,
-        eps: float,
         reduction: str,
-        ignore_index: int,
         accum_dtype: torch.dtype,
         memory_budget: int | None,
+        **options: Any,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's backward, for a kernel file."""
+        """The contract's backward."""
         x, linear_weight, target, labels, bias, statistics, divisor, *kept = saved
-        given = given_of(labels, bias, None, _options(log_target, temperature, softcap, eps, ignore_index))
-        layer = needs, x, linear_weight, bias
-        loss = self._loss(given, target, None, statistics, layer, reduction, accum_dtype, memory_budget)
-        loss.divisor = divisor
+        inputs = KLDivInputs(inputs_of(labels, bias, None, _options_of(**options)), target)
+        layer = layer_of(needs, x, linear_weight, bias, accum_dtype, memory_budget, reduced=reduction != "none")
         # If gradients were made in forward, they are only scaled, and need no factors per row.
-        if not loss.plan.at_once or loss.plan.columns is not None:
-            loss.factors = incoming_of(None, dloss, None, divisor, 1.0, 0.0)
-        return loss.backward(tuple(kept), dloss)
-
-    def _loss(
-        self,
-        given: Given,
-        target: Tensor,
-        results: Rows | None,
-        statistics: Tensor,
-        layer: tuple[Needs, Tensor, Tensor, Tensor | None],
-        reduction: str,
-        accum_dtype: torch.dtype,
-        memory_budget: int | None,
-    ) -> _Loss:
-        needs, x, weight, bias = layer
-        reduced = reduction != "none"
-        plan = plan_of(needs, x, weight, accum_dtype=accum_dtype, memory_budget=memory_budget, reduced=reduced)
-        return _Loss(self, Layer(x, weight, bias, needs, accum_dtype, plan), given, target, results, statistics)
+        if not layer.plan.at_once or layer.plan.columns is not None:
+            inputs = inputs._replace(factors=factors_of(None, dloss, None, divisor, 1.0, 0.0))
+        call = LinearLossPass(self, layer, inputs, statistics=statistics, divisor=divisor)
+        return call.backward(tuple(kept), dloss)
 
 
-def _options(log_target: bool, temperature: float, softcap: float | None, eps: float, ignore_index: int) -> Options:
+def _options_of(
+    *, log_target: bool, temperature: float, softcap: float | None, eps: float, ignore_index: int
+) -> DistillationKernelOptions:
     """The options of a distillation whose target is data."""
-    softcap = None if softcap is None else float(softcap)
-    return Options("log" if log_target else "given", float(eps), float(temperature), softcap, None, ignore_index, False)
+    divergence, softcap = "log" if log_target else "given", None if softcap is None else float(softcap)
+    return DistillationKernelOptions(divergence, float(eps), float(temperature), softcap, None, ignore_index, False)

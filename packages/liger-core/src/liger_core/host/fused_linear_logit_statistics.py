@@ -24,15 +24,15 @@ from liger_core import torch_state
 from liger_core.budget import padded_columns
 from liger_core.contract import Needs, Saved, SavedOnce
 from liger_core.custom_op import opaque
-from liger_core.host.linear import Linear, Made
+from liger_core.host.linear import Linear, LinearGrads
 from liger_core.host.logit_statistics import (
-    Incoming,
-    Labels,
-    Rows,
+    StatisticsGrads,
+    StatisticsInputs,
     StatisticsKernels,
-    incoming_of,
-    labels_of,
-    new_rows,
+    StatisticsResults,
+    grads_of,
+    inputs_of,
+    new_results,
     options_of,
     result_of,
     terms_columns,
@@ -44,7 +44,7 @@ LEAST_TILE = 1024
 """Rows, or columns, of a tile if no memory budget is given."""
 
 
-class Plan(NamedTuple):
+class StatisticsPlan(NamedTuple):
     """How a call goes over its logits, the same in forward and in backward.
 
     Attributes:
@@ -83,7 +83,7 @@ def plan_of(
     accum_dtype: torch.dtype,
     memory_budget: int | None,
     picked_alone: bool,
-) -> Plan:
+) -> StatisticsPlan:
     """The plan of a call.
 
     Args:
@@ -119,12 +119,12 @@ def plan_of(
             tile_rows = kept_beside if frozen else tile_rows
         by_columns = tile_rows < rows and tile_columns * rows > tile_rows * vocabulary
     whole = held and not frozen
-    return Plan(
+    return StatisticsPlan(
         alone, max(tile_rows, 1), max(tile_columns, 1), by_columns and not (whole or frozen), held, whole, frozen
     )
 
 
-class Head(NamedTuple):
+class StatisticsHead(NamedTuple):
     """A call's linear layer, except x.
 
     Attributes:
@@ -139,10 +139,10 @@ class Head(NamedTuple):
     bias: Tensor | None
     needs: Sequence[bool]
     accum_dtype: torch.dtype
-    plan: Plan
+    plan: StatisticsPlan
 
 
-class Frozen(NamedTuple):
+class FrozenHead(NamedTuple):
     """What `_Call.go` writes if forward makes what backward needs; otherwise both are None.
 
     Attributes:
@@ -154,20 +154,20 @@ class Frozen(NamedTuple):
     scales: Tensor | None
 
 
-class _Call:
+class StatisticsPass:
     """A call of the op, in forward or in backward."""
 
-    def __init__(self, host: FusedLinearStatistics, head: Head, labels: Labels) -> None:
-        self.host, self.kernels, self.linear, self.head, self.labels = host, host.kernels, host.linear, head, labels
+    def __init__(self, host: FusedLinearStatistics, head: StatisticsHead, inputs: StatisticsInputs) -> None:
+        self.host, self.kernels, self.linear, self.head, self.labels = host, host.kernels, host.linear, head, inputs
         self.weight, self.bias, self.needs, self.accum_dtype, self.plan = head
 
-    def forward(self, results: Rows, x: Tensor) -> tuple[Any, ...]:
+    def forward(self, results: StatisticsResults, x: Tensor) -> tuple[Any, ...]:
         """Write all rows' results. Return what is kept for `backward`, or for `of_frozen`."""
-        frozen = Frozen(None, None)
+        frozen = FrozenHead(None, None)
         if self.plan.frozen:
             scales = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
-            frozen = Frozen(torch.empty_like(x, memory_format=torch.contiguous_format), scales)
-        # As in `LinearLoss.as_one`.
+            frozen = FrozenHead(torch.empty_like(x, memory_format=torch.contiguous_format), scales)
+        # As in a `LinearLossPass`.
         if torch_state.compiling() and (self.plan.frozen or not self.plan.held):
             self.host.go(results, frozen, x, self.head, self.labels)
             kept = ()
@@ -177,7 +177,7 @@ class _Call:
             return kept
         return frozen.m, torch.cat((self._factors(results), frozen.scales[None]))
 
-    def go(self, results: Rows, frozen: Frozen, x: Tensor) -> tuple[Any, ...]:
+    def go(self, results: StatisticsResults, frozen: FrozenHead, x: Tensor) -> tuple[Any, ...]:
         """Write all rows' results, and what backward needs of a frozen weight. Return what else is kept."""
         if frozen.m is not None and frozen.scales is not None:
             self._frozen(results, frozen.m, frozen.scales, x)
@@ -198,7 +198,7 @@ class _Call:
             self.kernels.rows(results, logits, self.labels, first)
         return (logits.memory,) if keeps and logits is not None else ()
 
-    def _taken(self, x: Tensor, results: Rows) -> int:
+    def _taken(self, x: Tensor, results: StatisticsResults) -> int:
         """Rows whose results a kernel makes at a time from x itself; 0 if the logits are made first.
 
         Where all logits fit, they are made and kept if the gradient of more than lse and one picked logit may need them, or
@@ -209,7 +209,7 @@ class _Call:
             return 0
         return self.kernels.rows_of_product(x, self.weight, self.labels, self.plan.alone)
 
-    def _factors(self, results: Rows) -> Tensor:
+    def _factors(self, results: StatisticsResults) -> Tensor:
         """Of each row's only target: by what the gradients of lse and of picked become that of its logit, ``[2, rows]``."""
         z, options = results.picked[:, 0], self.labels.options
         slope = torch.ones_like(z)
@@ -223,7 +223,7 @@ class _Call:
         p = torch.exp(z - results.lse).masked_fill(absent, 0.0)
         return torch.stack((p * slope, slope))
 
-    def _of_target(self, factors: Tensor, incoming: Incoming) -> Tensor:
+    def _of_target(self, factors: Tensor, incoming: StatisticsGrads) -> Tensor:
         """The gradient of each row's logit at its only target; 0 if that isn't here."""
         found = torch.zeros_like(factors[0])
         if incoming.lse is not None:
@@ -232,8 +232,8 @@ class _Call:
             found.addcmul_(incoming.picked[:, 0], factors[1])
         return found
 
-    def _frozen(self, results: Rows, m: Tensor, scales: Tensor, x: Tensor) -> None:
-        """Write the rows' results, and `Frozen`'s tensors; `scales` are ones before."""
+    def _frozen(self, results: StatisticsResults, m: Tensor, scales: Tensor, x: Tensor) -> None:
+        """Write the rows' results, and `FrozenHead`'s tensors; `scales` are ones before."""
         assert results.kept is not None
         size = x.shape[0]
         one = torch.ones(size, dtype=torch.float32, device=x.device)
@@ -255,7 +255,7 @@ class _Call:
                 self.kernels.rows(results, logits, self.labels, first)
                 # The target's own term is apart.
                 less[some, 0] = -torch.exp(results.picked[some, 0] - results.lse[some])
-                incoming = Incoming(one, less, None, None)
+                incoming = StatisticsGrads(one, less, None, None)
                 others = self._dlogits(logits, x.dtype, None, results.kept, incoming, first, 0)
             self.linear.write_product_of(m[some], others, self.weight, transposed=False)
 
@@ -266,7 +266,7 @@ class _Call:
         here = (target != options.ignore_index) & (column >= 0) & (column < self.weight.shape[0])
         return column.masked_fill(~here, 0), here
 
-    def of_frozen(self, m: Tensor, factors: Tensor, incoming: Incoming) -> Tensor:
+    def of_frozen(self, m: Tensor, factors: Tensor, incoming: StatisticsGrads) -> Tensor:
         """The gradient of x, from the results of `forward`."""
         hidden = m.shape[1]
         dx = torch.empty_like(m)
@@ -278,7 +278,7 @@ class _Call:
         return dx
 
     def backward(
-        self, x: Tensor, whole: SavedOnce | None, kept: Tensor, incoming: Incoming
+        self, x: Tensor, whole: SavedOnce | None, kept: Tensor, incoming: StatisticsGrads
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of x, weight and bias. `whole` is what `forward` kept, to be overwritten and freed; or None."""
         held: tuple[Any, ...] = (None if whole is None else whole.take()) or ()
@@ -293,17 +293,19 @@ class _Call:
         dweight = None if dweight is None else dweight.to(self.weight.dtype)
         return dx, dweight, None if dbias is None or self.bias is None else dbias.to(self.bias.dtype)
 
-    def _memory(self, x: Tensor, at_once: bool, by_columns: bool) -> Made:
+    def _memory(self, x: Tensor, at_once: bool, by_columns: bool) -> LinearGrads:
         """Memory for the gradients. A sum over chunks has a wider dtype; the bias's is float32."""
         weight, (needs_x, needs_weight, needs_bias) = self.weight, self.needs
         of_weight = weight.dtype if at_once or by_columns else self.accum_dtype
-        return Made(
+        return LinearGrads(
             x.new_empty(x.shape, dtype=torch.float32 if by_columns else x.dtype) if needs_x else None,
             weight.new_empty(weight.shape, dtype=of_weight) if needs_weight else None,
             weight.new_empty(weight.shape[0], dtype=torch.float32) if needs_bias else None,
         )
 
-    def go_back(self, made: Made, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: Incoming) -> None:
+    def go_back(
+        self, made: LinearGrads, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: StatisticsGrads
+    ) -> None:
         """Write the gradients. `held` is what is left of all logits, or nothing."""
         if made.dbias is not None:
             made.dbias.zero_()
@@ -312,7 +314,9 @@ class _Call:
         else:
             self._by_rows(made, x, held, kept, incoming)
 
-    def _by_rows(self, made: Made, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: Incoming) -> None:
+    def _by_rows(
+        self, made: LinearGrads, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: StatisticsGrads
+    ) -> None:
         dx, dweight, dbias = made
         at_once = self.plan.whole or bool(held)
         for first, last in self.linear.chunks(x.shape[0], x.shape[0] if at_once else self.plan.rows):
@@ -334,7 +338,7 @@ class _Call:
                 self.linear.add_product_of(dweight, dlogits, some, dweight.dtype, transposed=True, adds=first > 0)
             del dlogits
 
-    def _by_columns(self, made: Made, x: Tensor, kept: Tensor, incoming: Incoming) -> None:
+    def _by_columns(self, made: LinearGrads, x: Tensor, kept: Tensor, incoming: StatisticsGrads) -> None:
         dx, dweight, dbias = made
         for first, last in self.linear.chunks_of_columns(self.weight.shape[0], self.plan.columns):
             part = self.weight[first:last]
@@ -347,7 +351,7 @@ class _Call:
                 self.linear.write_product_of(dweight[first:last], dlogits, x, transposed=True)
             del dlogits
 
-    def _of_terms(self, terms: Tensor, beside: Any, factors: Tensor, kept: Tensor, incoming: Incoming) -> Logits:
+    def _of_terms(self, terms: Tensor, beside: Any, factors: Tensor, kept: Tensor, incoming: StatisticsGrads) -> Logits:
         """The gradient of all logits, in place of what `forward` kept."""
         dlse = torch.zeros_like(factors[0]) if incoming.lse is None else incoming.lse
         self.kernels.normalise(terms, beside, self.labels, kept, dlse, 0)
@@ -362,7 +366,7 @@ class _Call:
         dtype: torch.dtype,
         dbias: Tensor | None,
         kept: Tensor,
-        incoming: Incoming,
+        incoming: StatisticsGrads,
         first_row: int,
         first_column: int,
     ) -> Logits:
@@ -386,13 +390,23 @@ class FusedLinearStatistics:
         self.go = opaque(writes=("results", "frozen"), within=module)(self._go)
         self.go_back = opaque(writes=("made",), within=module)(self._go_back)
 
-    def _go(self, results: Rows, frozen: Frozen, x: Tensor, head: Head, labels: Labels) -> None:
+    def _go(
+        self, results: StatisticsResults, frozen: FrozenHead, x: Tensor, head: StatisticsHead, inputs: StatisticsInputs
+    ) -> None:
         """`_Call.go`, of logits that aren't kept."""
-        _Call(self, head, labels).go(results, frozen, x)
+        StatisticsPass(self, head, inputs).go(results, frozen, x)
 
-    def _go_back(self, made: Made, x: Tensor, head: Head, labels: Labels, kept: Tensor, incoming: Incoming) -> None:
+    def _go_back(
+        self,
+        made: LinearGrads,
+        x: Tensor,
+        head: StatisticsHead,
+        inputs: StatisticsInputs,
+        kept: Tensor,
+        incoming: StatisticsGrads,
+    ) -> None:
         """`_Call.go_back`, of logits that weren't kept."""
-        _Call(self, head, labels).go_back(made, x, (), kept, incoming)
+        StatisticsPass(self, head, inputs).go_back(made, x, (), kept, incoming)
 
     def forward(
         self,
@@ -403,39 +417,23 @@ class FusedLinearStatistics:
         bias: Tensor | None = None,
         *,
         class_weight: Tensor | None = None,
-        first: int = 0,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        temperature: float = 1.0,
-        return_entropy: bool = False,
-        return_total: bool = False,
-        return_log_sum_squares: bool = False,
-        return_best: bool = False,
         accum_dtype: torch.dtype = torch.float32,
         memory_budget: int | None = None,
+        **options: Any,
     ) -> tuple[LogitStatistics, Saved]:
         """The contract's forward, for a kernel file."""
-        options = options_of(first, ignore_index, softcap, temperature)
-        labels = labels_of(target, class_weight if return_total else None, bias, options)
-        picked_alone = _picked_alone(target, return_entropy, return_total)
-        plan = self._plan(needs, x, linear_weight, labels, accum_dtype, memory_budget, picked_alone)
-        rows = new_rows(
-            labels.target,
-            return_entropy=return_entropy,
-            return_total=return_total,
-            return_log_sum_squares=return_log_sum_squares,
-            return_best=return_best,
-            differentiable=any(needs),
-        )
-        call = _Call(self, Head(linear_weight, bias, needs, accum_dtype, plan), labels)
+        inputs = inputs_of(target, class_weight, bias, options_of(**options))
+        plan = self._plan(needs, x, linear_weight, inputs, accum_dtype, memory_budget, target.dim() == 1)
+        rows = new_results(inputs, any(needs))
+        call = StatisticsPass(self, StatisticsHead(linear_weight, bias, needs, accum_dtype, plan), inputs)
         kept = call.forward(rows, x)
         result = result_of(rows, target)
         if not any(needs):
             return result, ()
         if plan.frozen:
             m, factors = kept
-            return result, (m, linear_weight, bias, target, labels.weight, factors)
-        saved = x, linear_weight, bias, target, labels.weight, rows.kept
+            return result, (m, linear_weight, bias, target, inputs.weight, factors)
+        saved = x, linear_weight, bias, target, inputs.weight, rows.kept
         return result, (*saved, SavedOnce(*kept)) if kept and not torch_state.compiling() else saved
 
     def backward(
@@ -447,23 +445,16 @@ class FusedLinearStatistics:
         dentropy: Tensor | None,
         dtotal: Tensor | None,
         *,
-        first: int,
-        ignore_index: int,
-        softcap: float | None,
-        temperature: float,
-        return_entropy: bool,
-        return_total: bool,
         accum_dtype: torch.dtype,
         memory_budget: int | None,
-        **returned: bool,
+        **options: Any,
     ) -> tuple[Tensor | None, ...]:
         """The contract's backward, for a kernel file."""
         x, linear_weight, bias, target, class_weight, kept, *logits = saved
-        labels = labels_of(target, class_weight, bias, options_of(first, ignore_index, softcap, temperature))
-        picked_alone = _picked_alone(target, return_entropy, return_total)
-        plan = self._plan(needs, x, linear_weight, labels, accum_dtype, memory_budget, picked_alone)
-        call = _Call(self, Head(linear_weight, bias, needs, accum_dtype, plan), labels)
-        incoming = incoming_of(dlse, dpicked, dentropy, dtotal)
+        inputs = inputs_of(target, class_weight, bias, options_of(**options))
+        plan = self._plan(needs, x, linear_weight, inputs, accum_dtype, memory_budget, target.dim() == 1)
+        call = StatisticsPass(self, StatisticsHead(linear_weight, bias, needs, accum_dtype, plan), inputs)
+        incoming = grads_of(dlse, dpicked, dentropy, dtotal)
         if plan.frozen:
             return call.of_frozen(x, kept, incoming), None, None
         return call.backward(x, logits[0] if logits else None, kept, incoming)
@@ -473,20 +464,17 @@ class FusedLinearStatistics:
         needs: Needs,
         x: Tensor,
         weight: Tensor,
-        labels: Labels,
+        inputs: StatisticsInputs,
         accum_dtype: torch.dtype,
         memory_budget: int | None,
-        picked_alone: bool,
-    ) -> Plan:
+        single: bool,
+    ) -> StatisticsPlan:
+        picked_alone = single and not inputs.options.return_entropy and not inputs.options.return_total
         plan = plan_of(
             needs, x, weight, accum_dtype=accum_dtype, memory_budget=memory_budget, picked_alone=picked_alone
         )
-        if plan.held or plan.frozen or not picked_alone or labels.bias is not None or torch_state.compiling():
+        if plan.held or plan.frozen or not picked_alone or inputs.bias is not None or torch_state.compiling():
             return plan
         size, memory = x.shape[0], tile_memory(x, weight, memory_budget)
-        taken = self.kernels.rows_of_product(x, weight, labels, plan.alone) >= size
+        taken = self.kernels.rows_of_product(x, weight, inputs, plan.alone) >= size
         return plan._replace(terms=taken and self.kernels.rows_of_terms(x, weight, memory) >= size)
-
-
-def _picked_alone(target: Tensor, return_entropy: bool, return_total: bool) -> bool:
-    return target.dim() == 1 and not return_entropy and not return_total

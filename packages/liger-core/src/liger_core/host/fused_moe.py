@@ -314,7 +314,7 @@ class FusedMoE:
         activation: MoEActivation,
         most: int,
     ) -> None:
-        """Write y, of at most so many tokens at a time. It is one custom op in a trace, as `LinearLoss.as_one` is."""
+        """Write y, of at most so many tokens at a time. It is one custom op in a trace, as a `LinearLossPass` is."""
         for first, last in spans(x.shape[0], most):
             tokens = slice(first, last)
             experts = gate_up_weight, down_weight

@@ -21,7 +21,7 @@ from liger_core.host.linear import Linear
 from liger_core.ops.gated_mlp import accumulator_memory, whole_memory
 
 
-class Activation(NamedTuple):
+class GatedActivation(NamedTuple):
     """A language's `swiglu` or `geglu`.
 
     Attributes:
@@ -33,7 +33,7 @@ class Activation(NamedTuple):
     backward: Callable[..., tuple[Tensor | None, ...]]
 
 
-class Weights(NamedTuple):
+class GatedMLPWeights(NamedTuple):
     """``[C, H]``, ``[C, H]`` and ``[O, C]``."""
 
     gate: Tensor
@@ -41,7 +41,7 @@ class Weights(NamedTuple):
     down: Tensor
 
 
-class Made(NamedTuple):
+class GatedMLPGrads(NamedTuple):
     """Memory for the gradients of x and of the three weights; None for those that aren't made, or not there."""
 
     x: Tensor | None
@@ -59,7 +59,7 @@ class GatedMLP:
         gelu_tanh: its `geglu`, in the same way.
     """
 
-    def __init__(self, linear: Linear, silu: Activation, gelu_tanh: Activation) -> None:
+    def __init__(self, linear: Linear, silu: GatedActivation, gelu_tanh: GatedActivation) -> None:
         self.linear = linear
         self.activations = {"silu": silu, "gelu_tanh": gelu_tanh}
         module = silu.forward.__module__
@@ -93,7 +93,7 @@ class GatedMLP:
             return y, (kept, gate_weight, up_weight, down_weight, gate, up)
         y = torch.empty((rows.shape[0], shape[-1]), dtype=x.dtype, device=x.device)
         most = max(1, memory_budget // (3 * gate_weight.shape[0] * x.dtype.itemsize))
-        weights = Weights(gate_weight, up_weight, down_weight)
+        weights = GatedMLPWeights(gate_weight, up_weight, down_weight)
         self.go(y, rows, weights, activation, float(gate_multiplier), float(down_multiplier), most)
         return y.view(shape), (x, *weights, None, None) if grad else ()
 
@@ -101,13 +101,13 @@ class GatedMLP:
         self,
         y: Tensor,
         rows: Tensor,
-        weights: Weights,
+        weights: GatedMLPWeights,
         activation: str,
         gate_multiplier: float,
         down_multiplier: float,
         most: int,
     ) -> None:
-        """Write y, in chunks of at most so many rows. It is one custom op in a trace, as `LinearLoss.as_one` is."""
+        """Write y, in chunks of at most so many rows. It is one custom op in a trace, as a `LinearLossPass` is."""
         options = _options(activation, gate_multiplier, down_multiplier)
         act = self.activations[activation].forward
         gate_weight, up_weight, down_weight = weights
@@ -146,20 +146,22 @@ class GatedMLP:
         memory_budget: int | None,
     ) -> tuple[Tensor | None, ...]:
         x, *_, gate, up = saved
-        weights = Weights(*saved[1:4])
+        weights = GatedMLPWeights(*saved[1:4])
         dys = dy.reshape(-1, dy.shape[-1])
         rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
         if gate is not None or memory_budget is None or whole_memory(rows, weights[0], grad=True) <= memory_budget:
-            made = Made(None, *_memory(needs, weights, weights.gate.dtype))
+            made = GatedMLPGrads(None, *_memory(needs, weights, weights.gate.dtype))
             options = _options(activation, gate_multiplier, down_multiplier)
-            run = _Backward(self.linear, self.activations[activation], options, needs[0], made, rows, weights, dys)
+            run = GatedMLPBackward(
+                self.linear, self.activations[activation], options, needs[0], made, rows, weights, dys
+            )
             made = made._replace(x=run.at_once(gate, up))
         else:
             by_rows, most = _way(self.linear, needs, rows, weights, memory_budget)
             wide = torch.float32
             of_x, of_weights = (rows.dtype, wide) if by_rows else (wide, rows.dtype)
             dx = rows.new_empty(rows.shape, dtype=of_x) if needs[0] else None
-            made = Made(dx, *_memory(needs, weights, of_weights))
+            made = GatedMLPGrads(dx, *_memory(needs, weights, of_weights))
             multipliers = float(gate_multiplier), float(down_multiplier)
             self.go_back(made, rows, weights, dys, activation, *multipliers, by_rows, most)
         dx, *dweights = (None if each is None else each.to(dy.dtype) for each in made)
@@ -167,9 +169,9 @@ class GatedMLP:
 
     def _go_back(
         self,
-        made: Made,
+        made: GatedMLPGrads,
         rows: Tensor,
-        weights: Weights,
+        weights: GatedMLPWeights,
         dys: Tensor,
         activation: str,
         gate_multiplier: float,
@@ -180,11 +182,11 @@ class GatedMLP:
         """Write the gradients, in chunks of at most so many rows, or else columns. As `_go`."""
         options = _options(activation, gate_multiplier, down_multiplier)
         wants_x = made.x is not None
-        run = _Backward(self.linear, self.activations[activation], options, wants_x, made, rows, weights, dys)
+        run = GatedMLPBackward(self.linear, self.activations[activation], options, wants_x, made, rows, weights, dys)
         (run.by_rows if by_rows else run.by_columns)(most)
 
 
-def _memory(needs: Needs, weights: Weights, dtype: torch.dtype) -> list[Tensor | None]:
+def _memory(needs: Needs, weights: GatedMLPWeights, dtype: torch.dtype) -> list[Tensor | None]:
     """Memory for the gradients of weights."""
     wanted = zip(weights, needs[1:], strict=True)
     return [weight.new_empty(weight.shape, dtype=dtype) if needed else None for weight, needed in wanted]
@@ -211,7 +213,7 @@ def _way(linear: Linear, needs: Needs, rows: Any, weights: Sequence[Tensor], mem
     return by_rows, most_rows if by_rows else most
 
 
-class _Backward:
+class GatedMLPBackward:
     """The gradients, from all rows and columns of the branches at once or in chunks.
 
     Attributes:
@@ -221,12 +223,12 @@ class _Backward:
     def __init__(
         self,
         linear: Linear,
-        activation: Activation,
+        activation: GatedActivation,
         options: dict[str, Any],
         needs_x: bool,
-        made: Made,
+        made: GatedMLPGrads,
         rows: Any,
-        weights: Weights,
+        weights: GatedMLPWeights,
         dys: Tensor,
     ) -> None:
         self.linear, self.activation, self.options = linear, activation, options

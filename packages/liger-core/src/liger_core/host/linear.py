@@ -7,7 +7,8 @@ That is impossible if the loss's own gradient differs from row to row: backward 
 well if a memory budget has no room for an accumulator of the weight's gradient: it then takes all rows of x, and some rows of
 the weight after others.
 
-A language has one `Linear`. An op has a `LinearLoss`, which writes rows' results and the gradient of their logits.
+A language has one `Linear`. An op has a `LinearLoss`, which writes rows' results and the gradient of their logits; a call has a
+`LinearLossPass`, which goes over the chunks.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ class Linear:
         return y
 
 
-class Made(NamedTuple):
+class LinearGrads(NamedTuple):
     """The gradients of x, weight and bias, or memory for them; None for those that aren't needed."""
 
     dx: Tensor | None
@@ -238,56 +239,10 @@ class Made(NamedTuple):
 
     def any(self) -> bool:
         """Whether one is needed."""
-        return any(each is not None for each in self)
+        return any(grad is not None for grad in self)
 
 
-class Gradients:
-    """The gradients of x, weight and bias of a linear layer, added up from the gradient of the logits.
-
-    That gradient comes in chunks of rows (`add_rows`) or of columns (`add_columns`). With rows, the weight's gradient is a sum
-    over chunks. With columns, one product makes it, and it is rounded once.
-
-    Args:
-        linear: the language's.
-        layer: the layer.
-        made: memory, which is written to. The dtype of the weight's gradient is that in which it is summed over chunks of rows.
-            The bias's is summed in float32.
-    """
-
-    def __init__(self, linear: Linear, layer: Layer, made: Made) -> None:
-        self.linear, self.x, self.weight, self.made = linear, layer.x, layer.weight, made
-        self.begun = False
-        self.wide = made.dbias is not None and is_wide(layer.bias, layer.x)
-        if self.wide and made.dbias is not None:
-            made.dbias.zero_()
-
-    def add_rows(self, first: int, last: int, dlogits: Logits) -> None:
-        """Add the gradient of some rows of logits, with all columns."""
-        dx, dweight, dbias = self.made
-        if dx is not None:
-            self.linear.write_product_of(dx[first:last], dlogits, self.weight, transposed=False)
-        if dweight is not None:
-            x = self.x[first:last]
-            self.linear.add_product_of(dweight, dlogits, x, dweight.dtype, transposed=True, adds=self.begun)
-        if dbias is not None and not self.wide:
-            (dbias.add_ if self.begun else dbias.copy_)(dlogits.tensor().sum(0, dtype=torch.float32))
-        self.begun = True
-
-    def add_columns(self, first: int, last: int, dlogits: Logits) -> None:
-        """Take the gradient of some columns of logits, with all rows: that gives these rows of weight's and bias's gradients."""
-        _, dweight, dbias = self.made
-        if dweight is not None:
-            self.linear.write_product_of(dweight[first:last], dlogits, self.x, transposed=True)
-        if dbias is not None and not self.wide:
-            dbias[first:last] = dlogits.tensor().sum(0, dtype=torch.float32)
-
-    def add_wide_bias(self, first: int, last: int, dlogits: Tensor) -> None:
-        """Add the float32 gradient of some columns of logits, with any rows, to the gradient of a `wide` bias."""
-        if self.made.dbias is not None:
-            self.made.dbias[first:last] += dlogits.sum(0, dtype=torch.float32)
-
-
-class Plan(NamedTuple):
+class LinearPlan(NamedTuple):
     """How a call goes over its rows.
 
     Attributes:
@@ -315,7 +270,7 @@ def plan_of(
     memory_budget: int | None,
     reduced: bool = True,
     teacher_x: Tensor | None = None,
-) -> Plan:
+) -> LinearPlan:
     """The plan of a call, the same in forward and in backward.
 
     Args:
@@ -327,21 +282,21 @@ def plan_of(
     columns = None
     if teacher_x is None:
         columns = chunk_columns(memory_budget, x, weight, accum_dtype=accum_dtype, weight_grad=needs[1])
-    made = needs if columns is None else (needs[0], False, False)
-    chunk = chunk_rows(memory_budget, x, weight, accum_dtype=accum_dtype, weight_grad=made[1], teacher_x=teacher_x)
+    by_rows = needs if columns is None else (needs[0], False, False)
+    chunk = chunk_rows(memory_budget, x, weight, accum_dtype=accum_dtype, weight_grad=by_rows[1], teacher_x=teacher_x)
     whole = chunk >= x.shape[0] and columns is None
-    at_once = any(made) and not whole and reduced
+    at_once = any(by_rows) and not whole and reduced
     if at_once and memory_budget is not None and torch_state.compiling():
         # Gradients that are kept for backward take memory beside those that it returns.
-        room = temporary_memory(chunk, x, weight, accum_dtype=accum_dtype, weight_grad=made[1], teacher_x=teacher_x)
-        kept = x.numel() * x.dtype.itemsize if made[0] else 0
-        kept += weight.numel() * accum_dtype.itemsize if made[1] else 0
-        kept += 4 * weight.shape[0] if made[2] else 0
+        room = temporary_memory(chunk, x, weight, accum_dtype=accum_dtype, weight_grad=by_rows[1], teacher_x=teacher_x)
+        kept = x.numel() * x.dtype.itemsize if by_rows[0] else 0
+        kept += weight.numel() * accum_dtype.itemsize if by_rows[1] else 0
+        kept += 4 * weight.shape[0] if by_rows[2] else 0
         at_once = kept <= room
-    return Plan(chunk, columns, whole, at_once, made)
+    return LinearPlan(chunk, columns, whole, at_once, by_rows)
 
 
-class Layer(NamedTuple):
+class LinearLayer(NamedTuple):
     """A call's linear layer.
 
     Attributes:
@@ -358,245 +313,29 @@ class Layer(NamedTuple):
     bias: Tensor | None
     needs: Sequence[bool]
     accum_dtype: torch.dtype
-    plan: Plan
+    plan: LinearPlan
 
 
-class LinearLoss:
-    """A call of a loss of a linear layer's logits. An op's subclass has `write`, `incoming`, `gradient` and `as_one`.
-
-    Attributes:
-        rows: rows of logits at a time. Their gradient overwrites them.
-        columns: if `plan` has columns, columns of logits at a time, with all rows.
-        divisor: the divisor of a mean, as in `Linear.scale`; None for a sum.
-    """
-
-    divisor: Tensor | None = None
-
-    def __init__(self, linear: Linear, layer: Layer) -> None:
-        self.linear, self.layer = linear, layer
-        self.x, self.weight, self.bias, needs, self.accum_dtype, self.plan = layer
-        plan, x = self.plan, self.x
-        self.rows, self.columns = x.shape[0] if plan.whole else plan.chunk, plan.columns
-        # A plan has room for logits beside their gradient. Here the gradient overwrites the logits, except for a wide bias.
-        wide = is_wide(self.bias, x)
-        if not (plan.whole or self.takes_memory or (plan.needs[2] and wide)):
-            self.rows *= 2
-        if plan.columns is not None and not (needs[2] and wide):
-            self.columns = 2 * plan.columns
-
-    @property
-    def takes_memory(self) -> bool:
-        """Whether adding up the weight's gradient takes about as much memory as the logits."""
-        return self.plan.needs[1] and self.linear.takes_memory(self.x, self.accum_dtype)
-
-    def visit(
-        self, first: int, logits: Logits, results: bool, gradients: Gradients | None, incoming: Any
-    ) -> tuple[Logits, ...]:
-        """Write results of the rows from `first` on. With `gradients`, overwrite `logits` with their gradient then.
-
-        Returns:
-            What `gradient` reads: `logits`, and others beside it.
-        """
-        if results:
-            self.write(first, logits)
-        if gradients is not None:
-            self.add_wide_bias(gradients, (logits,), incoming, first)
-            self.gradient(logits, (None,), incoming, first)
-        return (logits,)
-
-    def write(self, first: int, *logits: Logits) -> None:
-        """Write results of the rows from `first` on, from their logits; in a `TeacherLoss`, from the teacher's as well."""
-        raise NotImplementedError
-
-    def incoming(self, dloss: Tensor | None) -> Any:
-        """The factors of `gradient`, from the gradient of the loss; None if the loss's gradient isn't known yet.
-
-        `gradient` then gives the gradient of the sum; or that of the mean times the rows that count, because the mean's own
-        gradient would underflow in float16. `scaled` divides by these rows.
-        """
-        raise NotImplementedError
-
-    def gradient(
-        self, dlogits: Logits, kept: tuple[Logits | None, ...], incoming: Any, first: int = 0, first_column: int = 0
-    ) -> None:
-        """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
-
-        Args:
-            dlogits: to be written; `memory` is contiguous.
-            kept: what `visit` returned; None in place of logits that `dlogits` holds.
-            incoming: what `incoming` returned.
-            first: the first row.
-            first_column: the first column.
-        """
-        raise NotImplementedError
-
-    def run(self, results: bool, gradients: Gradients | None, dloss: Tensor | None) -> tuple[Logits, ...] | None:
-        """Go over all rows, one chunk after another.
-
-        Args:
-            results: whether to write the rows' results.
-            gradients: to add to, or None.
-            dloss: the gradient of the loss, or None, as in `incoming`.
-
-        Returns:
-            What the last `visit` returned, if there are no `gradients`.
-        """
-        incoming = None if gradients is None else self.incoming(dloss)
-        kept = logits = None
-        for first, last in self.linear.chunks(self.x.shape[0], self.rows):
-            kept = logits = None  # freed before the next chunk's are allocated
-            x = self.x[first:last]
-            logits = self.linear.logits(x, self.weight, x.dtype)
-            kept = self.visit(first, logits, results, gradients, incoming)
-            if gradients is not None:
-                kept = None
-                gradients.add_rows(first, last, logits)
-        return kept
-
-    def as_one(self, made: Made, results: bool, dloss: Tensor | None, by_columns: bool) -> None:
-        """`go`, as one custom op.
-
-        In a trace, each chunk's products and launches would be steps of the graph. That takes long to compile, and a graph of so
-        many chunks is for sizes that have as many. Inductor would also make the products of all chunks at the end, each of a
-        gradient of logits in its own memory.
-        """
-        raise NotImplementedError
-
-    def go(self, made: Made, results: bool, dloss: Tensor | None, by_columns: bool) -> tuple[Logits, ...] | None:
-        """Go over all logits once: over chunks of rows, as `run` does, or of columns, for gradients alone.
-
-        Args:
-            made: where gradients are written.
-            results, dloss: as in `run`.
-            by_columns: whether chunks are columns.
-
-        Returns:
-            What `run` returns.
-        """
-        gradients = Gradients(self.linear, self.layer, made) if made.any() else None
-        if gradients is None or not by_columns:
-            return self.run(results, gradients, dloss)
-        self._by_columns(gradients, dloss)
-        return None
-
-    def _pass(
-        self, made: Made, *, results: bool = False, dloss: Tensor | None = None, by_columns: bool = False
-    ) -> tuple[Logits, ...] | None:
-        if torch_state.compiling() and not self.plan.whole:
-            self.as_one(made, results, dloss, by_columns)
-            return None
-        return self.go(made, results, dloss, by_columns)
-
-    def forward(self) -> Saved:
-        """Write all rows' results.
-
-        Returns:
-            What `backward` takes, beside what the op itself saves: logits, gradients, or nothing.
-        """
-        made = self._memory(self.accum_dtype) if self.plan.at_once else Made(None, None, None)
-        kept = self._pass(made, results=True)
-        if self.plan.at_once:
-            return made if torch_state.compiling() else (SavedOnce(*made),)
-        return tuple(logits.memory for logits in kept) if self.plan.whole and kept is not None else ()
-
-    def backward(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, weight and bias; `kept` is what `forward` returned."""
-        if kept and not self.plan.whole:
-            dx, dweight, dbias = self._scaled(kept, dloss)
-        else:
-            made = self._memory(self.weight.dtype if self.plan.whole else self.accum_dtype)
-            if self.plan.whole:
-                columns = self.weight.shape[0]
-                self._add_whole(made, tuple(Logits(memory, columns) for memory in kept), dloss)
-            elif made.any():
-                self._pass(made, dloss=dloss)
-            dx, dweight, dbias = self._rounded(made)
-        if self.columns is not None:
-            made = self._memory_by_columns()
-            self._pass(made, dloss=dloss, by_columns=True)
-            _, dweight, dbias = self._rounded(made)
-        return dx, dweight, dbias
-
-    def add_wide_bias(
-        self,
-        gradients: Gradients,
-        kept: tuple[Logits, ...],
-        incoming: Any,
-        first: int = 0,
-        first_column: int = 0,
-    ) -> None:
-        """Add a `wide` bias's gradient, from the unrounded gradient of the logits, in half of the logits' memory at a time."""
-        if not gradients.wide:
-            return
-        rows, columns = kept[0].memory.shape[0], kept[0].columns
-        # Parts begin at multiples of 16 columns: kernels may read up to the next multiple.
-        most = max(1, columns // 2)
-        for start, end in chunks(columns, most, self.linear.aligned if most >= self.linear.aligned else 16):
-            part = torch.empty((rows, end - start), dtype=torch.float32, device=self.x.device)
-            some = tuple(logits.part(start, end) for logits in kept)
-            self.gradient(Logits.of(part), some, incoming, first, first_column + start)
-            gradients.add_wide_bias(first_column + start, first_column + end, part)
-            del part
-
-    def _memory(self, dtype: torch.dtype) -> Made:
-        """Memory for the gradients that chunks of rows make, of the weight's in `dtype`."""
-        x, weight, (needs_x, needs_weight, needs_bias) = self.x, self.weight, self.plan.needs
-        return Made(
-            torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None,
-            weight.new_empty(weight.shape, dtype=dtype) if needs_weight else None,
-            weight.new_empty(weight.shape[0], dtype=torch.float32) if needs_bias else None,
-        )
-
-    def _memory_by_columns(self) -> Made:
-        """Memory for the gradients that chunks of columns make."""
-        weight, (_, needs_weight, needs_bias) = self.weight, self.layer.needs
-        dbias = None
-        if needs_bias and self.bias is not None:
-            dtype = torch.float32 if is_wide(self.bias, self.x) else self.bias.dtype
-            dbias = weight.new_empty(weight.shape[0], dtype=dtype)
-        return Made(None, weight.new_empty(weight.shape) if needs_weight else None, dbias)
-
-    def _add_whole(self, made: Made, kept: tuple[Logits, ...], dloss: Tensor) -> None:
-        gradients = Gradients(self.linear, self.layer, made)
-        incoming = self.incoming(dloss)
-        self.add_wide_bias(gradients, kept, incoming)
-        dlogits = kept[0].empty_like(kept[0].memory.dtype)
-        self.gradient(dlogits, kept, incoming)
-        gradients.add_rows(0, self.x.shape[0], dlogits)
-
-    def _by_columns(self, gradients: Gradients, dloss: Tensor | None) -> None:
-        """The gradients of weight and bias, `columns` of the logits at a time. One matmul makes each sum."""
-        assert self.columns is not None
-        incoming = self.incoming(dloss)
-        for first, last in self.linear.chunks_of_columns(self.weight.shape[0], self.columns):
-            logits = self.linear.logits(self.x, self.weight[first:last], self.x.dtype)
-            self.add_wide_bias(gradients, (logits,), incoming, first_column=first)
-            self.gradient(logits, (None,), incoming, first_column=first)
-            gradients.add_columns(first, last, logits)
-            del logits
-
-    def _scaled(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        own = isinstance(kept[0], SavedOnce)
-        if own:
-            taken: Saved | None = kept[0].take()
-            if taken is None:  # an earlier backward has taken them
-                taken = made = self._memory(self.accum_dtype)
-                self._pass(made)
-            kept = taken
-        dx, dweight, dbias = kept
-        scaled, divisor = self.linear.scaled, self.divisor
-        dx = scaled(dx, self.x.dtype, dloss, divisor, own)
-        dweight = scaled(dweight, self.weight.dtype, dloss, divisor, own)
-        return dx, dweight, None if self.bias is None else scaled(dbias, self.bias.dtype, dloss, divisor, own)
-
-    def _rounded(self, made: Made) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        dx, dweight, dbias = made
-        dweight = None if dweight is None else dweight.to(self.weight.dtype)
-        return dx, dweight, None if dbias is None or self.bias is None else dbias.to(self.bias.dtype)
+def layer_of(
+    needs: Needs,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    accum_dtype: torch.dtype,
+    memory_budget: int | None,
+    *,
+    reduced: bool = True,
+    teacher_x: Tensor | None = None,
+) -> LinearLayer:
+    """A call's linear layer, with its plan: the arguments are those of `plan_of`."""
+    plan = plan_of(
+        needs, x, weight, accum_dtype=accum_dtype, memory_budget=memory_budget, reduced=reduced, teacher_x=teacher_x
+    )
+    return LinearLayer(x, weight, bias, needs, accum_dtype, plan)
 
 
-class Teacher(NamedTuple):
-    """The other linear layer of a `TeacherLoss`.
+class TeacherLayer(NamedTuple):
+    """The other linear layer of a loss that also depends on a teacher's logits. It gets no gradients.
 
     Attributes:
         x: ``[N, H']``.
@@ -609,40 +348,363 @@ class Teacher(NamedTuple):
     budgeted: bool
 
 
-class TeacherLoss(LinearLoss):
-    """A `LinearLoss` of a student that also depends on the logits of its teacher, another linear layer without gradients.
+class GradAccumulator:
+    """The gradients of x, weight and bias of a linear layer, added up from the gradient of the logits.
 
-    The teacher's logits are only read, so they are computed for some rows of a chunk at a time. In the same memory there are
-    then fewer chunks, each of which reads and writes the accumulator of the weight's gradient.
+    That gradient comes in chunks of rows (`add_rows`) or of columns (`add_columns`). With rows, the weight's gradient is a sum
+    over chunks. With columns, one product makes it, and it is rounded once.
+
+    Args:
+        linear: the language's.
+        layer: the layer.
+        grads: memory, which is written to. The dtype of the weight's gradient is that in which it is summed over chunks of
+            rows. The bias's is summed in float32.
     """
 
-    def __init__(self, linear: Linear, layer: Layer, teacher: Teacher) -> None:
-        super().__init__(linear, layer)
-        plan = layer.plan
-        self.teacher = teacher
-        self.teacher_rows = self.rows
-        if not plan.whole:
-            self.rows = plan.chunk
-            if teacher.budgeted and not (layer.needs[2] and is_wide(layer.bias, layer.x)):
-                # The plan has room for three: the student's logits, their gradient, which here overwrites them, and the
-                # teacher's logits, half of whose room `add_product` may take.
-                self.rows += plan.chunk // 2 if self.takes_memory else plan.chunk
-            # Products and losses of fewer rows take longer. On an H100, the large case of fused_linear_distillation takes 22.8 ms
-            # forward and 37.2 with the backward. With 256 rows at a time it took 25.0 and 40.7.
-            self.teacher_rows = min(plan.chunk, max(1024, plan.chunk // 4))
+    def __init__(self, linear: Linear, layer: LinearLayer, grads: LinearGrads) -> None:
+        self.linear, self.x, self.weight, self.grads = linear, layer.x, layer.weight, grads
+        self.begun = False
+        self.wide = grads.dbias is not None and is_wide(layer.bias, layer.x)
+        if self.wide and grads.dbias is not None:
+            grads.dbias.zero_()
 
-    def visit(
-        self, first: int, logits: Logits, results: bool, gradients: Gradients | None, incoming: Any
+    def add_rows(self, first: int, last: int, dlogits: Logits) -> None:
+        """Add the gradient of some rows of logits, with all columns."""
+        dx, dweight, dbias = self.grads
+        if dx is not None:
+            self.linear.write_product_of(dx[first:last], dlogits, self.weight, transposed=False)
+        if dweight is not None:
+            x = self.x[first:last]
+            self.linear.add_product_of(dweight, dlogits, x, dweight.dtype, transposed=True, adds=self.begun)
+        if dbias is not None and not self.wide:
+            (dbias.add_ if self.begun else dbias.copy_)(dlogits.tensor().sum(0, dtype=torch.float32))
+        self.begun = True
+
+    def add_columns(self, first: int, last: int, dlogits: Logits) -> None:
+        """Take the gradient of some columns of logits, with all rows: that gives these rows of weight's and bias's gradients."""
+        _, dweight, dbias = self.grads
+        if dweight is not None:
+            self.linear.write_product_of(dweight[first:last], dlogits, self.x, transposed=True)
+        if dbias is not None and not self.wide:
+            dbias[first:last] = dlogits.tensor().sum(0, dtype=torch.float32)
+
+    def add_wide_bias(self, first: int, last: int, dlogits: Tensor) -> None:
+        """Add the float32 gradient of some columns of logits, with any rows, to the gradient of a `wide` bias."""
+        if self.grads.dbias is not None:
+            self.grads.dbias[first:last] += dlogits.sum(0, dtype=torch.float32)
+
+
+class LinearLoss:
+    """A loss of a linear layer's logits, by a language's kernels. An op's subclass says what they make of a chunk of logits.
+
+    Attributes:
+        inputs: the NamedTuple of what `write` and `gradient` take beside logits.
+        results: the NamedTuple of what `write` writes. Its `statistics` are what `gradient` needs.
+    """
+
+    inputs: type[tuple[Any, ...]]
+    results: type[tuple[Any, ...]]
+
+    def __init__(self, kernels: Any, linear: Linear) -> None:
+        self.kernels, self.linear = kernels, linear
+
+        def run(
+            grads: LinearGrads,
+            results: Any,
+            layer: LinearLayer,
+            teacher: TeacherLayer | None,
+            inputs: Any,
+            statistics: Tensor | None,
+            divisor: Tensor | None,
+            dloss: Tensor | None,
+            by_columns: bool,
+        ) -> None:
+            call = LinearLossPass(self, layer, inputs, results, statistics=statistics, divisor=divisor, teacher=teacher)
+            call.run(grads, dloss, by_columns)
+
+        run.__annotations__ |= {"results": self.results | None, "inputs": self.inputs}  # `opaque` reads them
+        run.__qualname__ = f"{type(self).__name__}.run"  # in the custom op's name: kernels may serve several ops
+        self.run = opaque(writes=("grads", "results"), within=type(kernels).__module__)(run)
+
+    def write(self, inputs: Any, results: Any, first: int, *logits: Logits) -> None:
+        """Write results of the rows from `first` on, from their logits; with a teacher, from the teacher's as well."""
+        raise NotImplementedError
+
+    def incoming(self, inputs: Any, dloss: Tensor | None, divisor: Tensor | None, device: torch.device) -> Any:
+        """The factors of `gradient`, from the gradient of the loss; None if the loss's gradient isn't known yet.
+
+        `gradient` then gives the gradient of the sum; or that of the mean times the rows that count, because the mean's own
+        gradient would underflow in float16. `scaled` divides by these rows.
+        """
+        raise NotImplementedError
+
+    def gradient(
+        self,
+        inputs: Any,
+        dlogits: Logits,
+        logits: tuple[Logits | None, ...],
+        statistics: Any,
+        incoming: Any,
+        first: int,
+        first_column: int,
+    ) -> None:
+        """Write the gradient of the logits of the rows from `first` on, and of the columns from `first_column` on.
+
+        Args:
+            inputs: as `write` got them.
+            dlogits: to be written; `memory` is contiguous.
+            logits: the logits, or None if `dlogits` holds them; and the teacher's, if there is one.
+            statistics: what `write` wrote for it.
+            incoming: what `incoming` returned.
+            first: the first row.
+            first_column: the first column.
+        """
+        raise NotImplementedError
+
+
+class LinearLossPass:
+    """The forward or the backward of a call of a `LinearLoss`.
+
+    Args:
+        loss: the op in a language.
+        layer: the linear layer.
+        inputs: what the kernels take beside logits.
+        results: memory for all rows' results, in forward.
+        statistics: what forward wrote for the gradient, in backward.
+        divisor: the divisor of a mean, as in `Linear.scale`; None for a sum.
+        teacher: the teacher's linear layer, if there is one.
+
+    Attributes:
+        rows: rows of logits at a time. Their gradient overwrites them.
+        columns: if the plan has columns, columns of logits at a time, with all rows.
+        teacher_rows: rows of the teacher's logits at a time. They are only read. In the same memory there are then fewer chunks,
+            each of which reads and writes the accumulator of the weight's gradient.
+    """
+
+    def __init__(
+        self,
+        loss: LinearLoss,
+        layer: LinearLayer,
+        inputs: Any,
+        results: Any = None,
+        *,
+        statistics: Tensor | None = None,
+        divisor: Tensor | None = None,
+        teacher: TeacherLayer | None = None,
+    ) -> None:
+        self.loss, self.linear, self.layer, self.inputs, self.teacher = loss, loss.linear, layer, inputs, teacher
+        self.results, self.statistics = results, statistics if results is None else results.statistics
+        self.divisor = divisor
+        self.x, self.weight, self.bias, needs, self.accum_dtype, self.plan = layer
+        plan, x = self.plan, self.x
+        self.rows, self.columns = x.shape[0] if plan.whole else plan.chunk, plan.columns
+        # A plan has room for logits beside their gradient. Here the gradient overwrites the logits, except for a wide bias.
+        wide = is_wide(self.bias, x)
+        if plan.columns is not None and not (needs[2] and wide):
+            self.columns = 2 * plan.columns
+        self.teacher_rows = self.rows
+        if plan.whole:
+            return
+        if teacher is None:
+            if not (self.takes_memory or (plan.needs[2] and wide)):
+                self.rows *= 2
+            return
+        if teacher.budgeted and not (needs[2] and wide):
+            # The plan has room for three: the student's logits, their gradient, which here overwrites them, and the teacher's
+            # logits, half of whose room `add_product` may take.
+            self.rows += plan.chunk // 2 if self.takes_memory else plan.chunk
+        # Products and losses of fewer rows take longer. On an H100, the large case of fused_linear_distillation takes 22.8 ms
+        # forward and 37.2 with the backward. With 256 rows at a time it took 25.0 and 40.7.
+        self.teacher_rows = min(plan.chunk, max(1024, plan.chunk // 4))
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether adding up the weight's gradient takes about as much memory as the logits."""
+        return self.plan.needs[1] and self.linear.takes_memory(self.x, self.accum_dtype)
+
+    def forward(self) -> Saved:
+        """Write all rows' results.
+
+        Returns:
+            What `backward` takes, beside what the op itself saves: logits, gradients, or nothing.
+        """
+        grads = self._memory(self.accum_dtype) if self.plan.at_once else LinearGrads(None, None, None)
+        logits = self._run_as_one(grads)
+        if self.plan.at_once:
+            return grads if torch_state.compiling() else (SavedOnce(*grads),)
+        return tuple(each.memory for each in logits) if self.plan.whole and logits is not None else ()
+
+    def backward(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of x, weight and bias; `kept` is what `forward` returned."""
+        if kept and not self.plan.whole:
+            dx, dweight, dbias = self._scaled(kept, dloss)
+        else:
+            grads = self._memory(self.weight.dtype if self.plan.whole else self.accum_dtype)
+            if self.plan.whole:
+                columns = self.weight.shape[0]
+                self._whole(grads, tuple(Logits(memory, columns) for memory in kept), dloss)
+            elif grads.any():
+                self._run_as_one(grads, dloss)
+            dx, dweight, dbias = self._rounded(grads)
+        if self.columns is not None:
+            grads = self._memory_by_columns()
+            self._run_as_one(grads, dloss, by_columns=True)
+            _, dweight, dbias = self._rounded(grads)
+        return dx, dweight, dbias
+
+    def run(self, grads: LinearGrads, dloss: Tensor | None, by_columns: bool) -> tuple[Logits, ...] | None:
+        """Go over all logits once.
+
+        Args:
+            grads: where gradients are written.
+            dloss: the gradient of the loss, or None, as in `LinearLoss.incoming`.
+            by_columns: whether chunks are columns, with all rows, for gradients alone; otherwise they are rows.
+
+        Returns:
+            The logits of the last chunk, and those of its last teacher's, if no gradient overwrote them.
+        """
+        accumulator = GradAccumulator(self.linear, self.layer, grads) if grads.any() else None
+        if by_columns and accumulator is not None:
+            self._by_columns(accumulator, dloss)
+            return None
+        return self._by_rows(accumulator, dloss)
+
+    def _run_as_one(
+        self, grads: LinearGrads, dloss: Tensor | None = None, by_columns: bool = False
+    ) -> tuple[Logits, ...] | None:
+        """`run`, which is one custom op in a trace, unless one chunk holds all rows.
+
+        In a trace, each chunk's products and launches would be steps of the graph. That takes long to compile, and a graph of so
+        many chunks is for sizes that have as many. Inductor would also make the products of all chunks at the end, each of a
+        gradient of logits in its own memory.
+        """
+        if self.plan.whole or not torch_state.compiling():
+            return self.run(grads, dloss, by_columns)
+        statistics = self.statistics if self.results is None else None  # they are among the results
+        call = self.layer, self.teacher, self.inputs
+        self.loss.run(grads, self.results, *call, statistics, self.divisor, dloss, by_columns)
+        return None
+
+    def _by_rows(self, accumulator: GradAccumulator | None, dloss: Tensor | None) -> tuple[Logits, ...] | None:
+        """Write all rows' results, if this is forward, and add to gradients, if they are wanted."""
+        incoming = None if accumulator is None else self._incoming(dloss)
+        kept = logits = None
+        for first, last in self.linear.chunks(self.x.shape[0], self.rows):
+            kept = logits = None  # freed before the next chunk's are allocated
+            x = self.x[first:last]
+            logits = self.linear.logits(x, self.weight, x.dtype)
+            kept = self._visit(first, logits, accumulator, incoming)
+            if accumulator is not None:
+                kept = None
+                accumulator.add_rows(first, last, logits)
+        return kept
+
+    def _visit(
+        self, first: int, logits: Logits, accumulator: GradAccumulator | None, incoming: Any
     ) -> tuple[Logits, ...]:
-        teacher: Any = None
-        for start, end in self.linear.chunks(logits.memory.shape[0], self.teacher_rows):
-            teacher = None
-            x = self.teacher.x[first + start : first + end]
-            teacher = self.linear.logits(x, self.teacher.weight, x.dtype)
-            student = logits.rows(start, end)
-            if results:
-                self.write(first + start, student, teacher)
-            if gradients is not None:
-                self.add_wide_bias(gradients, (student, teacher), incoming, first + start)
-                self.gradient(student, (None, teacher), incoming, first + start)
-        return logits, teacher
+        """Write results of the rows from `first` on. With an `accumulator`, overwrite `logits` with their gradient then.
+
+        Returns:
+            The logits, and the last ones of the teacher.
+        """
+        rows, teacher = logits.memory.shape[0], ()
+        for start, end in [(0, rows)] if self.teacher is None else self.linear.chunks(rows, self.teacher_rows):
+            student = logits
+            if self.teacher is not None:
+                teacher = ()  # freed before the next ones are allocated
+                x = self.teacher.x[first + start : first + end]
+                teacher = (self.linear.logits(x, self.teacher.weight, x.dtype),)
+                student = logits.rows(start, end)
+            if self.results is not None:
+                self.loss.write(self.inputs, self.results, first + start, student, *teacher)
+            if accumulator is not None:
+                self._add_wide_bias(accumulator, (student, *teacher), incoming, first + start)
+                self._gradient(student, (None, *teacher), incoming, first + start)
+        return logits, *teacher
+
+    def _by_columns(self, accumulator: GradAccumulator, dloss: Tensor | None) -> None:
+        """The gradients of weight and bias, `columns` of the logits at a time. One matmul makes each sum."""
+        assert self.columns is not None
+        incoming = self._incoming(dloss)
+        for first, last in self.linear.chunks_of_columns(self.weight.shape[0], self.columns):
+            logits = self.linear.logits(self.x, self.weight[first:last], self.x.dtype)
+            self._add_wide_bias(accumulator, (logits,), incoming, first_column=first)
+            self._gradient(logits, (None,), incoming, first_column=first)
+            accumulator.add_columns(first, last, logits)
+            del logits
+
+    def _whole(self, grads: LinearGrads, logits: tuple[Logits, ...], dloss: Tensor) -> None:
+        """The gradients, from the logits of all rows."""
+        accumulator = GradAccumulator(self.linear, self.layer, grads)
+        incoming = self._incoming(dloss)
+        self._add_wide_bias(accumulator, logits, incoming)
+        dlogits = logits[0].empty_like(logits[0].memory.dtype)
+        self._gradient(dlogits, logits, incoming)
+        accumulator.add_rows(0, self.x.shape[0], dlogits)
+
+    def _incoming(self, dloss: Tensor | None) -> Any:
+        return self.loss.incoming(self.inputs, dloss, self.divisor, self.x.device)
+
+    def _gradient(
+        self, dlogits: Logits, logits: tuple[Logits | None, ...], incoming: Any, first: int = 0, first_column: int = 0
+    ) -> None:
+        self.loss.gradient(self.inputs, dlogits, logits, self.statistics, incoming, first, first_column)
+
+    def _add_wide_bias(
+        self,
+        accumulator: GradAccumulator,
+        logits: tuple[Logits, ...],
+        incoming: Any,
+        first: int = 0,
+        first_column: int = 0,
+    ) -> None:
+        """Add a `wide` bias's gradient, from the unrounded gradient of the logits, in half of the logits' memory at a time."""
+        if not accumulator.wide:
+            return
+        rows, columns = logits[0].memory.shape[0], logits[0].columns
+        # Parts begin at multiples of 16 columns: kernels may read up to the next multiple.
+        most = max(1, columns // 2)
+        for start, end in chunks(columns, most, self.linear.aligned if most >= self.linear.aligned else 16):
+            dpart = torch.empty((rows, end - start), dtype=torch.float32, device=self.x.device)
+            parts = tuple(each.part(start, end) for each in logits)
+            self._gradient(Logits.of(dpart), parts, incoming, first, first_column + start)
+            accumulator.add_wide_bias(first_column + start, first_column + end, dpart)
+            del dpart
+
+    def _memory(self, dtype: torch.dtype) -> LinearGrads:
+        """Memory for the gradients that chunks of rows make, of the weight's in `dtype`."""
+        x, weight, (needs_x, needs_weight, needs_bias) = self.x, self.weight, self.plan.needs
+        return LinearGrads(
+            torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None,
+            weight.new_empty(weight.shape, dtype=dtype) if needs_weight else None,
+            weight.new_empty(weight.shape[0], dtype=torch.float32) if needs_bias else None,
+        )
+
+    def _memory_by_columns(self) -> LinearGrads:
+        """Memory for the gradients that chunks of columns make."""
+        weight, (_, needs_weight, needs_bias) = self.weight, self.layer.needs
+        dbias = None
+        if needs_bias and self.bias is not None:
+            dtype = torch.float32 if is_wide(self.bias, self.x) else self.bias.dtype
+            dbias = weight.new_empty(weight.shape[0], dtype=dtype)
+        return LinearGrads(None, weight.new_empty(weight.shape) if needs_weight else None, dbias)
+
+    def _scaled(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients that forward made at once, or that are made again, times the gradient of the loss."""
+        own = isinstance(kept[0], SavedOnce)
+        if own:
+            grads: Saved | None = kept[0].take()
+            if grads is None:  # an earlier backward has taken them
+                grads = again = self._memory(self.accum_dtype)
+                self._run_as_one(again)
+            kept = grads
+        dx, dweight, dbias = kept
+        scaled, divisor = self.linear.scaled, self.divisor
+        dx = scaled(dx, self.x.dtype, dloss, divisor, own)
+        dweight = scaled(dweight, self.weight.dtype, dloss, divisor, own)
+        return dx, dweight, None if self.bias is None else scaled(dbias, self.bias.dtype, dloss, divisor, own)
+
+    def _rounded(self, grads: LinearGrads) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dx, dweight, dbias = grads
+        dweight = None if dweight is None else dweight.to(self.weight.dtype)
+        return dx, dweight, None if dbias is None or self.bias is None else dbias.to(self.bias.dtype)

@@ -13,7 +13,7 @@ from liger_core.host.rows import Logits
 from liger_core.ops.logit_statistics import LogitStatistics
 
 
-class Options(NamedTuple):
+class StatisticsKernelOptions(NamedTuple):
     """The options of a row's statistics. An option that is off is None: a kernel is then compiled without it.
 
     `inverse` is that of the temperature. Differences of logits are multiplied by it, instead of dividing the logits: the
@@ -25,9 +25,13 @@ class Options(NamedTuple):
     softcap: float | None
     temperature: float | None
     inverse: float | None
+    return_entropy: bool
+    return_total: bool
+    return_log_sum_squares: bool
+    return_best: bool
 
 
-class Labels(NamedTuple):
+class StatisticsInputs(NamedTuple):
     """The inputs of the rows' statistics, except their logits.
 
     Attributes:
@@ -40,10 +44,10 @@ class Labels(NamedTuple):
     target: Tensor
     weight: Tensor | None
     bias: Tensor | None
-    options: Options
+    options: StatisticsKernelOptions
 
 
-class Rows(NamedTuple):
+class StatisticsResults(NamedTuple):
     """The results per row that `StatisticsKernels.rows` writes; None for those that aren't wanted.
 
     Attributes:
@@ -64,7 +68,7 @@ class Rows(NamedTuple):
     kept: Tensor | None
 
 
-class Incoming(NamedTuple):
+class StatisticsGrads(NamedTuple):
     """The gradients of the statistics, contiguous; None for a statistic without one.
 
     Attributes:
@@ -86,11 +90,11 @@ def terms_columns(columns: int) -> int:
 class StatisticsKernels:
     """A language's kernels of statistics."""
 
-    def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
+    def rows(self, results: StatisticsResults, logits: Logits, inputs: StatisticsInputs, first_row: int) -> None:
         """Write the results of the rows from `first_row` on, as many as `logits` has. They may have any strides."""
         raise NotImplementedError
 
-    def rows_of_product(self, x: Tensor, weight: Tensor, labels: Labels, most: int) -> int:
+    def rows_of_product(self, x: Tensor, weight: Tensor, inputs: StatisticsInputs, most: int) -> int:
         """How many rows of x `product` takes at a time, if `most` rows of float32 logits fit into memory; 0: none.
 
         Then PyTorch makes the logits.
@@ -103,10 +107,10 @@ class StatisticsKernels:
 
     def product(
         self,
-        results: Rows,
+        results: StatisticsResults,
         x: Tensor,
         weight: Tensor,
-        labels: Labels,
+        inputs: StatisticsInputs,
         first_row: int,
         terms: Tensor | None = None,
         scales: Tensor | None = None,
@@ -129,7 +133,7 @@ class StatisticsKernels:
         raise NotImplementedError
 
     def normalise(
-        self, terms: Tensor, beside: Any, labels: Labels, kept: Tensor, dlse: Tensor | None, first_row: int
+        self, terms: Tensor, beside: Any, inputs: StatisticsInputs, kept: Tensor, dlse: Tensor | None, first_row: int
     ) -> None:
         """Turn terms into the gradient of lse with respect to the logits, times `dlse`.
 
@@ -146,9 +150,9 @@ class StatisticsKernels:
         self,
         dlogits: Logits,
         logits: Logits | None,
-        labels: Labels,
+        inputs: StatisticsInputs,
         kept: Tensor,
-        incoming: Incoming,
+        incoming: StatisticsGrads,
         first_row: int,
         first_column: int,
     ) -> None:
@@ -187,58 +191,57 @@ class StatisticsKernels:
             dx[some] = part
 
 
-def options_of(first: int, ignore_index: int, softcap: float | None, temperature: float) -> Options:
-    """The options, normalised."""
-    temperatures = (None, None) if temperature == 1 else (float(temperature), 1.0 / temperature)
-    return Options(first, ignore_index, None if softcap is None else float(softcap), *temperatures)
+def options_of(*, softcap: float | None, temperature: float, **others: Any) -> StatisticsKernelOptions:
+    """A call's options, from those of the contract."""
+    return StatisticsKernelOptions(
+        softcap=None if softcap is None else float(softcap),
+        temperature=None if temperature == 1 else float(temperature),
+        inverse=None if temperature == 1 else 1.0 / temperature,
+        **others,
+    )
 
 
-def labels_of(target: Tensor, weight: Tensor | None, bias: Tensor | None, options: Options) -> Labels:
+def inputs_of(
+    target: Tensor, weight: Tensor | None, bias: Tensor | None, options: StatisticsKernelOptions
+) -> StatisticsInputs:
     """The labels, from tensors with any strides."""
-    return Labels(
+    return StatisticsInputs(
         target if target.dim() == 2 else target[:, None],
-        None if weight is None else weight.contiguous(),
+        weight.contiguous() if weight is not None and options.return_total else None,
         None if bias is None else bias.contiguous(),
         options,
     )
 
 
-def incoming_of(
+def grads_of(
     dlse: Tensor | None, dpicked: Tensor | None, dentropy: Tensor | None, dtotal: Tensor | None
-) -> Incoming:
+) -> StatisticsGrads:
     """The gradients of the statistics, from tensors with any strides."""
     lse, picked, entropy, total = (None if d is None else d.contiguous() for d in (dlse, dpicked, dentropy, dtotal))
-    return Incoming(lse, picked if picked is None or picked.dim() == 2 else picked[:, None], entropy, total)
+    return StatisticsGrads(lse, picked if picked is None or picked.dim() == 2 else picked[:, None], entropy, total)
 
 
-def new_rows(
-    target: Tensor,
-    *,
-    return_entropy: bool,
-    return_total: bool,
-    return_log_sum_squares: bool,
-    return_best: bool,
-    differentiable: bool,
-) -> Rows:
-    """Memory for the results of all rows of a ``[N, K]`` target."""
+def new_results(inputs: StatisticsInputs, differentiable: bool) -> StatisticsResults:
+    """Memory for the results of all rows."""
+    target, options = inputs.target, inputs.options
     n = target.shape[0]
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=target.device)
 
-    return Rows(
+    return StatisticsResults(
         empty(n),
         empty(*target.shape),
-        empty(n) if return_entropy else None,
-        empty(n) if return_total else None,
-        empty(n) if return_log_sum_squares else None,
-        empty(n) if return_best else None,
-        torch.empty(n, dtype=torch.int64, device=target.device) if return_best else None,
-        empty(3 if return_entropy else 2, n) if differentiable else None,
+        empty(n) if options.return_entropy else None,
+        empty(n) if options.return_total else None,
+        empty(n) if options.return_log_sum_squares else None,
+        empty(n) if options.return_best else None,
+        torch.empty(n, dtype=torch.int64, device=target.device) if options.return_best else None,
+        empty(3 if options.return_entropy else 2, n) if differentiable else None,
     )
 
 
-def result_of(rows: Rows, target: Tensor) -> LogitStatistics:
+def result_of(rows: StatisticsResults, target: Tensor) -> LogitStatistics:
     """The op's result, for a target of the given shape."""
     lse, picked, *others, _ = rows
     return LogitStatistics(lse, picked.view(target.shape), *others)
@@ -251,36 +254,15 @@ class Statistics:
         self.kernels = kernels
 
     def forward(
-        self,
-        needs: Needs,
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        *,
-        first: int = 0,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        temperature: float = 1.0,
-        return_entropy: bool = False,
-        return_total: bool = False,
-        return_log_sum_squares: bool = False,
-        return_best: bool = False,
+        self, needs: Needs, logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any
     ) -> tuple[LogitStatistics, Saved]:
-        """The contract's forward, for a kernel file."""
+        """The contract's forward."""
         (differentiable,) = needs
-        options = options_of(first, ignore_index, softcap, temperature)
-        labels = labels_of(target, weight if return_total else None, None, options)
-        rows = new_rows(
-            labels.target,
-            return_entropy=return_entropy,
-            return_total=return_total,
-            return_log_sum_squares=return_log_sum_squares,
-            return_best=return_best,
-            differentiable=differentiable,
-        )
-        self.kernels.rows(rows, Logits.of(logits), labels, 0)
-        saved = (logits, target, labels.weight, rows.kept) if differentiable else ()
-        return result_of(rows, target), saved
+        inputs = inputs_of(target, weight, None, options_of(**options))
+        results = new_results(inputs, differentiable)
+        self.kernels.rows(results, Logits.of(logits), inputs, 0)
+        saved = (logits, target, inputs.weight, results.kept) if differentiable else ()
+        return result_of(results, target), saved
 
     def backward(
         self,
@@ -290,17 +272,12 @@ class Statistics:
         dpicked: Tensor | None,
         dentropy: Tensor | None,
         dtotal: Tensor | None,
-        *,
-        first: int,
-        ignore_index: int,
-        softcap: float | None,
-        temperature: float,
-        **returned: bool,
+        **options: Any,
     ) -> tuple[Tensor | None, ...]:
-        """The contract's backward, for a kernel file."""
+        """The contract's backward."""
         logits, target, weight, kept = saved
-        labels = labels_of(target, weight, None, options_of(first, ignore_index, softcap, temperature))
+        inputs = inputs_of(target, weight, None, options_of(**options))
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        incoming = incoming_of(dlse, dpicked, dentropy, dtotal)
-        self.kernels.gradient(Logits.of(dlogits), Logits.of(logits), labels, kept, incoming, 0, 0)
+        incoming = grads_of(dlse, dpicked, dentropy, dtotal)
+        self.kernels.gradient(Logits.of(dlogits), Logits.of(logits), inputs, kept, incoming, 0, 0)
         return (dlogits,)

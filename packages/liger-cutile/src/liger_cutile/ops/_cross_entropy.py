@@ -12,7 +12,7 @@ import cuda.tile as ct
 from torch import Tensor
 
 from liger_core.custom_op import opaque
-from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
+from liger_core.host.cross_entropy import CrossEntropyInputs, CrossEntropyKernels, CrossEntropyResults
 from liger_core.host.rows import Logits
 from liger_cutile.ops._device import sm_count
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
@@ -245,75 +245,47 @@ def _vector(scalar: Tensor | None) -> Tensor | None:
     return None if scalar is None else scalar.view(1)
 
 
-@opaque(writes=("losses", "z_losses", "hits", "predicted", "statistics"))
-def _launch_rows(
-    losses: Tensor,
-    z_losses: Tensor | None,
-    hits: Tensor | None,
-    predicted: Tensor | None,
-    statistics: Tensor | None,
-    logits: Tensor,
-    columns: int,
-    bias: Tensor | None,
-    target: Tensor,
-    weight: Tensor | None,
-    weight_sum: Tensor | None,
-    first: int,
-    ignore_index: int,
-    label_smoothing: float | None,
-    lse_square_scale: float | None,
-    softcap: float | None,
-    token_scaling: bool,
-    each: bool,
-) -> None:
-    logits = as_rows(Logits(logits, columns).tensor())
-    for begin in range(0, logits.shape[0], MOST_BLOCKS):
-        some = logits[begin : begin + MOST_BLOCKS]
+@opaque(writes=("results",))
+def _launch_rows(results: CrossEntropyResults, logits: Logits, inputs: CrossEntropyInputs, first: int) -> None:
+    memory, columns, options = as_rows(logits.tensor()), logits.columns, inputs.options
+    for begin in range(0, memory.shape[0], MOST_BLOCKS):
+        some = memory[begin : begin + MOST_BLOCKS]
         launch(
-            _rows, (some.shape[0],), losses, z_losses, hits, predicted, statistics, some, bias, target, weight,
-            _vector(weight_sum), columns, first + begin, ignore_index, label_smoothing, lse_square_scale, softcap,
-            each and lse_square_scale is not None, token_scaling, min(power_of_2(columns), BLOCK),
-            16 // logits.element_size(),
+            _rows, (some.shape[0],), *results, some, inputs.bias, inputs.target, inputs.weight,
+            _vector(inputs.weight_sum), columns, first + begin, options.ignore_index, options.label_smoothing,
+            options.lse_square_scale, options.softcap, options.adds_z_loss(), options.token_scaling,
+            min(power_of_2(columns), BLOCK), 16 // memory.element_size(),
         )  # fmt: skip
 
 
 @opaque(writes=("dlogits",))
 def _launch_gradient(
-    dlogits: Tensor,
-    logits: Tensor | None,
-    columns: int,
-    bias: Tensor | None,
-    target: Tensor,
-    weight: Tensor | None,
-    weight_sum: Tensor | None,
+    dlogits: Logits,
+    logits: Logits | None,
+    inputs: CrossEntropyInputs,
     statistics: Tensor,
     dloss: Tensor | None,
     totals: Tensor | None,
-    vocabulary: int,
     first: int,
     first_column: int,
-    ignore_index: int,
-    label_smoothing: float | None,
-    lse_square_scale: float | None,
-    softcap: float | None,
-    token_scaling: bool,
 ) -> None:
-    n, dlogits = dlogits.shape[0], Logits(dlogits, columns).tensor()
-    block = min(power_of_2(columns), GRADIENT_BYTES // dlogits.element_size())
+    y, columns, options = dlogits.tensor(), dlogits.columns, inputs.options
+    n, block = y.shape[0], min(power_of_2(columns), GRADIENT_BYTES // y.element_size())
     # If rows are few, one block per row would be too few blocks.
-    wanted = 2 * OCCUPANCY * sm_count(dlogits.device)
+    wanted = 2 * OCCUPANCY * sm_count(y.device)
     parts = min(blocks(columns, block), blocks(wanted, n))
     of_columns = slice(first_column, first_column + columns)
-    bias, column_weight = (None if x is None else x[of_columns] for x in (bias, weight))
-    dloss = None if dloss is None else dloss.expand_as(target)
-    logits = None if logits is None else as_rows(Logits(logits, columns).tensor())
+    bias, column_weight = (None if x is None else x[of_columns] for x in (inputs.bias, inputs.weight))
+    dloss = None if dloss is None else dloss.expand_as(inputs.target)
+    x = None if logits is None else as_rows(logits.tensor())
     most = MOST_BLOCKS // parts
     for begin in range(0, n, most):
         some = slice(begin, min(begin + most, n))
         launch(
-            _gradient, ((some.stop - begin) * parts,), dlogits[some], None if logits is None else logits[some], bias,
-            target, weight, column_weight, _vector(weight_sum), statistics, dloss, totals, vocabulary, first + begin,
-            first_column, parts, ignore_index, label_smoothing, lse_square_scale, softcap, token_scaling, block,
+            _gradient, ((some.stop - begin) * parts,), y[some], None if x is None else x[some], bias, inputs.target,
+            inputs.weight, column_weight, _vector(inputs.weight_sum), statistics, dloss, totals, inputs.vocabulary,
+            first + begin, first_column, parts, options.ignore_index, options.label_smoothing,
+            options.lse_square_scale, options.softcap, options.token_scaling, block,
         )  # fmt: skip
 
 
@@ -338,28 +310,21 @@ def _launch_reduce(
     )  # fmt: skip
 
 
-class _Kernels(CrossEntropyKernels):
-    def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
-        target, weight, weight_sum, bias, _, options = labels
-        *chosen, reduction = options
-        _launch_rows(*results, *logits, bias, target, weight, weight_sum, first, *chosen, reduction == "none")
+class CuTileCrossEntropy(CrossEntropyKernels):
+    def rows(self, results: CrossEntropyResults, logits: Logits, inputs: CrossEntropyInputs, first: int) -> None:
+        _launch_rows(results, logits, inputs, first)
 
     def gradient(
         self,
         dlogits: Logits,
         logits: Logits | None,
-        labels: Labels,
+        inputs: CrossEntropyInputs,
         statistics: Tensor,
         incoming: Any,
         first: int,
         first_column: int,
     ) -> None:
-        target, weight, weight_sum, bias, vocabulary, options = labels
-        *chosen, _ = options
-        _launch_gradient(
-            dlogits.memory, None if logits is None else logits.memory, dlogits.columns, bias, target, weight,
-            weight_sum, statistics, *incoming, vocabulary, first, first_column, *chosen,
-        )  # fmt: skip
+        _launch_gradient(dlogits, logits, inputs, statistics, *incoming, first, first_column)
 
     def sums(
         self,
@@ -367,15 +332,15 @@ class _Kernels(CrossEntropyKernels):
         z_loss: Tensor | None,
         accuracy: Tensor | None,
         totals: Tensor | None,
-        results: Rows | None,
-        labels: Labels,
+        results: CrossEntropyResults | None,
+        inputs: CrossEntropyInputs,
     ) -> None:
         losses, z_losses, hits, *_ = results or (None, None, None)
-        mean = labels.options.reduction == "mean"
+        mean = inputs.options.reduction == "mean"
         _launch_reduce(
-            loss, z_loss, accuracy, totals, losses, z_losses, hits, labels.target, labels.weight if mean else None,
-            labels.vocabulary, labels.options.ignore_index, mean,
+            loss, z_loss, accuracy, totals, losses, z_losses, hits, inputs.target, inputs.weight if mean else None,
+            inputs.vocabulary, inputs.options.ignore_index, mean,
         )  # fmt: skip
 
 
-KERNELS = _Kernels()
+KERNELS = CuTileCrossEntropy()

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from liger_core.custom_op import opaque
-from liger_core.host.distillation import DistillationKernels, Given, Incoming, Rows, step_of
+from liger_core.host.distillation import (
+    DistillationFactors,
+    DistillationInputs,
+    DistillationKernels,
+    DistillationResults,
+    step_of,
+)
 from liger_core.host.rows import Logits
 from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
@@ -118,7 +124,7 @@ def _part(difference, beta, rest, TVD, REVERSE, HALF):
 
 @ct.function
 def _given(target, row, tile, eps, LOG, BLOCK, GROUP):
-    """Given probabilities, which replace the teacher's logits, and their logarithms; 0 outside the row."""
+    """Probabilities that are given, which replace the teacher's logits, and their logarithms; 0 outside the row."""
     if LOG:
         t = ct.load(target, (row, tile), (1, BLOCK), padding_mode=ct.PaddingMode.NEG_INF, allow_tma=False)
         t = ct.astype(ct.reshape(t, (BLOCK // GROUP, GROUP)), ct.float32)
@@ -349,16 +355,18 @@ def _as_wide(student: Logits, teacher: Logits) -> Tensor:
 
 
 @opaque(writes=("results",))
-def _launch_rows(results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
-    options = given.options
+def _launch_rows(
+    results: DistillationResults, student: Logits, teacher: Logits, inputs: DistillationInputs, first: int
+) -> None:
+    options = inputs.options
     students, teachers = as_rows(_as_wide(student, teacher)), as_rows(teacher.memory)
     rows, size = students.shape[0], max(students.element_size(), teachers.element_size())
     tempered = options.temperature != 1.0
-    added = (given.student_bias, given.teacher_bias, options.student_softcap, options.teacher_softcap)
+    added = (inputs.student_bias, inputs.teacher_bias, options.student_softcap, options.teacher_softcap)
     roomy = any(x is not None for x in added) or options.divergence in ("given", "log")
     kernel = _with_room() if roomy or (results.hard is not None and tempered) else _rows
     launch(
-        kernel, (min(rows, MOST_BLOCKS),), *results, students, teachers, given.student_bias, given.teacher_bias, given.labels,
+        kernel, (min(rows, MOST_BLOCKS),), *results, students, teachers, inputs.student_bias, inputs.teacher_bias, inputs.labels,
         student.columns, first, options.ignore_index, LOG2_E / options.temperature, options.beta, 1.0 - options.beta,
         options.student_softcap, options.teacher_softcap, *_kind(options.divergence), options.beta == 0.5, tempered,
         students.shape[1] != student.columns, ROW_BYTES // size, GROUP_BYTES // size,
@@ -370,18 +378,18 @@ def _launch_gradient(
     dstudent: Logits,
     student: Logits | None,
     teacher: Logits,
-    given: Given,
+    inputs: DistillationInputs,
     statistics: Tensor,
-    incoming: Incoming,
+    incoming: DistillationFactors,
     first: int,
     first_column: int,
 ) -> None:
     students = None if student is None else as_rows(_as_wide(student, teacher))
     dstudents, teachers = _as_wide(dstudent, teacher), as_rows(teacher.memory)
-    columns, options, (by_soft, by_hard) = dstudent.columns, given.options, incoming
+    columns, options, (by_soft, by_hard) = dstudent.columns, inputs.options, incoming
     of_columns = slice(first_column, first_column + columns)
     student_bias, teacher_bias = (
-        None if bias is None else bias[of_columns] for bias in (given.student_bias, given.teacher_bias)
+        None if bias is None else bias[of_columns] for bias in (inputs.student_bias, inputs.teacher_bias)
     )
     block = min(power_of_2(columns), GRADIENT_BYTES // max(dstudents.element_size(), teachers.element_size()))
     divergence, beta = options.divergence, options.beta
@@ -392,7 +400,7 @@ def _launch_gradient(
     kernel = _gradient_with_room() if roomy else _gradient
     launch(
         kernel, (min(dstudents.shape[0] * blocks(columns, block), MOST_BLOCKS),), dstudents, students, teachers,
-        student_bias, teacher_bias, statistics, given.labels, by_soft, by_hard, first, first_column, options.ignore_index,
+        student_bias, teacher_bias, statistics, inputs.labels, by_soft, by_hard, first, first_column, options.ignore_index,
         LOG2_E / options.temperature, 1.0 if divergence == "cosine" else share, beta, 1.0 - beta,
         options.student_softcap, options.teacher_softcap, *_kind(divergence), beta == 0.5,
         step_of(by_soft), step_of(by_hard), block,
@@ -409,22 +417,24 @@ def _launch_total(total: Tensor, losses: Tensor, divisor: Tensor | None) -> None
     launch_total(total.view(1), losses, divisor, 1.0)
 
 
-class _Kernels(DistillationKernels):
-    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
-        _launch_rows(results, student, teacher, given, first)
+class CuTileDistillation(DistillationKernels):
+    def rows(
+        self, results: DistillationResults, student: Logits, teacher: Logits, inputs: DistillationInputs, first: int
+    ) -> None:
+        _launch_rows(results, student, teacher, inputs, first)
 
     def gradient(
         self,
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Given,
+        inputs: DistillationInputs,
         statistics: Tensor,
-        incoming: Incoming,
+        incoming: DistillationFactors,
         first: int,
         first_column: int,
     ) -> None:
-        _launch_gradient(dstudent, student, teacher, given, statistics, incoming, first, first_column)
+        _launch_gradient(dstudent, student, teacher, inputs, statistics, incoming, first, first_column)
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         if labels is None:
@@ -439,4 +449,4 @@ class _Kernels(DistillationKernels):
         return total
 
 
-KERNELS = _Kernels()
+KERNELS = CuTileDistillation()

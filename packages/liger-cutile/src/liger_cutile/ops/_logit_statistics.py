@@ -11,7 +11,7 @@ import cuda.tile as ct
 from torch import Tensor
 
 from liger_core.custom_op import opaque
-from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
+from liger_core.host.logit_statistics import StatisticsGrads, StatisticsInputs, StatisticsKernels, StatisticsResults
 from liger_core.host.rows import Logits
 from liger_cutile.ops._cross_entropy import OCCUPANCY
 from liger_cutile.ops._device import sm_count
@@ -186,13 +186,13 @@ def _gradient(
 
 
 @opaque(writes=("results",))
-def _launch_rows(results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
-    memory, columns, target, options = as_rows(logits.tensor()), logits.columns, as_rows(labels.target), labels.options
+def _launch_rows(results: StatisticsResults, logits: Logits, inputs: StatisticsInputs, first_row: int) -> None:
+    memory, columns, target, options = as_rows(logits.tensor()), logits.columns, as_rows(inputs.target), inputs.options
     size = memory.element_size()
     for begin in range(0, memory.shape[0], MOST_BLOCKS):
         chunk = memory[begin : begin + MOST_BLOCKS]
         launch(
-            _rows, (chunk.shape[0],), *results, chunk, labels.bias, target, labels.weight, columns, first_row + begin,
+            _rows, (chunk.shape[0],), *results, chunk, inputs.bias, target, inputs.weight, columns, first_row + begin,
             *options, min(power_of_2(columns), ROWS_BYTES // size), 16 // size,
             min(power_of_2(target.shape[1], 1), MOST_TARGETS),
         )  # fmt: skip
@@ -202,19 +202,19 @@ def _launch_rows(results: Rows, logits: Logits, labels: Labels, first_row: int) 
 def _launch_gradient(
     dlogits: Logits,
     logits: Logits | None,
-    labels: Labels,
+    inputs: StatisticsInputs,
     kept: Tensor,
-    incoming: Incoming,
+    incoming: StatisticsGrads,
     first_row: int,
     first_column: int,
 ) -> None:
-    dx, columns, target, options = dlogits.tensor(), dlogits.columns, as_rows(labels.target), labels.options
+    dx, columns, target, options = dlogits.tensor(), dlogits.columns, as_rows(inputs.target), inputs.options
     n, block = dx.shape[0], min(power_of_2(columns), GRADIENT_BLOCK)
     # If rows are few, one block per row would be too few blocks.
     wanted = 2 * GRADIENT_OCCUPANCY * sm_count(dx.device)
     parts = min(blocks(columns, block), blocks(wanted, n))
     of_columns = slice(first_column, first_column + columns)
-    bias, weight = (None if x is None else x[of_columns] for x in (labels.bias, labels.weight))
+    bias, weight = (None if x is None else x[of_columns] for x in (inputs.bias, inputs.weight))
     x = None if logits is None else as_rows(logits.tensor())
     dlse, dpicked, dentropy, dtotal = incoming
     dpicked = None if dpicked is None else as_rows(dpicked)
@@ -228,21 +228,21 @@ def _launch_gradient(
         )  # fmt: skip
 
 
-class _Kernels(StatisticsKernels):
-    def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
-        _launch_rows(results, logits, labels, first_row)
+class CuTileStatistics(StatisticsKernels):
+    def rows(self, results: StatisticsResults, logits: Logits, inputs: StatisticsInputs, first_row: int) -> None:
+        _launch_rows(results, logits, inputs, first_row)
 
     def gradient(
         self,
         dlogits: Logits,
         logits: Logits | None,
-        labels: Labels,
+        inputs: StatisticsInputs,
         kept: Tensor,
-        incoming: Incoming,
+        incoming: StatisticsGrads,
         first_row: int,
         first_column: int,
     ) -> None:
-        _launch_gradient(dlogits, logits, labels, kept, incoming, first_row, first_column)
+        _launch_gradient(dlogits, logits, inputs, kept, incoming, first_row, first_column)
 
 
-KERNELS = _Kernels()
+KERNELS = CuTileStatistics()

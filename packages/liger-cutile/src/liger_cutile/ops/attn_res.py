@@ -323,7 +323,7 @@ def _launch_backward(
         launch_total(sums, parts)
 
 
-class _AttnResKernels(AttnResKernels):
+class CuTileAttnRes(AttnResKernels):
     def forward(
         self,
         y: Tensor,
@@ -353,6 +353,6 @@ class _AttnResKernels(AttnResKernels):
         return total
 
 
-host = AttnRes(_AttnResKernels())
+host = AttnRes(CuTileAttnRes())
 forward = implements(attn_res)(host.forward)
 backward = host.backward

@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_core import fused_linear_jsd
 from liger_core.contract import implements
 from liger_core.custom_op import opaque
-from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
+from liger_core.host.fused_linear_jsd import DivergenceInputs, DivergenceKernels, FusedLinearJSD
 from liger_core.host.rows import Logits
 from liger_cutile.ops._divergences import above_mixture, finite, launch_count, launch_total
 from liger_cutile.ops._launch import MOST_BLOCKS, ConstBool, ConstInt, given, launch
@@ -208,12 +208,18 @@ def _kind(beta: float) -> tuple[bool, bool, bool]:
     return beta == 0, beta == 1, beta == 0.5
 
 
-class _Kernels(DivergenceKernels):
+class CuTileDivergence(DivergenceKernels):
     def rows(
-        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
+        self,
+        losses: Tensor,
+        statistics: Tensor | None,
+        student: Logits,
+        teacher: Logits,
+        inputs: DivergenceInputs,
+        first: int,
     ) -> None:
         _launch_rows(
-            losses, statistics, student.memory, teacher.memory, student.columns, given.labels, first, *given[1:]
+            losses, statistics, student.memory, teacher.memory, student.columns, inputs.labels, first, *inputs[1:]
         )
 
     def gradient(
@@ -221,14 +227,14 @@ class _Kernels(DivergenceKernels):
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Given,
+        inputs: DivergenceInputs,
         statistics: Tensor,
         incoming: Any,
         first: int,
     ) -> None:
         _launch_gradient(
             dstudent.memory, None if student is None else student.memory, teacher.memory, dstudent.columns, statistics,
-            given.labels, *incoming, first, *given[1:],
+            inputs.labels, *incoming, first, *inputs[1:],
         )  # fmt: skip
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -244,6 +250,6 @@ class _Kernels(DivergenceKernels):
         return loss
 
 
-_host = FusedLinearJSD(_Kernels(), LINEAR)
+_host = FusedLinearJSD(CuTileDivergence(), LINEAR)
 forward = implements(fused_linear_jsd)(_host.forward)
 backward = _host.backward

@@ -339,7 +339,7 @@ def _launch_sum_slots(
     )  # fmt: skip
 
 
-class _MoEKernels(MoEKernels):
+class CuTileMoE(MoEKernels):
     """Launches cuTile's kernels."""
 
     def rows(self, slots: int, experts: int, x: Tensor) -> int:
@@ -451,6 +451,6 @@ def _with_warps(kernel: Any, elements: int) -> Any:
     return kernel.replace_hints(num_worker_warps=8) if elements >= 128 * 128 else kernel
 
 
-_host = FusedMoE(_MoEKernels())
+_host = FusedMoE(CuTileMoE())
 forward = implements(fused_moe)(_host.forward)
 backward = _host.backward

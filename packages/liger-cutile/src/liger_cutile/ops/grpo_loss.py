@@ -498,7 +498,7 @@ def _launch_backward(
         )  # fmt: skip
 
 
-class _GRPOLossKernels(GRPOLossKernels):
+class CuTileGRPOLoss(GRPOLossKernels):
     def forward(
         self, state: Tensor, logits: Tensor, inputs: PolicyInputs, temperature: float, options: PolicyOptions
     ) -> GRPOResults:
@@ -521,6 +521,6 @@ class _GRPOLossKernels(GRPOLossKernels):
         _launch_backward(dlogits, dloss, logits, ids, mask, state, weights, temperature, options.by_sequence())
 
 
-host = GRPOLoss(_GRPOLossKernels())
+host = GRPOLoss(CuTileGRPOLoss())
 forward = implements(grpo_loss)(host.forward)
 backward = host.backward

@@ -471,7 +471,7 @@ def _launch_gradients(
     )  # fmt: skip
 
 
-class _MHCPreKernels(MHCPreKernels):
+class CuTileMHCPre(MHCPreKernels):
     def forward(
         self,
         results: MHCPre,
@@ -520,6 +520,6 @@ class _MHCPreKernels(MHCPreKernels):
         return partial
 
 
-host = MHCPreHost(_MHCPreKernels())
+host = MHCPreHost(CuTileMHCPre())
 forward = implements(mhc_pre)(host.forward)
 backward = host.backward

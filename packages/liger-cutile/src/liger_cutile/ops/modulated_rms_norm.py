@@ -467,7 +467,7 @@ def _launch_backward(
         launch_total(dweight, dweights)
 
 
-class _ModulatedRMSNormKernels(ModulatedRMSNormKernels):
+class CuTileModulatedRMSNorm(ModulatedRMSNormKernels):
     def forward(
         self,
         y: Tensor,
@@ -501,6 +501,6 @@ class _ModulatedRMSNormKernels(ModulatedRMSNormKernels):
         _launch_backward(dx, dweight, dscale, dshift, dy, x, weight, scale, inverse_rms, *lists, offset)
 
 
-host = ModulatedRMSNorm(_ModulatedRMSNormKernels())
+host = ModulatedRMSNorm(CuTileModulatedRMSNorm())
 forward = implements(modulated_rms_norm)(host.forward)
 backward = host.backward

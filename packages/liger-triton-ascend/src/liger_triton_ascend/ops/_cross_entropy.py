@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Options, Rows
+from liger_core.host.cross_entropy import (
+    CrossEntropyInputs,
+    CrossEntropyKernelOptions,
+    CrossEntropyKernels,
+    CrossEntropyResults,
+)
 from liger_core.host.rows import Logits
 from liger_triton_ascend.ops._device import get_npu_core_count
 from liger_triton_ascend.ops._math import LANES, add_exponentials, cap, no_exponentials
@@ -318,18 +323,18 @@ def _gradient_long(
                 tl.store(dx_row + column, dx, inside)
 
 
-class _Kernels(CrossEntropyKernels):
-    def statistics(self, options: Options) -> int:
+class AscendCrossEntropy(CrossEntropyKernels):
+    def statistics(self, options: CrossEntropyKernelOptions) -> int:
         """As in other languages, plus the label's class weight in between."""
         return 4
 
-    def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
+    def rows(self, results: CrossEntropyResults, logits: Logits, inputs: CrossEntropyInputs, first: int) -> None:
         memory, row_stride = as_rows(logits.memory)
         count, columns = memory.shape
-        options = labels.options
+        options = inputs.options
         arguments = (
-            memory, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, first,
-            count, labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
+            memory, inputs.bias, inputs.target, inputs.weight, inputs.weight_sum, *results, row_stride, columns, first,
+            count, inputs.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
             options.softcap,
         )  # fmt: skip
         flags = {"ADD_Z_LOSS": options.adds_z_loss(), "TOKEN_SCALING": options.token_scaling}
@@ -354,7 +359,7 @@ class _Kernels(CrossEntropyKernels):
         self,
         dlogits: Logits,
         logits: Logits | None,
-        labels: Labels,
+        inputs: CrossEntropyInputs,
         statistics: Tensor,
         incoming: Any,
         first: int,
@@ -362,10 +367,10 @@ class _Kernels(CrossEntropyKernels):
     ) -> None:
         memory, row_stride = as_rows((logits or dlogits).memory)
         count, columns = memory.shape
-        options = labels.options
+        options = inputs.options
         arguments = (
-            dlogits.memory, memory, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, incoming,
-            row_stride, columns, labels.vocabulary, first, first_column, count, labels.target.shape[0],
+            dlogits.memory, memory, inputs.bias, inputs.target, inputs.weight, inputs.weight_sum, statistics, incoming,
+            row_stride, columns, inputs.vocabulary, first, first_column, count, inputs.target.shape[0],
         )  # fmt: skip
         chosen = options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap
         flags = {"TOKEN_SCALING": options.token_scaling, "PER_ROW": options.reduction == "none"}
@@ -381,29 +386,34 @@ class _Kernels(CrossEntropyKernels):
         else:
             _gradient[(programs,)](*arguments, *chosen, **flags, ROWS=tile_rows, BLOCK=block)
 
-    def totals(self, labels: Labels) -> Tensor:
-        target, weight = labels.target, labels.weight
-        counted = target != labels.options.ignore_index
+    def totals(self, inputs: CrossEntropyInputs) -> Tensor:
+        target, weight = inputs.target, inputs.weight
+        counted = target != inputs.options.ignore_index
         count = counted.sum(dtype=torch.float32)
         if weight is None:
             return count.clamp(min=1.0).repeat(2)
-        known = counted & (target >= 0) & (target < labels.vocabulary)
-        weights = weight.float()[target.clamp(0, labels.vocabulary - 1)].masked_fill(~known, 0.0).sum()
+        known = counted & (target >= 0) & (target < inputs.vocabulary)
+        weights = weight.float()[target.clamp(0, inputs.vocabulary - 1)].masked_fill(~known, 0.0).sum()
         return torch.where(count > 0, torch.stack((count, weights)), 1.0)
 
     def reduce(
-        self, results: Rows, labels: Labels, totals: Tensor | None, return_z_loss: bool, differentiable: bool
+        self,
+        results: CrossEntropyResults,
+        inputs: CrossEntropyInputs,
+        totals: Tensor | None,
+        return_z_loss: bool,
+        differentiable: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         loss, z_loss, accuracy = results.losses, results.z_losses, results.hits
-        if totals is None and labels.options.reduction == "mean":
-            totals = self.totals(labels)
+        if totals is None and inputs.options.reduction == "mean":
+            totals = self.totals(inputs)
         loss = loss.sum() if totals is None else loss.sum() / totals[1]
         if z_loss is not None:
             z_loss = z_loss.sum() if totals is None else z_loss.sum() / totals[0]
             loss = loss + z_loss
         if accuracy is not None:
-            accuracy = accuracy.sum() / (labels.target != labels.options.ignore_index).sum().clamp(min=1)
+            accuracy = accuracy.sum() / (inputs.target != inputs.options.ignore_index).sum().clamp(min=1)
         return loss, z_loss if return_z_loss else None, accuracy, totals
 
 
-KERNELS = _Kernels()
+KERNELS = AscendCrossEntropy()

@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
+from liger_core.host.distillation import (
+    DistillationFactors,
+    DistillationInputs,
+    DistillationKernelOptions,
+    DistillationKernels,
+    DistillationResults,
+    step_of,
+)
 from liger_core.host.rows import Logits
 from liger_triton_ascend.ops._divergences import above_mixture, count_of, finite
 from liger_triton_ascend.ops._logit_statistics import load_biased
@@ -266,25 +273,27 @@ def _gradient(
             tl.store(dq_row + start + lane, tl.zeros((BLOCK,), tl.float32), start + lane < columns)
 
 
-def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]]:
+def _options(options: DistillationKernelOptions) -> tuple[tuple[float | None, ...], dict[str, int]]:
     """Runtime arguments and constants of both kernels."""
     beta = options.beta
     values = options.ignore_index, 1.0 / options.temperature, beta, 1.0 - beta, *options[3:5]
     return values, {"KIND": KINDS[options.divergence], "HALF": beta == 0.5}
 
 
-class _Kernels(DistillationKernels):
-    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+class AscendDistillation(DistillationKernels):
+    def rows(
+        self, results: DistillationResults, student: Logits, teacher: Logits, inputs: DistillationInputs, first: int
+    ) -> None:
         students, student_stride = as_rows(student.memory)
         teachers, teacher_stride = as_rows(teacher.memory)
         count, columns = students.shape
         _, sum_block = long_row_blocks(students, count, columns, SUM_TILES)
         programs, block = long_row_blocks(students, count, columns, FORWARD_TILES)
-        options, kind = _options(given.options)
+        options, kind = _options(inputs.options)
         _rows[(programs,)](
-            *results, students, teachers, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
-            columns, first, count, results.soft.shape[0], *options, **kind, HARD=given.options.hard,
-            TEMPERED=given.options.temperature != 1.0, SUM_BLOCK=sum_block, LANES=min(sum_block, LANES), BLOCK=block,
+            *results, students, teachers, inputs.student_bias, inputs.teacher_bias, inputs.labels, student_stride, teacher_stride,
+            columns, first, count, results.soft.shape[0], *options, **kind, HARD=inputs.options.hard,
+            TEMPERED=inputs.options.temperature != 1.0, SUM_BLOCK=sum_block, LANES=min(sum_block, LANES), BLOCK=block,
         )  # fmt: skip
 
     def gradient(
@@ -292,9 +301,9 @@ class _Kernels(DistillationKernels):
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Given,
+        inputs: DistillationInputs,
         statistics: Tensor,
-        incoming: Incoming,
+        incoming: DistillationFactors,
         first: int,
         first_column: int,
     ) -> None:
@@ -302,9 +311,9 @@ class _Kernels(DistillationKernels):
         teachers, teacher_stride = as_rows(teacher.memory)
         count, columns = students.shape
         programs, block = long_row_blocks(dstudent.memory, count, columns, BACKWARD_TILES)
-        options, kind = _options(given.options)
+        options, kind = _options(inputs.options)
         _gradient[(programs,)](
-            dstudent.memory, statistics, students, teachers, given.student_bias, given.teacher_bias, given.labels, *incoming,
+            dstudent.memory, statistics, students, teachers, inputs.student_bias, inputs.teacher_bias, inputs.labels, *incoming,
             student_stride, teacher_stride, columns, first, first_column, count, statistics.shape[1], *options, **kind,
             SOFT_STEP=step_of(incoming.soft), HARD_STEP=step_of(incoming.hard), BLOCK=block,
         )  # fmt: skip
@@ -316,4 +325,4 @@ class _Kernels(DistillationKernels):
         return losses.sum() if divisor is None else losses.sum() / divisor.view(())
 
 
-KERNELS = _Kernels()
+KERNELS = AscendDistillation()

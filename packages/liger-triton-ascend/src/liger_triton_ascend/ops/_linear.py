@@ -28,7 +28,7 @@ def _scale(y, x, factor, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
 _FLOAT32_RESULT = torch.__version__ >= (2, 10)
 
 
-class _Linear(Linear):
+class AscendLinear(Linear):
     aligned = 256
     """Columns, in a 2-byte dtype, of the 512 bytes that a cube unit's loads from memory are fastest at multiples of."""
 
@@ -71,4 +71,4 @@ class _Linear(Linear):
         return total.addmm_(a.t(), b) if a.dtype is dtype else total.add_(torch.mm(a.t(), b))
 
 
-LINEAR = _Linear()
+LINEAR = AscendLinear()

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels
+from liger_core.host.logit_statistics import StatisticsGrads, StatisticsInputs, StatisticsKernels, StatisticsResults
 from liger_core.host.rows import Logits
 from liger_triton_ascend.ops._device import get_npu_core_count
 from liger_triton_ascend.ops._math import LANES, cap, no_exponentials, tempered
@@ -189,15 +189,15 @@ def _gradient(
                 tl.store(dx_row + column, tempered(dz * derivative, inverse), inside)
 
 
-class _Kernels(StatisticsKernels):
-    def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
+class AscendStatistics(StatisticsKernels):
+    def rows(self, results: StatisticsResults, logits: Logits, inputs: StatisticsInputs, first_row: int) -> None:
         memory, row_stride = as_rows(logits.memory)
         count, columns = memory.shape
-        options, target = labels.options, labels.target
+        options, target = inputs.options, inputs.target
         tiles = FORWARD_TILES + FORWARD_SOFTCAP * (options.softcap is not None)
         programs, block = long_row_blocks(memory, count, columns, tiles + FORWARD_TOTAL * (results.total is not None))
         _rows[(programs,)](
-            memory, labels.bias, target, labels.weight, *results, row_stride, target.stride(0), target.stride(1),
+            memory, inputs.bias, target, inputs.weight, *results, row_stride, target.stride(0), target.stride(1),
             columns, target.shape[1], first_row, count, target.shape[0], options.first, options.ignore_index,
             options.softcap, options.temperature, options.inverse, BLOCK=block, LANES=min(block, LANES),
         )  # fmt: skip
@@ -206,15 +206,15 @@ class _Kernels(StatisticsKernels):
         self,
         dlogits: Logits,
         logits: Logits | None,
-        labels: Labels,
+        inputs: StatisticsInputs,
         kept: Tensor,
-        incoming: Incoming,
+        incoming: StatisticsGrads,
         first_row: int,
         first_column: int,
     ) -> None:
         memory, row_stride = as_rows((logits or dlogits).memory)
         count, columns = memory.shape
-        options, target = labels.options, labels.target
+        options, target = inputs.options, inputs.target
         dlse, dpicked, dentropy, dtotal = incoming
         tiles = BACKWARD_TILES + BACKWARD_SOFTCAP * (options.softcap is not None)
         _, block = long_row_blocks(memory, count, columns, tiles)
@@ -223,10 +223,10 @@ class _Kernels(StatisticsKernels):
         sharers = min(blocks, max(1, cores // count))  # programs per row, if there are fewer rows than cores
         span = (blocks + sharers - 1) // sharers * block
         _gradient[(min(count * sharers, cores),)](
-            dlogits.memory, memory, labels.bias, target, labels.weight, kept, dlse, dpicked, dentropy, dtotal, row_stride,
+            dlogits.memory, memory, inputs.bias, target, inputs.weight, kept, dlse, dpicked, dentropy, dtotal, row_stride,
             target.stride(0), target.stride(1), columns, target.shape[1], first_row, first_column, count,
             target.shape[0], span, options.first, options.ignore_index, options.softcap, options.inverse, BLOCK=block,
         )  # fmt: skip
 
 
-KERNELS = _Kernels()
+KERNELS = AscendStatistics()

@@ -250,7 +250,7 @@ def _sums_long(
         tl.store(sums + tl.program_id(0) * tl.cast(columns, tl.int64) + column, total, inside)
 
 
-class _AttnResKernels(AttnResKernels):
+class AscendAttnRes(AttnResKernels):
     """Statistics lie as ``[2, sources, rows]``, because a tile has adjacent rows."""
 
     def forward(
@@ -347,6 +347,6 @@ def _stacks(blocks: Tensor, partial: Tensor | None) -> list[tuple[Tensor, int]]:
     return stacks if partial is None else [*stacks, (partial[None], blocks.shape[0])]
 
 
-host = AttnRes(_AttnResKernels())
+host = AttnRes(AscendAttnRes())
 forward = implements(attn_res)(host.forward)
 backward = host.backward

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.contract import implements
-from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
+from liger_core.host.fused_linear_jsd import DivergenceInputs, DivergenceKernels, FusedLinearJSD
 from liger_core.host.rows import Logits
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_triton_ascend.ops._divergences import above_mixture, count_of, finite
@@ -126,23 +126,29 @@ def _gradient(
             tl.store(dq_row + start + lane, tl.zeros((BLOCK,), tl.float32), start + lane < columns)
 
 
-def _options(given: Given) -> tuple[tuple[int, float, float, float], dict[str, bool]]:
+def _options(inputs: DivergenceInputs) -> tuple[tuple[int, float, float, float], dict[str, bool]]:
     """Runtime arguments and constants of both kernels."""
-    beta = given.beta
+    beta = inputs.beta
     kind = {"FORWARD": beta == 0, "REVERSE": beta == 1, "HALF": beta == 0.5}
-    return (given.ignore_index, 1.0 / given.temperature, beta, 1.0 - beta), kind
+    return (inputs.ignore_index, 1.0 / inputs.temperature, beta, 1.0 - beta), kind
 
 
-class _Kernels(DivergenceKernels):
+class AscendDivergence(DivergenceKernels):
     def rows(
-        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
+        self,
+        losses: Tensor,
+        statistics: Tensor | None,
+        student: Logits,
+        teacher: Logits,
+        inputs: DivergenceInputs,
+        first: int,
     ) -> None:
         count, columns = student.memory.shape
         _, sum_block = long_row_blocks(student.memory, count, columns, SUM_TILES)
         programs, block = long_row_blocks(student.memory, count, columns, FORWARD_TILES)
-        options, kind = _options(given)
+        options, kind = _options(inputs)
         _rows[(programs,)](
-            losses, statistics, student.memory, teacher.memory, given.labels, columns, first, count, losses.shape[0], *options,
+            losses, statistics, student.memory, teacher.memory, inputs.labels, columns, first, count, losses.shape[0], *options,
             **kind, SUM_BLOCK=sum_block, LANES=min(sum_block, LANES), BLOCK=block,
         )  # fmt: skip
 
@@ -151,16 +157,16 @@ class _Kernels(DivergenceKernels):
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Given,
+        inputs: DivergenceInputs,
         statistics: Tensor,
         incoming: Any,
         first: int,
     ) -> None:
         count, columns = dstudent.memory.shape
         programs, block = long_row_blocks(dstudent.memory, count, columns, BACKWARD_TILES)
-        options, kind = _options(given)
+        options, kind = _options(inputs)
         _gradient[(programs,)](
-            dstudent.memory, statistics, (student or dstudent).memory, teacher.memory, given.labels, incoming, columns,
+            dstudent.memory, statistics, (student or dstudent).memory, teacher.memory, inputs.labels, incoming, columns,
             first, count, statistics.shape[1], *options, **kind, BLOCK=block,
         )  # fmt: skip
 
@@ -175,6 +181,6 @@ class _Kernels(DivergenceKernels):
         return losses.sum() / count
 
 
-_host = FusedLinearJSD(_Kernels(), LINEAR)
+_host = FusedLinearJSD(AscendDivergence(), LINEAR)
 forward = implements(fused_linear_jsd)(_host.forward)
 backward = _host.backward

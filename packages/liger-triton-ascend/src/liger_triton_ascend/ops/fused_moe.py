@@ -216,7 +216,7 @@ def _sum_slots(
         tl.store(result + token * columns + column, sums, column < columns)
 
 
-class _MoEKernels(MoEKernels):
+class AscendMoE(MoEKernels):
     """Launches triton-ascend's kernels."""
 
     def rows(self, slots: int, experts: int, x: Tensor) -> int:
@@ -313,6 +313,6 @@ def _grid(routing: Routing, columns: int) -> tuple[int]:
     return (min(blocks, get_npu_core_count(routing.order.device)),)
 
 
-_host = FusedMoE(_MoEKernels())
+_host = FusedMoE(AscendMoE())
 forward = implements(fused_moe)(_host.forward)
 backward = _host.backward

@@ -263,7 +263,7 @@ def _weights(row_tokens: Tensor, inputs: PolicyInputs, options: PolicyOptions) -
     return torch.full_like(row_tokens[:1], 1.0 / max(divisor, 1))
 
 
-class _GRPOLossKernels(GRPOLossKernels):
+class AscendGRPOLoss(GRPOLossKernels):
     def forward(
         self, state: Tensor, logits: Tensor, inputs: PolicyInputs, temperature: float, options: PolicyOptions
     ) -> GRPOResults:
@@ -337,6 +337,6 @@ class _GRPOLossKernels(GRPOLossKernels):
         )  # fmt: skip
 
 
-host = GRPOLoss(_GRPOLossKernels())
+host = GRPOLoss(AscendGRPOLoss())
 forward = implements(grpo_loss)(host.forward)
 backward = host.backward

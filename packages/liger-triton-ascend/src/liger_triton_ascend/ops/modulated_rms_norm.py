@@ -197,7 +197,7 @@ def _sums_long(
                 tl.store(shifts + at, total, inside)
 
 
-class _ModulatedRMSNormKernels(ModulatedRMSNormKernels):
+class AscendModulatedRMSNorm(ModulatedRMSNormKernels):
     def forward(
         self,
         y: Tensor,
@@ -307,6 +307,6 @@ def _runs(tile_rows: int, m2: int) -> tuple[int, int]:
     return tile_rows, (m2 + tile_rows - 1) // tile_rows
 
 
-host = ModulatedRMSNorm(_ModulatedRMSNormKernels())
+host = ModulatedRMSNorm(AscendModulatedRMSNorm())
 forward = implements(modulated_rms_norm)(host.forward)
 backward = host.backward

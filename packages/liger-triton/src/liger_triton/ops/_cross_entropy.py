@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.custom_op import opaque
-from liger_core.host.cross_entropy import CrossEntropyKernels, Labels, Rows
+from liger_core.host.cross_entropy import CrossEntropyInputs, CrossEntropyKernels, CrossEntropyResults
 from liger_core.host.rows import Logits
 from liger_triton.ops._launch import kernel
 from liger_triton.ops._math import biased, cap, exp_like, fast_exp
@@ -234,15 +234,15 @@ def _reduce(
 
 
 @opaque(writes=("results",))
-def _launch_rows(results: Rows, logits: Logits, labels: Labels, first: int) -> None:
+def _launch_rows(results: CrossEntropyResults, logits: Logits, inputs: CrossEntropyInputs, first: int) -> None:
     (memory, row_stride), columns = as_rows(logits.memory), logits.columns
     n, width = memory.shape
-    size, options = memory.element_size(), labels.options
+    size, options = memory.element_size(), inputs.options
     block = block_of(columns, 16384 // size)
     group = 16 // size  # what a thread loads at once
     _rows[(n,)](
-        memory, labels.bias, labels.target, labels.weight, labels.weight_sum, *results, row_stride, columns, width,
-        first, labels.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
+        memory, inputs.bias, inputs.target, inputs.weight, inputs.weight_sum, *results, row_stride, columns, width,
+        first, inputs.target.shape[0], options.ignore_index, options.label_smoothing, options.lse_square_scale,
         options.softcap, ADD_Z_LOSS=options.adds_z_loss(), TOKEN_SCALING=options.token_scaling,
         PADDED=width != columns, ALIGNED=in_vectors(row_stride, width), GROUPS=block // group, GROUP=group, STAGES=3,
         num_warps=max(block * size // 2048, 1),
@@ -253,7 +253,7 @@ def _launch_rows(results: Rows, logits: Logits, labels: Labels, first: int) -> N
 def _launch_gradient(
     dlogits: Logits,
     logits: Logits | None,
-    labels: Labels,
+    inputs: CrossEntropyInputs,
     statistics: Tensor,
     dloss: Tensor | None,
     totals: Tensor | None,
@@ -262,33 +262,33 @@ def _launch_gradient(
 ) -> None:
     memory, row_stride = as_rows((logits or dlogits).memory)
     (n, width), columns = memory.shape, dlogits.columns
-    options = labels.options
+    options = inputs.options
     block = block_of(columns, 4096)
     blocks = (columns + block - 1) // block
     _gradient[(n * blocks,)](
-        dlogits.memory, memory, labels.bias, labels.target, labels.weight, labels.weight_sum, statistics, dloss, totals,
+        dlogits.memory, memory, inputs.bias, inputs.target, inputs.weight, inputs.weight_sum, statistics, dloss, totals,
         dlogits.memory.stride(0), row_stride, dloss.stride(0) if dloss is not None and dloss.dim() else 0, columns,
-        width, labels.vocabulary, first, first_column, labels.target.shape[0], options.ignore_index,
+        width, inputs.vocabulary, first, first_column, inputs.target.shape[0], options.ignore_index,
         options.label_smoothing, options.lse_square_scale, options.softcap,
         TOKEN_SCALING=options.token_scaling, BLOCK=block, num_warps=max(block // 512, 1),
     )  # fmt: skip
 
 
-class _Kernels(CrossEntropyKernels):
-    def rows(self, results: Rows, logits: Logits, labels: Labels, first: int) -> None:
-        _launch_rows(results, logits, labels, first)
+class TritonCrossEntropy(CrossEntropyKernels):
+    def rows(self, results: CrossEntropyResults, logits: Logits, inputs: CrossEntropyInputs, first: int) -> None:
+        _launch_rows(results, logits, inputs, first)
 
     def gradient(
         self,
         dlogits: Logits,
         logits: Logits | None,
-        labels: Labels,
+        inputs: CrossEntropyInputs,
         statistics: Tensor,
         incoming: Any,
         first: int,
         first_column: int,
     ) -> None:
-        _launch_gradient(dlogits, logits, labels, statistics, *incoming, first, first_column)
+        _launch_gradient(dlogits, logits, inputs, statistics, *incoming, first, first_column)
 
     def sums(
         self,
@@ -296,16 +296,16 @@ class _Kernels(CrossEntropyKernels):
         z_loss: Tensor | None,
         accuracy: Tensor | None,
         totals: Tensor | None,
-        results: Rows | None,
-        labels: Labels,
+        results: CrossEntropyResults | None,
+        inputs: CrossEntropyInputs,
     ) -> None:
         losses, z_losses, hits, *_ = results or (None, None, None)
-        mean = labels.options.reduction == "mean"
+        mean = inputs.options.reduction == "mean"
         _reduce[(1,)](
-            losses, z_losses, hits, labels.target, labels.weight if mean else None, loss, z_loss, accuracy, totals,
-            labels.target.shape[0], labels.vocabulary, labels.options.ignore_index,
+            losses, z_losses, hits, inputs.target, inputs.weight if mean else None, loss, z_loss, accuracy, totals,
+            inputs.target.shape[0], inputs.vocabulary, inputs.options.ignore_index,
             MEAN=mean, BLOCK=2048, num_warps=8,
         )  # fmt: skip
 
 
-KERNELS = _Kernels()
+KERNELS = TritonCrossEntropy()

@@ -15,7 +15,14 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from liger_core.custom_op import opaque
-from liger_core.host.distillation import DistillationKernels, Given, Incoming, Options, Rows, step_of
+from liger_core.host.distillation import (
+    DistillationFactors,
+    DistillationInputs,
+    DistillationKernelOptions,
+    DistillationKernels,
+    DistillationResults,
+    step_of,
+)
 from liger_core.host.rows import Logits
 from liger_triton.ops._divergences import above_mixture, count_of, finite, total
 from liger_triton.ops._launch import kernel
@@ -331,7 +338,7 @@ def _gradient(
     tl.store(dstudent + column, gradient * derivative, column < width)
 
 
-def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]]:
+def _options(options: DistillationKernelOptions) -> tuple[tuple[float | None, ...], dict[str, int]]:
     """Runtime arguments and constants of both kernels."""
     beta = options.beta
     values = options.ignore_index, options.temperature, beta, 1.0 - beta, *options[3:5]
@@ -340,7 +347,9 @@ def _options(options: Options) -> tuple[tuple[float | None, ...], dict[str, int]
 
 
 @opaque(writes=("results",))
-def _launch_rows(results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
+def _launch_rows(
+    results: DistillationResults, student: Logits, teacher: Logits, inputs: DistillationInputs, first: int
+) -> None:
     students, student_stride = as_rows(student.memory)
     teachers, teacher_stride = as_rows(teacher.memory)
     (n, width), columns = students.shape, student.columns
@@ -349,10 +358,10 @@ def _launch_rows(results: Rows, student: Logits, teacher: Logits, given: Given, 
     block = group
     while 2 * block < columns and block < BLOCK_BYTES // size:  # at least two blocks, one of them on its way
         block *= 2
-    options, kind = _options(given.options)
+    options, kind = _options(inputs.options)
     _rows[(n,)](
-        *results, students, teachers, given.student_bias, given.teacher_bias, given.labels, student_stride, teacher_stride,
-        columns, width, first, results.soft.shape[0], *options, **kind, HARD=given.options.hard,
+        *results, students, teachers, inputs.student_bias, inputs.teacher_bias, inputs.labels, student_stride, teacher_stride,
+        columns, width, first, results.soft.shape[0], *options, **kind, HARD=inputs.options.hard,
         PADDED=width != columns, ALIGNED=in_vectors(width, student_stride, teacher_stride),
         GROUPS=block // group, GROUP=group, STAGES=STAGES, num_warps=max(block * size // 2048, 1),
     )  # fmt: skip
@@ -363,9 +372,9 @@ def _launch_gradient(
     dstudent: Logits,
     student: Logits | None,
     teacher: Logits,
-    given: Given,
+    inputs: DistillationInputs,
     statistics: Tensor,
-    incoming: Incoming,
+    incoming: DistillationFactors,
     first: int,
     first_column: int,
 ) -> None:
@@ -376,31 +385,33 @@ def _launch_gradient(
     while block < columns and block < 2048:
         block *= 2
     by_soft, by_hard = incoming
-    options, kind = _options(given.options)
+    options, kind = _options(inputs.options)
     _gradient[(n * ((columns + block - 1) // block),)](
-        dstudent.memory, statistics, students, teachers, given.student_bias, given.teacher_bias, given.labels, by_soft, by_hard,
-        dstudent.memory.stride(0), student_stride, teacher_stride, columns, width, first, first_column,
+        dstudent.memory, statistics, students, teachers, inputs.student_bias, inputs.teacher_bias, inputs.labels, by_soft,
+        by_hard, dstudent.memory.stride(0), student_stride, teacher_stride, columns, width, first, first_column,
         statistics.shape[1], *options, **kind, SOFT_STEP=step_of(by_soft), HARD_STEP=step_of(by_hard),
         BLOCK=block, num_warps=max(block // 512, 1),
     )  # fmt: skip
 
 
-class _Kernels(DistillationKernels):
-    def rows(self, results: Rows, student: Logits, teacher: Logits, given: Given, first: int) -> None:
-        _launch_rows(results, student, teacher, given, first)
+class TritonDistillation(DistillationKernels):
+    def rows(
+        self, results: DistillationResults, student: Logits, teacher: Logits, inputs: DistillationInputs, first: int
+    ) -> None:
+        _launch_rows(results, student, teacher, inputs, first)
 
     def gradient(
         self,
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Given,
+        inputs: DistillationInputs,
         statistics: Tensor,
-        incoming: Incoming,
+        incoming: DistillationFactors,
         first: int,
         first_column: int,
     ) -> None:
-        _launch_gradient(dstudent, student, teacher, given, statistics, incoming, first, first_column)
+        _launch_gradient(dstudent, student, teacher, inputs, statistics, incoming, first, first_column)
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         return x.new_full((), x.shape[0], dtype=torch.float32) if labels is None else count_of(labels, ignore_index)
@@ -409,4 +420,4 @@ class _Kernels(DistillationKernels):
         return total(losses, divisor, 1)
 
 
-KERNELS = _Kernels()
+KERNELS = TritonDistillation()

@@ -32,9 +32,9 @@ def _scale(y, x, dloss, totals, size, BLOCK: tl.constexpr):
     tl.store(y + offset, tl.load(x + offset, offset < size).to(tl.float32) * factor, offset < size)
 
 
-class _Linear(Linear):
+class TritonLinear(Linear):
     def scale(self, y: Tensor, x: Tensor, dloss: Tensor, divisor: Tensor | None) -> None:
         _scale[((x.numel() + 4095) // 4096,)](y, x, dloss, divisor, x.numel(), BLOCK=4096, num_warps=4)
 
 
-LINEAR = _Linear()
+LINEAR = TritonLinear()

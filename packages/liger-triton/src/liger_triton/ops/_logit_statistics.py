@@ -18,7 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_core import torch_state
 from liger_core.custom_op import opaque
-from liger_core.host.logit_statistics import Incoming, Labels, Rows, StatisticsKernels, terms_columns
+from liger_core.host.logit_statistics import (
+    StatisticsGrads,
+    StatisticsInputs,
+    StatisticsKernels,
+    StatisticsResults,
+    terms_columns,
+)
 from liger_core.host.rows import Logits
 from liger_triton.ops._device import is_hopper, sm_count
 from liger_triton.ops._launch import kernel
@@ -518,16 +524,16 @@ def _like(maxima: Tensor, wanted: Tensor | None) -> Tensor | None:
     return torch.empty_like(maxima, dtype=torch.int32 if wanted.dtype is torch.int64 else torch.float32)
 
 
-def _bases(x: Tensor, weight: Tensor, labels: Labels) -> Tensor:
+def _bases(x: Tensor, weight: Tensor, inputs: StatisticsInputs) -> Tensor:
     """The base that each row's terms are relative to, except in parts far above it."""
     if x.dtype is torch.float16:  # all parts are: float16 has too few exponents
         return torch.full((x.shape[0],), -torch.inf, dtype=torch.float32, device=x.device)
     step = max(weight.shape[0] // SAMPLE, 8)  # at 8, the sample takes less memory than terms leave of the logits'
     sampled = slice(None, SAMPLE * step, step)
     logits = torch.mm(x, weight[sampled].t())
-    if labels.bias is not None:
-        logits = logits + labels.bias[sampled]
-    return logits.amax(1).float() + RISE.value * (labels.options.temperature or 1.0)
+    if inputs.bias is not None:
+        logits = logits + inputs.bias[sampled]
+    return logits.amax(1).float() + RISE.value * (inputs.options.temperature or 1.0)
 
 
 def _launch_normalise(
@@ -550,18 +556,18 @@ def _launch_normalise(
 
 
 def _launch_join(
-    results: Rows,
+    results: StatisticsResults,
     found: _Found,
     x: Tensor,
     weight: Tensor,
-    labels: Labels,
+    inputs: StatisticsInputs,
     terms: Tensor | None,
     first_row: int,
 ) -> None:
-    options, target = labels.options, labels.target
+    options, target = inputs.options, inputs.target
     n, parts = found.maxima.shape
     _join[(n,)](
-        x, weight, labels.bias, target, terms, *results, *found, x.stride(0), weight.stride(0), target.stride(0),
+        x, weight, inputs.bias, target, terms, *results, *found, x.stride(0), weight.stride(0), target.stride(0),
         target.stride(1), weight.shape[0], _columns_of(terms), x.shape[1], target.shape[1], parts, first_row, target.shape[0],
         options.first, options.ignore_index, options.temperature, options.inverse,
         BLOCK=1024, TARGETS=min(power_of_2(target.shape[1], 1), MOST_TARGETS), num_warps=4,
@@ -569,14 +575,14 @@ def _launch_join(
 
 
 @opaque(writes=("results",))
-def _launch_rows(results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
+def _launch_rows(results: StatisticsResults, logits: Logits, inputs: StatisticsInputs, first_row: int) -> None:
     (memory, row_stride), columns = as_rows(logits.memory), logits.columns
     n, width = memory.shape
-    size, options, target = memory.element_size(), labels.options, labels.target
+    size, options, target = memory.element_size(), inputs.options, inputs.target
     block = block_of(columns, 16384 // size)
     group = 16 // size  # what a thread loads at once
     _rows[(n,)](
-        memory, labels.bias, target, labels.weight, *results, row_stride, target.stride(0), target.stride(1),
+        memory, inputs.bias, target, inputs.weight, *results, row_stride, target.stride(0), target.stride(1),
         columns, width, target.shape[1], first_row, target.shape[0], options.first, options.ignore_index,
         options.softcap, options.temperature, options.inverse,
         PADDED=width != columns, ALIGNED=in_vectors(row_stride, width), GROUPS=block // group, GROUP=group, STAGES=3,
@@ -588,20 +594,20 @@ def _launch_rows(results: Rows, logits: Logits, labels: Labels, first_row: int) 
 def _launch_gradient(
     dlogits: Logits,
     logits: Logits | None,
-    labels: Labels,
+    inputs: StatisticsInputs,
     kept: Tensor,
-    incoming: Incoming,
+    incoming: StatisticsGrads,
     first_row: int,
     first_column: int,
 ) -> None:
     memory, row_stride = as_rows((logits or dlogits).memory)
     (n, width), columns = memory.shape, dlogits.columns
-    options, target = labels.options, labels.target
+    options, target = inputs.options, inputs.target
     dlse, dpicked, dentropy, dtotal = incoming
     block = block_of(columns, 4096)
     blocks = (columns + block - 1) // block
     _gradient[(n * blocks,)](
-        dlogits.memory, memory, labels.bias, target, labels.weight, kept, dlse, dpicked, dentropy, dtotal,
+        dlogits.memory, memory, inputs.bias, target, inputs.weight, kept, dlse, dpicked, dentropy, dtotal,
         dlogits.memory.stride(0), row_stride, target.stride(0), target.stride(1), columns,
         width, target.shape[1], first_row, first_column, target.shape[0], options.first,
         options.ignore_index, options.softcap, options.inverse,
@@ -609,11 +615,11 @@ def _launch_gradient(
     )  # fmt: skip
 
 
-class _Kernels(StatisticsKernels):
-    def rows_of_product(self, x: Tensor, weight: Tensor, labels: Labels, most: int) -> int:
+class TritonStatistics(StatisticsKernels):
+    def rows_of_product(self, x: Tensor, weight: Tensor, inputs: StatisticsInputs, most: int) -> int:
         if x.dtype is torch.float32 or not is_hopper(x.device):
             return 0
-        if labels.options.softcap is not None or labels.weight is not None or labels.target.shape[1] > FEW_TARGETS:
+        if inputs.options.softcap is not None or inputs.weight is not None or inputs.target.shape[1] > FEW_TARGETS:
             return 0
         if not (_loads(x) and _loads(weight)):
             return 0
@@ -628,10 +634,10 @@ class _Kernels(StatisticsKernels):
 
     def product(
         self,
-        results: Rows,
+        results: StatisticsResults,
         x: Tensor,
         weight: Tensor,
-        labels: Labels,
+        inputs: StatisticsInputs,
         first_row: int,
         terms: Tensor | None = None,
         scales: Tensor | None = None,
@@ -639,8 +645,8 @@ class _Kernels(StatisticsKernels):
         n, columns = x.shape[0], weight.shape[0]
         parts = (columns + PART - 1) // PART
         _, _, entropy, total, log_sum_squares, best, best_index, kept = results
-        options = labels.options
-        bases = None if scales is None else _bases(x, weight, labels)
+        options = inputs.options
+        bases = None if scales is None else _bases(x, weight, inputs)
 
         maxima = torch.empty((n, parts), dtype=torch.float32, device=x.device)
         found = _Found(
@@ -652,9 +658,9 @@ class _Kernels(StatisticsKernels):
             _like(maxima, best),
             _like(maxima, best_index),
         )
-        some = labels.target[first_row : first_row + n]
-        _launch_tiles(terms, bases, found, x, weight, labels.bias, some, options.ignore_index, options.inverse)
-        _launch_join(results, found, x, weight, labels, None if scales is None else terms, first_row)
+        some = inputs.target[first_row : first_row + n]
+        _launch_tiles(terms, bases, found, x, weight, inputs.bias, some, options.ignore_index, options.inverse)
+        _launch_join(results, found, x, weight, inputs, None if scales is None else terms, first_row)
         if scales is not None:
             assert terms is not None
             assert kept is not None
@@ -662,24 +668,24 @@ class _Kernels(StatisticsKernels):
         return maxima
 
     def normalise(
-        self, terms: Tensor, beside: Any, labels: Labels, kept: Tensor, dlse: Tensor | None, first_row: int
+        self, terms: Tensor, beside: Any, inputs: StatisticsInputs, kept: Tensor, dlse: Tensor | None, first_row: int
     ) -> None:
-        _launch_normalise(terms, beside, None, None, labels.options.inverse, kept, dlse, first_row)
+        _launch_normalise(terms, beside, None, None, inputs.options.inverse, kept, dlse, first_row)
 
-    def rows(self, results: Rows, logits: Logits, labels: Labels, first_row: int) -> None:
-        _launch_rows(results, logits, labels, first_row)
+    def rows(self, results: StatisticsResults, logits: Logits, inputs: StatisticsInputs, first_row: int) -> None:
+        _launch_rows(results, logits, inputs, first_row)
 
     def gradient(
         self,
         dlogits: Logits,
         logits: Logits | None,
-        labels: Labels,
+        inputs: StatisticsInputs,
         kept: Tensor,
-        incoming: Incoming,
+        incoming: StatisticsGrads,
         first_row: int,
         first_column: int,
     ) -> None:
-        _launch_gradient(dlogits, logits, labels, kept, incoming, first_row, first_column)
+        _launch_gradient(dlogits, logits, inputs, kept, incoming, first_row, first_column)
 
     def frozen(
         self, dx: Tensor, m: Tensor, by_m: Tensor | None, weight: Tensor, column: Tensor, by_weight: Tensor, most: int
@@ -691,4 +697,4 @@ class _Kernels(StatisticsKernels):
         )  # fmt: skip
 
 
-KERNELS = _Kernels()
+KERNELS = TritonStatistics()

@@ -311,7 +311,7 @@ def _sums_long(
     tl.store(sums + column, tl.sum(total_sums, 0, keep_dims=True), column < columns)
 
 
-class _AttnResKernels(AttnResKernels):
+class TritonAttnRes(AttnResKernels):
     def forward(
         self,
         y: Tensor,
@@ -404,6 +404,6 @@ def _backward_stages(tile: int, device: torch.device) -> int:
     return stages
 
 
-host = AttnRes(_AttnResKernels())
+host = AttnRes(TritonAttnRes())
 forward = implements(attn_res)(host.forward)
 backward = host.backward

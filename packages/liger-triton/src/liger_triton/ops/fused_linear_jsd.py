@@ -10,7 +10,7 @@ from triton.language.extra import libdevice
 
 from liger_core.contract import implements
 from liger_core.custom_op import opaque
-from liger_core.host.fused_linear_jsd import DivergenceKernels, FusedLinearJSD, Given
+from liger_core.host.fused_linear_jsd import DivergenceInputs, DivergenceKernels, FusedLinearJSD
 from liger_core.host.rows import Logits
 from liger_core.ops.fused_linear_jsd import fused_linear_jsd
 from liger_triton.ops._divergences import above_mixture, count_of, finite, total
@@ -171,16 +171,16 @@ def _gradient(
     tl.store(dstudent + column, factor * gradient, inside)
 
 
-def _options(given: Given) -> tuple[tuple[int, float, float, float], dict[str, bool]]:
+def _options(inputs: DivergenceInputs) -> tuple[tuple[int, float, float, float], dict[str, bool]]:
     """Runtime arguments and constants of both kernels."""
-    beta = given.beta
+    beta = inputs.beta
     kind = {"FORWARD": beta == 0, "REVERSE": beta == 1, "HALF": beta == 0.5}
-    return (given.ignore_index, given.temperature, beta, 1.0 - beta), kind
+    return (inputs.ignore_index, inputs.temperature, beta, 1.0 - beta), kind
 
 
 @opaque(writes=("losses", "statistics"))
 def _launch_rows(
-    losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
+    losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, inputs: DivergenceInputs, first: int
 ) -> None:
     students, teachers, columns = student.memory, teacher.memory, student.columns
     n, width = students.shape
@@ -190,9 +190,9 @@ def _launch_rows(
     block = group
     while block < columns and block < BLOCK_BYTES // size:
         block *= 2
-    options, kind = _options(given)
+    options, kind = _options(inputs)
     _rows[(n,)](
-        losses, statistics, students, teachers, given.labels, *strides, columns, width, first, losses.shape[0], *options,
+        losses, statistics, students, teachers, inputs.labels, *strides, columns, width, first, losses.shape[0], *options,
         **kind, PADDED=width != columns, ALIGNED=in_vectors(width, *strides), GROUPS=block // group, GROUP=group,
         STAGES=STAGES, num_warps=max(block * size // 1024, 1),
     )  # fmt: skip
@@ -203,7 +203,7 @@ def _launch_gradient(
     dstudent: Logits,
     student: Logits | None,
     teacher: Logits,
-    given: Given,
+    inputs: DivergenceInputs,
     statistics: Tensor,
     dloss: Tensor | None,
     count: Tensor,
@@ -215,30 +215,36 @@ def _launch_gradient(
     block = 16
     while block < width and block < 2048:
         block *= 2
-    options, kind = _options(given)
+    options, kind = _options(inputs)
     _gradient[(n * ((width + block - 1) // block),)](
-        written, statistics, students, teachers, given.labels, dloss, count, *strides, width, first, statistics.shape[1],
+        written, statistics, students, teachers, inputs.labels, dloss, count, *strides, width, first, statistics.shape[1],
         *options, **kind, BLOCK=block, num_warps=max(block // 512, 1),
     )  # fmt: skip
 
 
-class _Kernels(DivergenceKernels):
+class TritonDivergence(DivergenceKernels):
     def rows(
-        self, losses: Tensor, statistics: Tensor | None, student: Logits, teacher: Logits, given: Given, first: int
+        self,
+        losses: Tensor,
+        statistics: Tensor | None,
+        student: Logits,
+        teacher: Logits,
+        inputs: DivergenceInputs,
+        first: int,
     ) -> None:
-        _launch_rows(losses, statistics, student, teacher, given, first)
+        _launch_rows(losses, statistics, student, teacher, inputs, first)
 
     def gradient(
         self,
         dstudent: Logits,
         student: Logits | None,
         teacher: Logits,
-        given: Given,
+        inputs: DivergenceInputs,
         statistics: Tensor,
         incoming: Any,
         first: int,
     ) -> None:
-        _launch_gradient(dstudent, student, teacher, given, statistics, *incoming, first)
+        _launch_gradient(dstudent, student, teacher, inputs, statistics, *incoming, first)
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
         return x.new_full((), x.shape[0], dtype=torch.float32) if labels is None else count_of(labels, ignore_index)
@@ -247,6 +253,6 @@ class _Kernels(DivergenceKernels):
         return total(losses, count, 1)
 
 
-_host = FusedLinearJSD(_Kernels(), LINEAR)
+_host = FusedLinearJSD(TritonDivergence(), LINEAR)
 forward = implements(fused_linear_jsd)(_host.forward)
 backward = _host.backward

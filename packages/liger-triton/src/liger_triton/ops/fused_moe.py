@@ -433,7 +433,7 @@ def _launch_sum_slots(
     )  # fmt: skip
 
 
-class _MoEKernels(MoEKernels):
+class TritonMoE(MoEKernels):
     """Launches Triton's kernels."""
 
     def rows(self, slots: int, experts: int, x: Tensor) -> int:
@@ -637,6 +637,6 @@ def _tile(x: Tensor, rows: int, columns: int, depth: int, kind: str) -> tuple[in
     return width, deep, {"num_warps": warps, "num_stages": stages}
 
 
-_host = FusedMoE(_MoEKernels())
+_host = FusedMoE(TritonMoE())
 forward = implements(fused_moe)(_host.forward)
 backward = _host.backward

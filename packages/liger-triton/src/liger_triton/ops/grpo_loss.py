@@ -336,7 +336,7 @@ def _gradient(
     tl.store(dlogits + column, tl.fma(-coefficient, probability, of_label), inside)
 
 
-class _GRPOLossKernels(GRPOLossKernels):
+class TritonGRPOLoss(GRPOLossKernels):
     def forward(
         self, state: Tensor, logits: Tensor, inputs: PolicyInputs, temperature: float, options: PolicyOptions
     ) -> GRPOResults:
@@ -409,6 +409,6 @@ def _tile_of(length: int) -> tuple[int, int]:
     return TILE // block, block
 
 
-host = GRPOLoss(_GRPOLossKernels())
+host = GRPOLoss(TritonGRPOLoss())
 forward = implements(grpo_loss)(host.forward)
 backward = host.backward

@@ -372,7 +372,7 @@ def _coefficient_rows(streams: int) -> int:
     return max(1, COEFFICIENTS // max(16, power_of_2(streams, 1) ** 2))
 
 
-class _MHCPreKernels(MHCPreKernels):
+class TritonMHCPre(MHCPreKernels):
     def forward(
         self,
         results: MHCPre,
@@ -480,6 +480,6 @@ class _MHCPreKernels(MHCPreKernels):
         return partial
 
 
-host = MHCPreHost(_MHCPreKernels())
+host = MHCPreHost(TritonMHCPre())
 forward = implements(mhc_pre)(host.forward)
 backward = host.backward

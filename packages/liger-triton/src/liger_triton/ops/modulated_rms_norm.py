@@ -333,7 +333,7 @@ def _sums_long(
         tl.store(dweight + column, weights, column < columns)
 
 
-class _ModulatedRMSNormKernels(ModulatedRMSNormKernels):
+class TritonModulatedRMSNorm(ModulatedRMSNormKernels):
     def forward(
         self,
         y: Tensor,
@@ -516,6 +516,6 @@ def _tile_by_ones(columns: int) -> tuple[int, int, int]:
     return tile_rows, block, min(2 * warps, 16)
 
 
-host = ModulatedRMSNorm(_ModulatedRMSNormKernels())
+host = ModulatedRMSNorm(TritonModulatedRMSNorm())
 forward = implements(modulated_rms_norm)(host.forward)
 backward = host.backward

@@ -193,7 +193,8 @@ def _launch_rows(results: StatisticsResults, logits: Logits, inputs: StatisticsI
         chunk = memory[begin : begin + MOST_BLOCKS]
         launch(
             _rows, (chunk.shape[0],), *results, chunk, inputs.bias, target, inputs.weight, columns, first_row + begin,
-            *options, min(power_of_2(columns), ROWS_BYTES // size), 16 // size,
+            options.first, options.ignore_index, options.softcap, options.temperature, options.inverse,
+            min(power_of_2(columns), ROWS_BYTES // size), 16 // size,
             min(power_of_2(target.shape[1], 1), MOST_TARGETS),
         )  # fmt: skip
 

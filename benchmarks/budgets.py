@@ -1,4 +1,4 @@
-"""What `fused_linear_cross_entropy` with its backward costs in time where it may take little memory, in each language.
+"""Time of `fused_linear_cross_entropy` with its backward under small memory budgets, in each language.
 
     python benchmarks/budgets.py --cases large --languages triton
     python benchmarks/budgets.py --smoke
@@ -44,7 +44,7 @@ OP = ops["fused_linear_cross_entropy"]
 
 
 class Setting(NamedTuple):
-    """What is measured: a language with an `accum_dtype` and a `memory_budget`."""
+    """A language with an `accum_dtype` and a `memory_budget`."""
 
     language: str
     accum_dtype: str
@@ -72,12 +72,12 @@ def measure_case(case: Case, languages: Sequence[str], device: str) -> list[Row]
 def row_of(job: Job, setting: Setting, row: Row, returned: int) -> Row:
     """A row of this table from one of `jobs`; `returned` are the gradients' bytes."""
     extra = f"{(float(row['peak_mib']) * 2**20 - returned) / 1e6:.0f}" if row["peak_mib"] else ""
-    found = setting.language, setting.accum_dtype, setting.budget or "", row["ms"], row["tflops"], extra, row["error"]
-    return dict(zip(COLUMNS, (job.case.id, *found), strict=True))
+    values = setting.language, setting.accum_dtype, setting.budget or "", row["ms"], row["tflops"], extra, row["error"]
+    return dict(zip(COLUMNS, (job.case.id, *values), strict=True))
 
 
 def gradient_bytes(job: Job) -> int:
-    """What the gradients take, which the call returns."""
+    """Bytes of the gradients that the call returns."""
     arguments = job.arguments()
     return sum(arguments[name].nbytes for name in OP.differentiable if name in arguments)
 
@@ -104,9 +104,9 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
     rows: list[Row] = []
     for case in (*cases_of(OP.name).cases, STEP):
         if (case.id if case is STEP else case.group) in options.cases:
-            found = measure_case(shrunk(case) if options.smoke else case, options.languages, options.device)
-            print("\n".join(",".join(map(str, row.values())) for row in found), flush=True)
-            rows += found
+            measured = measure_case(shrunk(case) if options.smoke else case, options.languages, options.device)
+            print("\n".join(",".join(map(str, row.values())) for row in measured), flush=True)
+            rows += measured
     if not options.smoke:
         title = "fused_linear_cross_entropy and its backward in little memory"
         lines = [[str(row[column]) for column in COLUMNS] for row in rows]

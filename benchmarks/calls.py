@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 
 def arguments_of(op: Op[..., Any], case: Case, dtype: torch.dtype, device: str) -> Arguments:
-    """What a case passes, its Nones left out; what can get a gradient requires one."""
+    """Arguments of a case without its Nones; differentiable ones require a gradient."""
     return {
         name: value.requires_grad_() if name in op.differentiable else value
         for name, value in cases_of(op.name).build(case, dtype, device).items()

@@ -74,8 +74,8 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What a provider may fail with: PyTorch's and Python's errors for a call that isn't taken, and the compilers'."""
-    found: list[type[Exception]] = [
+    """Errors with which a provider may refuse a call: PyTorch's, Python's and the compilers'."""
+    errors: list[type[Exception]] = [
         RuntimeError,
         TypeError,
         ValueError,
@@ -87,16 +87,16 @@ def failures() -> tuple[type[Exception], ...]:
         torch.OutOfMemoryError,
     ]
     compilers = {"triton.errors": "TritonError", "cuda.tile": "TileError", "cutlass.base_dsl.common": "DSLBaseError"}
-    # What was raised was imported.
-    found += [getattr(sys.modules[module], name) for module, name in compilers.items() if module in sys.modules]
-    return tuple(found)
+    # An error that was raised belongs to a module that was imported.
+    errors += [getattr(sys.modules[module], name) for module, name in compilers.items() if module in sys.modules]
+    return tuple(errors)
 
 
 def default_providers(device: str) -> list[str]:
     """Every language that runs on a device, then the peers; those of `WHERE_INSTALLED` where they are."""
     ours = [f"ours-{b.language}" for b in backends() if b.missing(device) is None]
-    found = [name for name, modules in WHERE_INSTALLED.items() if all(map(find_spec, modules))]
-    return [*ours, "eager", "compile", "liger", *found]
+    peers = [name for name, modules in WHERE_INSTALLED.items() if all(map(find_spec, modules))]
+    return [*ours, "eager", "compile", "liger", *peers]
 
 
 @contextlib.contextmanager
@@ -144,8 +144,8 @@ def compare(job: Job, providers: Sequence[str], limit: float, late: dict[str, st
                 times[provider].append(median_ms(measured[provider].call, job.device))
         except failures() as error:
             rows[provider] = job.row(provider, note=reason(error))
-    for provider, found in measured.items():
-        rows.setdefault(provider, found.row(job, provider, times[provider]))
+    for provider, measurement in measured.items():
+        rows.setdefault(provider, measurement.row(job, provider, times[provider]))
     return with_ratios([rows[provider] for provider in providers])
 
 
@@ -235,9 +235,9 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
             gc.freeze()
         late: dict[str, str] = {}
         for job in jobs_of(options, op):
-            found = compare(job, options.providers, options.limit, late)
-            rows += found
-            print("\n".join(",".join(map(str, row.values())) for row in found), flush=True)
+            job_rows = compare(job, options.providers, options.limit, late)
+            rows += job_rows
+            print("\n".join(",".join(map(str, row.values())) for row in job_rows), flush=True)
         if not options.smoke:
             write(head, rows, options)
     return rows

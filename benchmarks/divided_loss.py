@@ -1,4 +1,4 @@
-"""What `fused_linear_cross_entropy` costs whose vocabulary is divided among processes, beside one process with all of it.
+"""Cost of `fused_linear_cross_entropy` with its vocabulary divided among processes, beside one process with all of it.
 
     torchrun --nproc-per-node 2 benchmarks/divided_loss.py            # accelerators, by their own collectives (NCCL)
     torchrun --nproc-per-node 2 benchmarks/divided_loss.py --smoke    # gloo on a CPU, a tiny size: no record
@@ -48,7 +48,7 @@ COLUMNS = (
 
 ONE, GROUP, DTENSORS = "one process", "process group", "DTensors"
 REPEATS = 10
-"""Of a turn. All processes repeat as often: they wait for each other."""
+"""Calls of a turn, the same number in all processes: they wait for each other."""
 
 Row = dict[str, str]
 
@@ -104,8 +104,8 @@ def ways_of(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> di
         whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
         place = {"shape": weight.shape, "stride": weight.stride()}
         divided = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, **place)
-        found: Any = liger_core.fused_linear_cross_entropy(whole, divided, target)
-        return found.to_local()
+        loss: Any = liger_core.fused_linear_cross_entropy(whole, divided, target)
+        return loss.to_local()
 
     def by_group(x: Tensor, part: Tensor) -> Tensor:
         return liger_distributed.fused_linear_cross_entropy(x, part, target, group=group, vocabulary=vocabulary)
@@ -123,9 +123,9 @@ def ways_of(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> di
 
 def slowest(values: Sequence[float], device: torch.device) -> list[float]:
     """The largest of each value in any process."""
-    found = torch.tensor(values, device=device, dtype=torch.float32)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.tolist()
+    largest = torch.tensor(values, device=device, dtype=torch.float32)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -143,9 +143,9 @@ def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(slowest(times[2:], device))
 
 
-def off(found: Tensor, truth: Tensor) -> str:
+def off(value: Tensor, truth: Tensor) -> str:
     """The difference's norm, relative to that of what is true."""
-    return f"{((found.float() - truth.float()).norm() / truth.float().norm()).item():.1e}"
+    return f"{((value.float() - truth.float()).norm() / truth.float().norm()).item():.1e}"
 
 
 def sent_by(call: Callable[[], Any]) -> int:
@@ -162,13 +162,13 @@ def measure(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> li
     truth = ways[ONE].forward(), dx, dweight[first : first + -(-size[2] // world)].clone()
     del dweight
     for name, way in ways.items():
-        found = way.both()
+        results = way.both()
         forward, peak = sent_by(way.forward), peak_memory(way.both, device.type)
-        everywhere = [torch.empty_like(found[0]) for _ in range(world)]
-        dist.all_gather(everywhere, found[0])
-        if name != ONE and not all(torch.equal(found[0], other) for other in everywhere):
+        everywhere = [torch.empty_like(results[0]) for _ in range(world)]
+        dist.all_gather(everywhere, results[0])
+        if name != ONE and not all(torch.equal(results[0], other) for other in everywhere):
             raise AssertionError(f"{name}: the processes' losses differ: {[loss.item() for loss in everywhere]}")
-        mine = (*found[:2], found[2] if name != ONE else truth[2])
+        mine = (*results[:2], results[2] if name != ONE else truth[2])
         of = dict(zip(("loss_off", "dx_off", "dweight_off"), map(off, mine, truth), strict=True))
         rows[name] = dict.fromkeys(COLUMNS, "") | {
             "way": name,
@@ -184,9 +184,9 @@ def measure(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> li
     for name in in_turns([*ways]):
         times.setdefault((name, "forward_ms"), []).append(milliseconds(ways[name].forward, device))
         times.setdefault((name, "ms"), []).append(milliseconds(ways[name].both, device))
-    for (name, column), found in times.items():
-        assert len(found) == TURNS
-        rows[name][column] = f"{min(found):.3f}"
+    for (name, column), turns in times.items():
+        assert len(turns) == TURNS
+        rows[name][column] = f"{min(turns):.3f}"
     return [*rows.values()]
 
 

@@ -1,4 +1,4 @@
-"""What a call on DTensors costs the host beside one on plain tensors: python benchmarks/dtensors.py.
+"""Host time of a call on DTensors beside one on plain tensors: python benchmarks/dtensors.py.
 
 The kernel of rms_norm only allocates, and the group of two processes is torch's fake one, which sends nothing: what is
 left is the host's part. Any machine will do: a time is that of the processor, the least of the medians of three rounds in turn.
@@ -33,7 +33,7 @@ def backward(needs: Any, saved: Any, dy: Tensor, **options: Any) -> Any:
 
 
 def by_hand(x: Any, weight: Any) -> Any:
-    """What torch's own `to_local` and `from_local` cost around the call."""
+    """The call between torch's own `to_local` and `from_local`."""
     from torch.distributed.tensor import DTensor, Partial
 
     local = x.to_local(grad_placements=x.placements), weight.to_local(grad_placements=(Partial(),))
@@ -42,8 +42,8 @@ def by_hand(x: Any, weight: Any) -> Any:
 
 
 def microseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Of one call each."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    """Time of one call of each."""
+    medians: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(ROUNDS):
         for name, call in list(calls.items())[:: -1 if number % 2 else 1]:
             times = []
@@ -52,8 +52,8 @@ def microseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
                 for _ in range(CALLS):
                     call()
                 times.append((time.process_time() - start) / CALLS * 1e6)
-            found[name].append(statistics.median(times))
-    return {name: min(medians) for name, medians in found.items()}
+            medians[name].append(statistics.median(times))
+    return {name: min(values) for name, values in medians.items()}
 
 
 def measures(function: Callable[..., Any], x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Callable[[], Any]]:
@@ -107,11 +107,11 @@ def ways() -> Iterator[dict[str, dict[str, Callable[[], Any]]]]:
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    with ways() as found:
+    with ways() as calls_by_way:
         print(f"load {os.getloadavg()[0]:.1f}, torch {torch.__version__}; µs a call, and times that on plain tensors\n")
-        print("| |", " | ".join(found["DTensors"]), "|\n|---|---|---|---|")
-        times = microseconds({f"{way}: {name}": c for way, calls in found.items() for name, c in calls.items()})
-        for way, calls in found.items():
+        print("| |", " | ".join(calls_by_way["DTensors"]), "|\n|---|---|---|---|")
+        times = microseconds({f"{way}: {name}": c for way, calls in calls_by_way.items() for name, c in calls.items()})
+        for way, calls in calls_by_way.items():
             of_plain = [times[f"plain tensors: {name}"] for name in calls]
             cells = [
                 f"{times[f'{way}: {name}']:.1f} ({times[f'{way}: {name}'] / p:.1f})"

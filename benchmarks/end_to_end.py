@@ -1,4 +1,4 @@
-"""One training step of a whole model: time, memory, loss and the kernels' time, per way of running it.
+"""A training step of a whole model: time, memory, loss and the kernels' time, per way of running it.
 
     python benchmarks/end_to_end.py --models llama-1b --ways plain,compile,liger,triton,triton-lean
     python benchmarks/end_to_end.py --models llama-1b,llama-8b-lora --ways liger,triton-lean --longest
@@ -56,7 +56,7 @@ PLACES = {
     "attention": ("flash", "fmha", "sdpa"),
     "optimizer": ("adam", "multi_tensor"),
 }
-"""What a kernel's name holds, by the column that its time is added to. The rest of `device_ms` is norms, activations, rope, the
+"""Parts of kernels' names, by the column that their time is added to. The rest of `device_ms` is norms, activations, rope, the
 loss, additions, copies and attention's small kernels."""
 
 COLUMNS = (
@@ -119,7 +119,7 @@ MODELS = {
 }  # fmt: skip
 
 PATCHES, FEW_PATCHES = (1, 16, 16), (1, 4, 4)
-"""Of the image at the beginning of each sequence: frames, rows, columns. Four patches are a token."""
+"""Frames, rows and columns of the image at the beginning of each sequence. Four patches are a token."""
 
 SMOKE = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
@@ -130,7 +130,7 @@ SMOKE = {
 
 
 class Job(NamedTuple):
-    """What one process measures."""
+    """The measurement of one process."""
 
     model: str
     way: str
@@ -241,8 +241,8 @@ def longest(job: Job) -> dict[str, Any]:
                 return {"note": f"{tokens} tokens fit, but not after a step that didn't: memory is kept"}
             tokens = max(2 * SHORT, floor_to(FEWER * tokens, FINER))
         else:
-            found = {"ms": f"{ms:.0f}", "tokens_per_s": f"{tokens / ms * 1e3:.0f}", "peak_gb": _gb(peak)}
-            return {"longest": tokens, "parameters": parameters, **found}
+            columns = {"ms": f"{ms:.0f}", "tokens_per_s": f"{tokens / ms * 1e3:.0f}", "peak_gb": _gb(peak)}
+            return {"longest": tokens, "parameters": parameters, **columns}
 
 
 def floor_to(number: float, step: int) -> int:
@@ -251,9 +251,9 @@ def floor_to(number: float, step: int) -> int:
 
 
 def trainer(job: Job) -> tuple[Callable[..., torch.Tensor], Callable[[torch.Tensor], None], int]:
-    """What returns the loss of a step, what does the rest of the step, and the number of parameters.
+    """A function that returns a step's loss, one that does the rest of the step, and the number of parameters.
 
-    The first takes another length than the job's, if it is given one.
+    The first takes an optional length, in place of the job's.
     """
     import transformers
 
@@ -263,7 +263,7 @@ def trainer(job: Job) -> tuple[Callable[..., torch.Tensor], Callable[[torch.Tens
     )
     way, _, left = way.partition("+")
     if job.smoke:
-        sizes, vision = (found and {name: SMOKE.get(name, found[name]) for name in found} for found in (sizes, vision))
+        sizes, vision = (full and {name: SMOKE.get(name, full[name]) for name in full} for full in (sizes, vision))
     if way == "liger":
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # type: ignore[import-not-found]
 
@@ -377,14 +377,14 @@ def place_of(kernel: str) -> str | None:
 
 
 READY, ROW = "#ready", "#row "
-"""What a process says on a line when it waits to be timed, and at the end."""
+"""Words that a process prints: when it waits to be timed, and before its row at the end."""
 
 LATE = "#late"
 """In place of a line of a process that was ended, since it took too long."""
 
 
 def in_their_processes(jobs: Sequence[Job], limit: float) -> Iterator[dict[str, Any]]:
-    """What `measure` returns for each job, in a process of its own, or a note that says why that ended.
+    """Results of `measure` for each job, in a process of its own, or a note that says why that ended.
 
     All start at once. When the last of them is ready, each is timed while the others wait. One that isn't ready after `limit`
     seconds, or that takes so long afterwards, is ended. So are all, where the caller stops.
@@ -436,7 +436,7 @@ def result_of(process: subprocess.Popen[str], line: str | None, limit: float) ->
 
 
 def one(job: Job) -> dict[str, Any]:
-    """What a process does: `measure`, waiting for its turn."""
+    """Row of a job, by `measure`, which waits for its turn."""
 
     def gate() -> None:
         print(READY, flush=True)
@@ -449,9 +449,9 @@ def one(job: Job) -> dict[str, Any]:
         return {"note": "out of memory"}
 
 
-def row_of(job: Job, found: dict[str, Any], plain: Sequence[float] | None) -> dict[str, Any]:
+def row_of(job: Job, result: dict[str, Any], plain: Sequence[float] | None) -> dict[str, Any]:
     """A row of the record. `plain` are the losses of the first way, which the others are held to."""
-    losses: list[float] = found.pop("losses", [])
+    losses: list[float] = result.pop("losses", [])
     row: dict[str, Any] = dict.fromkeys(COLUMNS, "")
     row |= {"model": job.model, "way": job.way, "tokens": "" if job.longest else f"{job.batch} x {job.length}"}
     row["checkpointing"] = "yes" if job.checkpointing else ""
@@ -459,7 +459,7 @@ def row_of(job: Job, found: dict[str, Any], plain: Sequence[float] | None) -> di
         row |= {"first_loss": f"{losses[0]:.4f}", "last_loss": f"{losses[-1]:.4f}"}
     if losses and plain:
         row["loss_off"] = f"{max(abs(a - b) / abs(b) for a, b in zip(losses, plain, strict=True)):.1e}"
-    return row | found
+    return row | result
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -526,9 +526,9 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     for group, model in itertools.product(groups, options.models):
         jobs = [Job(model, way, *size, *rest) for way in group]
         results = map(measure, jobs) if options.smoke else in_their_processes(jobs, options.limit)
-        for job, found in zip(jobs, results, strict=True):
-            losses = found.get("losses")
-            row = row_of(job, found, first.get(model))
+        for job, result in zip(jobs, results, strict=True):
+            losses = result.get("losses")
+            row = row_of(job, result, first.get(model))
             if losses:
                 first.setdefault(model, losses)
             print(",".join(map(str, row.values())), flush=True)

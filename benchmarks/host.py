@@ -1,4 +1,4 @@
-"""What a launch and a call cost on the host of an accelerator, in each language.
+"""Host time of a launch and of a call on an accelerator, in each language.
 
     python benchmarks/host.py --ops rms_norm,swiglu --languages triton,cutile
     python benchmarks/host.py --smoke
@@ -76,36 +76,36 @@ def launch_times(language: str, device: str) -> Seconds:
 
 def kernel_times(kernel: ModuleType, op: Op[..., Any], arguments: Arguments, device: str) -> Seconds:
     """A kernel's forward and backward, called as liger_core calls them. `arguments` are all of the contract's."""
-    wanted = tuple(arguments[name] is not None for name in op.differentiable)
-    nothing = (False,) * len(wanted)
+    needs = tuple(arguments[name] is not None for name in op.differentiable)
+    nothing = (False,) * len(needs)
     options = {name: arguments[name] for name in op.options}
     with torch.no_grad():
-        result, saved = kernel.forward(wanted, **arguments)
+        result, saved = kernel.forward(needs, **arguments)
         results = result if isinstance(result, tuple) else (result,)
-        kept = kept_gradients(op, arguments, len(results))
+        flags = kept_gradients(op, arguments, len(results))
         flowing = [id(result) for result in tensors_of(trained(result))]
         incoming = [
             gradient_into(result, DTYPE) if id(result) in flowing else None
-            for result, keeps in zip(results, kept, strict=True)
+            for result, keeps in zip(results, flags, strict=True)
             if keeps
         ]
         saved_anew = refilled(saved)
         return {
             report.KERNEL: host_time(lambda: kernel.forward(nothing, **arguments), device),
-            report.KERNEL_SAVING: host_time(lambda: kernel.forward(wanted, **arguments), device),
+            report.KERNEL_SAVING: host_time(lambda: kernel.forward(needs, **arguments), device),
             report.KERNEL_BACKWARD: host_time(
-                lambda: kernel.backward(wanted, saved_anew(), *incoming, **options), device
+                lambda: kernel.backward(needs, saved_anew(), *incoming, **options), device
             ),
         }
 
 
 def refilled(saved: Saved) -> Callable[[], Saved]:
-    """What was saved, for any number of backwards: the first uses a `SavedOnce` up."""
+    """Saved tensors for any number of backwards: the first one uses a `SavedOnce` up."""
     if not saved or type(saved[-1]) is not SavedOnce:
         return lambda: saved
-    *kept, once = saved
+    *others, once = saved
     tensors = once.take()
-    return lambda: (*kept, SavedOnce(*tensors))
+    return lambda: (*others, SavedOnce(*tensors))
 
 
 def call_times(function: Function, arguments: Arguments, device: str) -> Seconds:
@@ -178,9 +178,9 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
     print(records.comment(head) + ",".join(COLUMNS), flush=True)
     rows: list[Row] = []
 
-    def add(found: Sequence[Row]) -> None:
-        rows.extend(found)
-        for row in found:
+    def add(new: Sequence[Row]) -> None:
+        rows.extend(new)
+        for row in new:
             print(",".join(row.values()), flush=True)
 
     missing = {b.language: why for b in backends() if (why := b.missing(device)) is not None}

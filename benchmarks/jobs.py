@@ -1,4 +1,4 @@
-"""One cell of the comparison: a provider's function on a case, timed and checked.
+"""A cell of the comparison: a provider's function on a case, timed and checked.
 
 A time is the least of the medians that `triton.testing.do_bench` gives in several turns; it clears the L2 cache before each
 call. The providers take turns, so that all of them meet the host in its slow moments and in its quick ones, which differ
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 class Job(NamedTuple):
-    """One cell of the comparison, all but its provider."""
+    """A cell of the comparison, all but its provider."""
 
     op: Op[..., Any]
     case: Case
@@ -55,7 +55,7 @@ class Job(NamedTuple):
 
 
 def truth_of(job: Job) -> tuple[Tensor | None, ...] | None:
-    """What the reference gives in higher precision: the first result, or the gradients; None where memory is too small."""
+    """The reference's first result or gradients, in higher precision; None if memory is too small."""
     try:
         return _truth_of(job)
     except torch.OutOfMemoryError:
@@ -70,14 +70,14 @@ def _truth_of(job: Job) -> tuple[Tensor | None, ...]:
         else value
         for name, value in job.arguments().items()
     }
-    found = make_call(job.op.reference, wide, job.mode, job.dtype)()
-    return found if job.mode == FULL else found[:1]
+    results = make_call(job.op.reference, wide, job.mode, job.dtype)()
+    return results if job.mode == FULL else results[:1]
 
 
-def error_of(found: Sequence[Tensor | None], truth: Sequence[Tensor | None]) -> float:
+def error_of(results: Sequence[Tensor | None], truth: Sequence[Tensor | None]) -> float:
     """The largest of the differences' norms, each relative to the norm of what is true. A missing one is an infinite error."""
     errors = [0.0]
-    for got, true in zip(found, truth, strict=False):
+    for got, true in zip(results, truth, strict=False):
         if true is None:
             continue
         if got is None:
@@ -114,9 +114,11 @@ class Measured(NamedTuple):
         """The row, with the least of the turns' times, in milliseconds."""
         ms = min(turns)
         rates = self.work.rates(ms / 1e3)
-        found = {key: f"{rates[unit]:.4g}" for key, unit in (("gbps", "GB/s"), ("tflops", "TFLOP/s")) if unit in rates}
+        rate_columns = {
+            key: f"{rates[unit]:.4g}" for key, unit in (("gbps", "GB/s"), ("tflops", "TFLOP/s")) if unit in rates
+        }
         spread = f"{max(turns) / ms - 1:.3f}"
-        return job.row(provider, ms=f"{ms:.5f}", spread=spread, **found, **self.columns)
+        return job.row(provider, ms=f"{ms:.5f}", spread=spread, **rate_columns, **self.columns)
 
 
 def measure(job: Job, function: Function, truth: Sequence[Tensor | None] | None) -> Measured:

@@ -121,8 +121,8 @@ def _ours(x: Tensor, weight: Tensor, target: Tensor, memory_budget: int | None =
     return logprobs
 
 
-def _first(found: Any) -> Tensor:
-    return found[0] if isinstance(found, tuple) else found
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
 
 
 def dpo_of(provider: str, any_length: bool = False) -> Callable[..., Tensor]:
@@ -171,8 +171,8 @@ def grpo_of(provider: str, any_length: bool = False) -> Callable[..., Tensor]:
     ) -> Tensor:
         if provider.endswith(GROUPED):
             return fused_linear_grouped_loss(of_completion, x, weight, target, mask, advantages, old, ref) / len(x)
-        found = logprobs(x.flatten(0, 1), weight, target.flatten()).view(target.shape)
-        return policy_loss(found, old, ref, advantages, mask, loss_type="grpo").loss
+        logps = logprobs(x.flatten(0, 1), weight, target.flatten()).view(target.shape)
+        return policy_loss(logps, old, ref, advantages, mask, loss_type="grpo").loss
 
     return loss
 
@@ -181,7 +181,7 @@ class Bench:
     """The measurements, printed row by row as they are made."""
 
     def __init__(self, sizes: Sizes, device: str, seconds: float | None = None) -> None:
-        self.sizes, self.device, self.found = sizes, device, list[Row]()
+        self.sizes, self.device, self.rows = sizes, device, list[Row]()
         self.ends = None if seconds is None else time.monotonic() + seconds
 
     def is_late(self, subject: str, mode: str, rows: int, provider: str) -> bool:
@@ -208,7 +208,7 @@ class Bench:
         """Add a row, and print it."""
         values = subject, mode, rows, self.sizes.hidden, self.sizes.vocabulary, provider
         row = dict.fromkeys(COLUMNS, "") | dict(zip(COLUMNS, values, strict=False)) | measured
-        self.found.append(row)
+        self.rows.append(row)
         print(",".join(map(str, row.values())), flush=True)
 
     def measure(
@@ -269,8 +269,8 @@ class Bench:
         if mode == "held":
             budget = most_statistics_memory(rows, self.sizes.vocabulary)
             function = functools.partial(function, memory_budget=budget)
-        wanted = (x.requires_grad_(),) if mode == "frozen" else (x.requires_grad_(), weight.requires_grad_())
-        return lambda: torch.autograd.grad(function(x, weight, target), wanted, dlogprobs)
+        leaves = (x.requires_grad_(),) if mode == "frozen" else (x.requires_grad_(), weight.requires_grad_())
+        return lambda: torch.autograd.grad(function(x, weight, target), leaves, dlogprobs)
 
     def dpo(self, providers: Sequence[str]) -> None:
         sizes = self.sizes
@@ -325,14 +325,14 @@ class Bench:
                 try:
                     with torch.no_grad(), liger_core.use(language_of(provider)):
                         function = logprobs_of(provider)
-                        found = function(x, weight, target).double()
+                        logps = function(x, weight, target).double()
                         parts = [function(x[i::8], weight, target[i::8]).double() for i in range(8)]
                 except failures() as error:
                     self.row("ratio", f"logits of {scale}", rows, provider, note=type(error).__name__)
                     continue
                 beside = {"float64": old, "itself": torch.stack(parts, 1).flatten()}
                 for name, other in beside.items():
-                    off = (found - other).expm1().abs().max().item()
+                    off = (logps - other).expm1().abs().max().item()
                     self.row("ratio", f"logits of {scale}: {name}", rows, provider, error=f"{off:.2e}")
 
 
@@ -387,8 +387,8 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
         providers = [p for p in options.providers if subject not in ("logprobs", "ratio") or not p.endswith(GROUPED)]
         measure(providers, **more)
         if not options.smoke:
-            write(options.name, head, bench.found, options.out)
-    return bench.found
+            write(options.name, head, bench.rows, options.out)
+    return bench.rows
 
 
 def write(name: str, head: records.Head, rows: Sequence[Row], out: Path) -> None:

@@ -44,7 +44,7 @@ def head_of(device: str) -> Head:
     """Where, with what and when: machine, versions, load, date and commit, in words."""
     return {
         "machine": machine(device),
-        "versions": ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))),
+        "versions": ", ".join(f"{name} {installed}" for name in PACKAGES if (installed := _version(name))),
         "load": f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores in the last minute",
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
@@ -63,8 +63,8 @@ def machine(device: str) -> str:
 def processor() -> str:
     """The processor's model."""
     info = Path("/proc/cpuinfo")
-    if info.exists() and (found := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)):
-        return found[1]
+    if info.exists() and (model := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)):
+        return model[1]
     return platform.processor() or platform.machine()
 
 
@@ -73,11 +73,11 @@ def commit() -> str:
 
     The variable LIGER_COMMIT overrides it, for a copy of the tree that is no repository.
     """
-    if given := os.environ.get("LIGER_COMMIT"):
-        return given
+    if override := os.environ.get("LIGER_COMMIT"):
+        return override
     try:
-        found = _git("rev-parse", "--short=10", "HEAD")
-        return found + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        revision = _git("rev-parse", "--short=10", "HEAD")
+        return revision + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -132,21 +132,21 @@ def write_csv(path: Path, head: Head, rows: Sequence[Row], columns: Sequence[str
 
 
 def read_csv(path: Path) -> tuple[Head, list[dict[str, str]]]:
-    """What `write_csv` wrote; every value is text."""
+    """Head and rows of a file that `write_csv` wrote; every value is text."""
     lines = path.read_text().splitlines()
     head = dict(line.removeprefix("# ").split(": ", 1) for line in lines if line.startswith("# "))
     return head, list(csv.DictReader(line for line in lines if not line.startswith("# ")))
 
 
 def check_alike(values: Mapping[str, Collection[str]]) -> None:
-    """What was measured apart is made one record: it has one value of each of these.
+    """Check that rows measured apart can become one record: each of these has a single value.
 
     Raises:
-        ValueError: it has several.
+        ValueError: one of them has several.
     """
-    for what, found in values.items():
-        if len(found) > 1:
-            raise ValueError(f"--render: the files differ in {what}: {'; '.join(sorted(found))}")
+    for what, distinct in values.items():
+        if len(distinct) > 1:
+            raise ValueError(f"--render: the files differ in {what}: {'; '.join(sorted(distinct))}")
 
 
 def write_markdown(path: Path, title: str, head: Head, body: str) -> Path:

@@ -16,7 +16,7 @@ RESOLVE_AND_RUN = "resolve and run"
 CALL, CALL_GRAD, CALL_BACKWARD = "call, no grad", "call, grad", "call and backward"
 IMPORT = "import over torch"
 MEASURES = (RESOLVE, RESOLVE_DEMANDED, RESOLVE_AND_RUN, CALL, CALL_GRAD, CALL_BACKWARD, IMPORT)
-"""What `test_dispatch.py` times, in the order of the table."""
+"""Measurements of `test_dispatch.py`, in the order of the table."""
 
 AUTOGRAD = "autograd.Function alone"
 """The floor of a call with gradients: PyTorch's part of it."""
@@ -24,13 +24,13 @@ AUTOGRAD = "autograd.Function alone"
 KERNEL, KERNEL_SAVING, KERNEL_BACKWARD = "kernel.forward", "kernel.forward, saving", "kernel.backward"
 HOST_MEASURES = (KERNEL, KERNEL_SAVING, KERNEL_BACKWARD, CALL, CALL_GRAD, CALL_BACKWARD)
 LAUNCHES = ("by the package", "by the language")
-"""What `host.py` times of an op, and of a launch."""
+"""Measurements of `host.py`, of a launch; `HOST_MEASURES` has those of an op."""
 
 Row = dict[str, Any]
 
 
 class Target(NamedTuple):
-    """What a cost of ours has to stay under: seconds, and a share of the peer's."""
+    """Upper bounds of our cost: seconds, and a share of the peer's."""
 
     seconds: float
     share: float | None = None
@@ -77,7 +77,7 @@ def dispatch_table(rows: Sequence[Row]) -> str:
 
 
 def import_facts(rows: Sequence[Row]) -> str:
-    """What an import brought into ``sys.modules``."""
+    """Modules that each import brought into ``sys.modules``."""
     lines = []
     for row in rows:
         if row["measure"] == IMPORT:
@@ -89,9 +89,9 @@ def import_facts(rows: Sequence[Row]) -> str:
 
 def host_tables(rows: Sequence[Row]) -> str:
     """The rows of `host.py`, one line an op and language; what was not run below."""
-    how = f"the mean of {HOST_CALLS} calls, the least of {HOST_REPEATS} such means"
+    statistic = f"the mean of {HOST_CALLS} calls, the least of {HOST_REPEATS} such means"
     parts = [
-        f"Microseconds: {how}. Ops at their `small` case, in bfloat16.",
+        f"Microseconds: {statistic}. Ops at their `small` case, in bfloat16.",
         f"## A launch with nine arguments\n\n{_by_measure(rows, LAUNCHES)}",
         f"## A call\n\n{_by_measure(rows, HOST_MEASURES)}",
     ]
@@ -102,16 +102,16 @@ def host_tables(rows: Sequence[Row]) -> str:
 
 
 def _by_measure(rows: Sequence[Row], measures: Sequence[str]) -> str:
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    times_by_place: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         if row["measure"] in measures:
-            found.setdefault((row["what"], row["language"]), {})[row["measure"]] = row["us"]
-    lines = [[*place, *(times.get(measure, "") for measure in measures)] for place, times in found.items()]
+            times_by_place.setdefault((row["what"], row["language"]), {})[row["measure"]] = row["us"]
+    lines = [[*place, *(times.get(measure, "") for measure in measures)] for place, times in times_by_place.items()]
     return table(["", "language", *measures], lines)
 
 
 def speed_table(rows: Sequence[Row]) -> str:
-    """One line a benchmark of `test_speed.py`."""
+    """Table with a line for each benchmark of `test_speed.py`."""
     lines = [
         [
             *(str(row[key]) for key in ("op", "case", "dtype", "mode", "language", "device")),
@@ -150,24 +150,26 @@ def comparison(rows: Sequence[Row]) -> str:
 
 
 def best_peers(rows: Sequence[Row], ours: str) -> str:
-    """One line an op, one column a case and mode: the fastest peer's time as a multiple of that of `ours`."""
+    """Table with a line per op, a column per case and mode: the fastest peer's time as a multiple of that of `ours`."""
     times = _times([row for row in rows if row["provider"] == ours or not is_ours(row["provider"])])
     columns = list(dict.fromkeys(place[1:] for place in times))
     lines = []
     for op in dict.fromkeys(place[0] for place in times):
         cells = []
         for column in columns:
-            found = dict(times.get((op, *column), {}))
-            time = found.pop(ours, None)
+            by_provider = dict(times.get((op, *column), {}))
+            time = by_provider.pop(ours, None)
             cells.append(
-                "{:.2f}× {}".format(*min((ms / time, peer) for peer, ms in found.items())) if time and found else ""
+                "{:.2f}× {}".format(*min((ms / time, peer) for peer, ms in by_provider.items()))
+                if time and by_provider
+                else ""
             )
         lines.append([op, *cells])
     return table(["op", *(", ".join(column) for column in columns)], lines)
 
 
 def beside(rows: Sequence[Row], ours: str, others: Sequence[str]) -> str:
-    """One line an op: the times and rates of `ours` in the cases of one group, and the others' times as multiples of them."""
+    """Table with a line per op: times and rates of `ours` in one group's cases, and the others' times as multiples of them."""
     times = _times(rows)
     rates = {(row["op"], row["mode"]): _rate(row) for row in rows if row["provider"] == ours}
     modes = list(dict.fromkeys(mode for _, _, mode in times))
@@ -175,10 +177,10 @@ def beside(rows: Sequence[Row], ours: str, others: Sequence[str]) -> str:
     for op, case in dict.fromkeys(place[:2] for place in times):
         line = [op]
         for mode in modes:
-            found = times.get((op, case, mode), {})
-            time = found.get(ours)
+            by_provider = times.get((op, case, mode), {})
+            time = by_provider.get(ours)
             line += [f"{time:.3f}" if time < 10 else f"{time:.1f}", rates[op, mode]] if time else ["", ""]
-            line += [f"{found[other] / time:.2f}×" if time and other in found else "" for other in others]
+            line += [f"{by_provider[other] / time:.2f}×" if time and other in by_provider else "" for other in others]
         lines.append(line)
     return table(["op", *(column for mode in modes for column in (f"{mode}, ms", "", *others))], lines)
 
@@ -201,21 +203,21 @@ def _rate(row: Row) -> str:
 def _side_by_side(
     rows: Sequence[Row], key: str, form: str, *, ratios: bool = True, rates: Mapping[str, str] | None = None
 ) -> str:
-    """One line a job and one column a provider; `rates` are columns for what the fastest of ours reaches."""
+    """Table with a line per job and a column per provider; `rates` are columns for what the fastest of ours reaches."""
     providers = list(dict.fromkeys(str(row["provider"]) for row in rows))
     jobs: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
         if row[key] not in ("", None):
             jobs.setdefault((row["op"], row["case"], row["mode"]), {})[row["provider"]] = row
     lines = []
-    for job, found in jobs.items():
-        ours = [row for provider, row in found.items() if is_ours(provider)]
+    for job, by_provider in jobs.items():
+        ours = [row for provider, row in by_provider.items() if is_ours(provider)]
         best = min(ours, key=lambda row: float(row[key]), default=None)
         cells = []
         for provider in providers:
-            cell = form.format(float(found[provider][key])) if provider in found else ""
+            cell = form.format(float(by_provider[provider][key])) if provider in by_provider else ""
             if cell and ratios and best and float(best[key]) and not is_ours(provider):
-                cell += f" ({float(found[provider][key]) / float(best[key]):.2f}×)"
+                cell += f" ({float(by_provider[provider][key]) / float(best[key]):.2f}×)"
             cells.append(cell)
         lines.append([*job, *cells, *(str(best[column]) if best else "" for column in (rates or {}).values())])
     return table(["op", "case", "mode", *providers, *(rates or {})], lines)

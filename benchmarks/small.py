@@ -60,11 +60,11 @@ def replayed(call: Callable[[], Any]) -> Callable[[], Any]:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = call()
+        result = call()
 
     def replay() -> Any:
         graph.replay()
-        return kept  # its memory is the graph's
+        return result  # its memory is the graph's
 
     return replay
 
@@ -104,9 +104,9 @@ def measure(job: Job, providers: Sequence[str]) -> list[Row]:
         with functions_of(provider):
             for column, time in calls[provider].items():
                 times.setdefault((provider, column), []).append(time())
-    for (provider, column), found in times.items():
-        assert len(found) == TURNS
-        rows[provider][column] = f"{min(found):.1f}"
+    for (provider, column), turns in times.items():
+        assert len(turns) == TURNS
+        rows[provider][column] = f"{min(turns):.1f}"
     return [*rows.values()]
 
 
@@ -134,9 +134,9 @@ def main(words: Sequence[str] | None = None) -> list[Row]:
     for op in options.ops:
         case = next(case for case in cases_of(op).cases if case.group == "small")
         case = shrunk(case) if options.smoke else case
-        found = measure(Job(ops[op], case, torch.bfloat16, options.device, FULL), options.providers)
-        rows += found
-        print("\n".join(",".join(row.values()) for row in found), flush=True)
+        op_rows = measure(Job(ops[op], case, torch.bfloat16, options.device, FULL), options.providers)
+        rows += op_rows
+        print("\n".join(",".join(row.values()) for row in op_rows), flush=True)
     if not options.smoke:
         lines = [[row[column] for column in COLUMNS] for row in rows]
         title = "Small calls with their backward"

@@ -1,4 +1,4 @@
-"""What a call costs on the host beside its kernel, against liger-kernel's dispatcher: any machine will do.
+"""Host time of a call beside its kernel, against liger-kernel's dispatcher: any machine will do.
 
 Both run kernels that do nothing, each registered as the library takes them from outside: `noop_language` for liger_core,
 `liger_kernel.backends.register_impl` for liger-kernel, preferred to its own. What is left is finding the kernel,
@@ -69,8 +69,8 @@ def tensors(device: str) -> tuple[Tensor, Tensor]:
 def ours(tensors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     """liger_core with no language installed but the no-op one, which is the device's default."""
     device = tensors[0].device.type
-    found = (noop_language.on(device),), ()
-    monkeypatch.setattr(backend, "discover", lambda: found)
+    discovered = (noop_language.on(device),), ()
+    monkeypatch.setattr(backend, "discover", lambda: discovered)
     rms_norm.forget_plans()
     with use("noop"):
         demand = dispatch.state.demand

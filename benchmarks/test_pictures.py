@@ -20,16 +20,16 @@ def rows(times: dict[str, float], spread: str = "") -> list[dict[str, str]]:
     return [blank | {"provider": provider, "ms": str(ms)} for provider, ms in times.items()]
 
 
-def write(directory: Path, name: str, found: Sequence[dict[str, str]], columns: Sequence[str] = COLUMNS) -> Path:
+def write(directory: Path, name: str, lines: Sequence[dict[str, str]], columns: Sequence[str] = COLUMNS) -> Path:
     """A record of an H200."""
     head = {"machine": "NVIDIA H200, a processor", "versions": "torch 2"}
-    return records.write_csv(directory / f"2026-01-02-{name}-h200", head, found, columns)
+    return records.write_csv(directory / f"2026-01-02-{name}-h200", head, lines, columns)
 
 
 def test_pictures_are_of_the_records() -> None:
     everything = pictures.Records.of()
-    wanted = everything.digest
-    stale = [name for name in everything.names if pictures.made_of(pictures.PICTURES / f"{name}.png") != wanted]
+    digest = everything.digest
+    stale = [name for name in everything.names if pictures.made_of(pictures.PICTURES / f"{name}.png") != digest]
     assert not stale, "run: python benchmarks/pictures.py"
     extra = {path.stem for path in pictures.PICTURES.glob("*.png")} - set(everything.names)
     assert not extra, "no record has these: run python benchmarks/pictures.py"
@@ -50,8 +50,8 @@ def test_the_last_measurement_of_an_op_counts(tmp_path: Path) -> None:
     whole = [row | {"op": op} for op in ("rms_norm", "swiglu") for row in rows({"ours-triton": 1.0, "eager": 2.0})]
     write(tmp_path, "compare-a-second-look", rows({"ours-triton": 0.5, "eager": 2.0}))
     write(tmp_path, "compare", whole)
-    found = pictures.Records.of(tmp_path).ops
-    ratios = {op: pictures.ratio(found[op], "large", "forward") for op in found}
+    ops = pictures.Records.of(tmp_path).ops
+    ratios = {op: pictures.ratio(ops[op], "large", "forward") for op in ops}
     assert ratios == {"rms_norm": (4.0, "eager"), "swiglu": (2.0, "eager")}
 
 
@@ -59,15 +59,15 @@ def test_memory_over_length_is_of_the_newest_record_that_has_it(tmp_path: Path) 
     """And of no record, there is no such picture."""
     columns = ("subject", "mode", "rows", "hidden", "vocabulary", "provider", "peak_mib")
     blank = {"subject": "length", "mode": "dpo", "rows": "2048", "hidden": "8", "vocabulary": "24", "provider": "liger"}
-    found = [
+    measured = [
         blank | {"peak_mib": "9"},
         blank | {"rows": "8192", "peak_mib": "36"},
         blank | {"rows": "9", "peak_mib": ""},
     ]
     write(tmp_path, "compare", rows({"ours-triton": 1.0}))
     assert pictures.LENGTHS not in pictures.Records.of(tmp_path).names
-    write(tmp_path, "losses", found, columns)
-    write(tmp_path, "losses-of-grpo", [row | {"mode": "grpo"} for row in found], columns)
+    write(tmp_path, "losses", measured, columns)
+    write(tmp_path, "losses-of-grpo", [row | {"mode": "grpo"} for row in measured], columns)
     write(tmp_path, "losses-without", [blank | {"subject": "dpo", "peak_mib": "7"}], columns)
     everything = pictures.Records.of(tmp_path)
     assert [(row["mode"], row["rows"]) for row in everything.lengths] == [("grpo", "2048"), ("grpo", "8192")]
@@ -87,13 +87,13 @@ def test_whole_steps_are_of_one_model_and_without_checkpointing(tmp_path: Path) 
         "ms": "2",
         "peak_gb": "3",
     }
-    found = [
+    steps = [
         step,
         step | {"way": "triton", "ms": "1"},
         step | {"model": "b", "way": "plain"},
         step | {"way": "compile", "ms": ""},
     ]
-    write(tmp_path, "end-to-end", [*found, step | {"checkpointing": "yes", "ms": "9"}], columns)
+    write(tmp_path, "end-to-end", [*steps, step | {"checkpointing": "yes", "ms": "9"}], columns)
     everything = pictures.Records.of(tmp_path)
     assert {way: row["ms"] for way, row in everything.steps.items()} == {"liger": "2", "triton": "1"}
     assert everything.names == [pictures.END_TO_END]
@@ -146,7 +146,7 @@ def test_the_page_draws_itself_without_a_network(tmp_path: Path) -> None:
 )
 def test_a_change_counts_beyond_the_noise(after: float, peer: float, spread: str, word: str) -> None:
     old, new = rows({"ours-triton": 1.0, "eager": 2.0}), rows({"ours-triton": after, "eager": peer}, spread)
-    assert [found.word for found in verdict.verdicts(old, new)] == [word]
+    assert [change.word for change in verdict.verdicts(old, new)] == [word]
 
 
 @pytest.mark.parametrize(("after", "status"), [(1.0, 0), (0.5, 0), (1.5, 1)])

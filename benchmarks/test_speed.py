@@ -55,7 +55,7 @@ def _why_not(target: Target, config: pytest.Config) -> str | None:
 
 
 def _not_run(config: pytest.Config) -> Iterator[Any]:
-    """One skipped test for each language and reason, so that pytest's summary shows it."""
+    """A skipped test for each language and reason, so that pytest's summary shows it."""
     reasons = {(t.language, t.device, why) for t in config.stash[targets_key] if (why := _why_not(t, config))}
     reasons.update(config.stash[report_key].languages_not_run)
     for language, device, why in sorted(reasons):

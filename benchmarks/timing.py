@@ -79,7 +79,7 @@ def _queue(call: Call, module: Any, buffer: torch.Tensor, rounds: int) -> list[f
 
 
 def host_time(call: Call, device: str, calls: int = HOST_CALLS, repeats: int = HOST_REPEATS) -> float:
-    """What a call costs its caller, in seconds: the mean of some calls, the least of several repeats.
+    """Host time of a call in seconds: the mean of some calls, the least of several repeats.
 
     In a repeat nothing is awaited, and before each all of the device's work is. The calls are few, because a device whose
     queue is full makes launches wait.

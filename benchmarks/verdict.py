@@ -1,4 +1,4 @@
-"""What became faster or slower between two records of `compare.py`, and what is only noise.
+"""Rows that became faster or slower between two records of `compare.py`, told from noise.
 
     python benchmarks/verdict.py BEFORE.csv AFTER.csv
 
@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> list[Verdict]:
-    """Of every row of ours that both records have, how it changed."""
+    """Change of every row of ours that both records have."""
     old, new = _times(before), _times(after)
     both = [key for key in old if key in new]
     noise: dict[Place, float] = {}
@@ -61,23 +61,23 @@ def verdicts(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, s
         if not report.is_ours(provider):
             a, b = (float(times[place, provider]["ms"]) for times in (old, new))
             noise[place] = max(noise.get(place, 0.0), a / b - 1, b / a - 1)
-    found = []
+    results = []
     for place, provider in both:
         if report.is_ours(provider):
             rows = old[place, provider], new[place, provider]
             spreads = [float(row.get("spread") or 0.0) for row in rows]
             limit = max(LEAST_NOISE, noise.get(place, 0.0), *spreads)
-            found.append(Verdict(*place, provider, *(float(row["ms"]) for row in rows), limit))
-    return found
+            results.append(Verdict(*place, provider, *(float(row["ms"]) for row in rows), limit))
+    return results
 
 
 def _times(rows: Sequence[Mapping[str, str]]) -> Times:
     return {((row["op"], row["case"], row["dtype"], row["mode"]), row["provider"]): row for row in rows if row["ms"]}
 
 
-def table(found: Sequence[Verdict]) -> str:
+def table(results: Sequence[Verdict]) -> str:
     """The rows that changed, the largest change first, then a line that counts all."""
-    changed = sorted((v for v in found if v.word != SAME), key=lambda v: -abs(v.after / v.before - 1))
+    changed = sorted((v for v in results if v.word != SAME), key=lambda v: -abs(v.after / v.before - 1))
     lines = [
         [
             v.op,
@@ -92,7 +92,7 @@ def table(found: Sequence[Verdict]) -> str:
         ]
         for v in changed
     ]
-    counts = ", ".join(f"{sum(v.word == word for v in found)} {word}" for word in (FASTER, SLOWER, SAME))
+    counts = ", ".join(f"{sum(v.word == word for v in results)} {word}" for word in (FASTER, SLOWER, SAME))
     columns = ["op", "case", "mode", "provider", "before, ms", "after, ms", "change", "noise", ""]
     return f"{records.table(columns, lines)}\n\n{counts}" if lines else counts
 
@@ -107,9 +107,9 @@ def main(words: Sequence[str] | None = None) -> int:
     for key in ("machine", "versions"):
         if old[key] != new[key]:
             print(f"{key} differs: {old[key]} / {new[key]}")
-    found = verdicts(before, after)
-    print(table(found))
-    return int(any(v.word == SLOWER for v in found))
+    results = verdicts(before, after)
+    print(table(results))
+    return int(any(v.word == SLOWER for v in results))
 
 
 if __name__ == "__main__":

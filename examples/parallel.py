@@ -61,14 +61,14 @@ class Processes:
         return [part[self.mesh["dp"].get_local_rank()] for part in parts]
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Of all processes. Each has as many labels, so a mean of means is the mean."""
+        """Mean losses of all processes. Each has as many labels, so a mean of means is the mean."""
         losses = losses.clone()
         dist.all_reduce(losses)
         return losses / dist.get_world_size()
 
     def gradients(self, model: Any) -> dict[str, Tensor]:
         """Each parameter's gradient, whole, as an undivided model has it."""
-        found = {}
+        gradients = {}
         for name, weight in model.named_parameters():
             gradient = weight.grad.full_tensor()
             for packed, sizes in packed_rows(model):
@@ -76,8 +76,8 @@ class Processes:
                     gradient = torch.empty_like(gradient).index_copy_(
                         0, order(sizes, self.tp).to(gradient.device), gradient
                     )
-            found[name] = gradient
-        return found
+            gradients[name] = gradient
+        return gradients
 
 
 def on_mesh(mesh: DeviceMesh) -> Any:
@@ -85,8 +85,8 @@ def on_mesh(mesh: DeviceMesh) -> Any:
 
     def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
         whole = DTensor.from_local(tokens, mesh, [Replicate()], run_check=False)
-        found: Any = liger.embedding(whole, weight)  # addends: each process has a part of the vocabulary
-        return found.redistribute(placements=[Shard(1)])
+        embedded: Any = liger.embedding(whole, weight)  # addends: each process has a part of the vocabulary
+        return embedded.redistribute(placements=[Shard(1)])
 
     names = ("rms_norm", "fused_add_rms_norm", "rope", "swiglu", "fused_linear_cross_entropy")
     return SimpleNamespace(embedding=embedding, **{name: getattr(liger, name) for name in names})
@@ -116,12 +116,12 @@ def divide_products(model: Any, mesh: DeviceMesh) -> None:
     if model.size.tied:
         model.head = model.embedding
     model.blocks[-1].register_forward_hook(whole_rows)
-    model.register_forward_hook(lambda module, given, loss: loss.to_local().clone())  # FSDP2 warns of views
+    model.register_forward_hook(lambda module, args, loss: loss.to_local().clone())  # FSDP2 warns of views
 
 
-def whole_rows(block: nn.Module, given: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
+def whole_rows(block: nn.Module, args: Any, output: tuple[Any, Any]) -> tuple[Any, Any]:
     """The last block's normalised rows, gathered: the loss takes every row with this process's part of the vocabulary."""
-    x, residual = found
+    x, residual = output
     return x.redistribute(placements=[Replicate()]), residual
 
 

@@ -33,7 +33,7 @@ console = Console()
 DPO_BETA, GRPO_BETA = 0.1, 0.04
 GROUP = 8  # completions of a prompt, whose rewards are compared
 UPDATES = 2  # optimizer steps of GRPO with the same completions
-# Of 30 steps. First gradients are held to train_lm's bounds.
+# Losses of 30 steps. First gradients are held to train_lm's bounds.
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
@@ -202,7 +202,7 @@ def letters(tokens: Tensor, size: Preset) -> Tensor:
 
 
 def learners(size: Preset, device: torch.device, seed: int, ways: Sequence[Way] = WAYS) -> list[Learner]:
-    """One learner a way, all with the same first weights."""
+    """A learner for each way, all with the same first weights."""
     return [Learner(way, size, *(train_lm.make_model(size, way.ops, device, seed) for _ in range(2))) for way in ways]
 
 
@@ -225,7 +225,7 @@ def compare(task: str, both: Sequence[Learner], batches: Iterator[Batch], steps:
 
 
 def rewarded(both: Sequence[Learner], data: Tensor, steps: int, seed: int, rewards: list[float]) -> Iterator[Batch]:
-    """What the first learner draws, step by step; its mean reward goes into `rewards`."""
+    """Batches that the first learner draws, step by step; their mean rewards go into `rewards`."""
     for step in range(steps):
         batch = rollouts(both[0].model, data, both[0].size, seed + step)
         assert batch.rewards is not None

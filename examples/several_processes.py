@@ -27,7 +27,7 @@ WAYS = {
 
 
 def settings() -> str:
-    """What the curves depend on."""
+    """The settings that the curves depend on."""
     return repr(replace(train_lm.PRESETS["tiny"], steps=STEPS))
 
 
@@ -63,8 +63,8 @@ def main() -> None:
     curves: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in WAYS:
-            found = curves_of(name, folder)
-            curves = {"one process": found["one process"], **curves, name: found[name]}
+            pair = curves_of(name, folder)
+            curves = {"one process": pair["one process"], **curves, name: pair[name]}
     draw(curves, PICTURE)
 
 

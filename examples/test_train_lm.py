@@ -70,8 +70,8 @@ def hold(processes: int, losses: Path) -> None:
 def readme_commands() -> list[tuple[int, list[str]]]:
     """How many processes the README of liger-distributed starts for train_lm, and its arguments."""
     text = (several_processes.PICTURE.parent / "README.md").read_text("utf-8")
-    found = re.findall(r"^uv run torchrun --nproc-per-node (\d) examples/train_lm.py (.+)$", text, re.M)
-    return [(int(processes), words.split()) for processes, words in found]
+    matches = re.findall(r"^uv run torchrun --nproc-per-node (\d) examples/train_lm.py (.+)$", text, re.M)
+    return [(int(processes), words.split()) for processes, words in matches]
 
 
 def test_several_processes_train_as_one(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_one_process_is_not_divided(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_packed_rows_are_cut_into_rows_of_each() -> None:
-    """Of two heads of q, one of k and one of v, each of four rows: half of each for the first process."""
+    """Two heads of q, one of k and one of v have four rows each: the first process gets half of each."""
     assert parallel.order([8, 4, 4], 2).tolist() == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
 
 

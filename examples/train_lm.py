@@ -261,7 +261,7 @@ class Alone:
         return batch
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Of all processes."""
+        """Mean losses of all processes."""
         return losses
 
     def gradients(self, model: Llama) -> dict[str, Tensor]:
@@ -333,7 +333,7 @@ def mean_losses(curve: list[float]) -> dict[str, Tensor]:
 
 
 def disagreements(both: Sequence[dict[str, Tensor]], allowed: float) -> list[str]:
-    """What differs by more than `allowed`, in norm, relative to the norm of the second, which is the plain one."""
+    """Gradients that differ by more than `allowed`: the norm of the difference over that of the second, plain one."""
     ours, plain = both
     distance = {name: ((ours[name] - plain[name]).norm() / plain[name].norm()).item() for name in plain}
     wrong = {name: d for name, d in distance.items() if not d <= allowed}  # NaN is wrong too

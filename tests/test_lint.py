@@ -1,4 +1,4 @@
-"""What no linter knows of these sources; and the linter's answer doesn't change with what lies beside them."""
+"""Rules of these sources that no linter has; and the linter's answer doesn't change with the files beside them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ SOURCES = PACKAGES + [
 ]
 
 OF_THE_PROCESS = {"is_compiling", "is_exporting", "_is_compiling_flag", "_current_level"}
-"""What PyTorch says of all threads at once: true in one while another one exports, or differentiates forward."""
+"""PyTorch's answers for all threads at once: true in one while another one exports, or differentiates forward."""
 
 
 def test_reports_change_no_import_order(tmp_path: Path) -> None:
@@ -57,27 +58,27 @@ def asked_of(path: Path) -> set[str]:
 def test_a_mode_is_asked_of_this_thread() -> None:
     torch_state = ROOT / "packages/liger-core/src/liger_core/torch_state.py"
     assert asked_of(torch_state), "the names are out of date: this test would find nothing"
-    found = [
+    uses = [
         f"{name_of(path)}: {', '.join(asked_of(path))}" for path in PACKAGES if path != torch_state and asked_of(path)
     ]
-    assert not found, f"ask liger_core.contract.compiling(), or what liger_core/torch_state.py has: {'; '.join(found)}"
+    assert not uses, f"ask liger_core.contract.compiling(), or what liger_core/torch_state.py has: {'; '.join(uses)}"
 
 
 def test_kernel_is_one_thing() -> None:
     """A class of that name is a launcher's; what the conformance suite records of launches and files has other names."""
-    found = [
+    files = [
         name_of(path)
         for path in SOURCES
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.ClassDef) and node.name == "Kernel"
     ]
-    assert found == ["packages/liger-triton/src/liger_triton/ops/_launch.py"], "give the others a name of their own"
+    assert files == ["packages/liger-triton/src/liger_triton/ops/_launch.py"], "give the others a name of their own"
 
 
 NAMES = (
     r"get_current_backend|LIGER_KERNEL_BACKEND|liger\.backends|liger_core\.backend|`backends`|backends\(\)|[\w/-]+\.md"
 )
-"""What has the word in its name: the package's entry points and file, and what liger-kernel's users write."""
+"""Names with the word in them: the package's entry points and file, and those that liger-kernel's users write."""
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
@@ -89,13 +90,67 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 def test_a_language_is_called_a_language() -> None:
     """A backend is a package. liger-kernel's users say it for a language too, which one docstring tells them."""
-    found = [
+    places = [
         f"{name_of(path)}:{line}"
         for path in ROOT.glob("packages/liger-core/src/**/*.py")
         for line, text in texts(path)
         if re.search(r"\b[Bb]ackends?\b", text) and "A backend is a package; what it brings is a *language*" not in text
     ]
-    assert not found, f"say language, or kernel package, at {', '.join(found)}"
+    assert not places, f"say language, or kernel package, at {', '.join(places)}"
+
+
+FIRST_WORDS = re.compile(r"\s*(?:What|That|Those|Such|Of|One)\b")
+"""Beginnings that make a reader guess the noun. A sentence begins with one that exists in the code."""
+
+NOT_SWEPT = ("conformance/", "packages/liger-core/", "benchmarks/peers.py", "benchmarks/test_suite.py")
+"""Beginnings of tracked paths whose words aren't checked yet. Delete one when its files are swept."""
+
+
+def words_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Docstrings of a file, those of attributes among them, and the first lines of its blocks of comments, by line."""
+    source = path.read_text("utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+    block_end = 0
+    for token in tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__) if "#" in source else ():
+        if token.type == tokenize.COMMENT:
+            row, alone = token.start[0], not token.line[: token.start[1]].strip()
+            if not alone or row != block_end + 1:
+                yield row, token.string.lstrip("#:")
+            block_end = row if alone else 0
+
+
+def guessed(path: Path) -> list[int]:
+    """Lines of a file's docstrings and comments whose first word names nothing."""
+    if not re.search(rf"""["'#:]{FIRST_WORDS.pattern}""", path.read_text("utf-8")):  # quicker than to parse every file
+        return []
+    return sorted(line for line, text in words_of(path) if FIRST_WORDS.match(text))
+
+
+def test_a_sentence_begins_with_its_noun() -> None:
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [ROOT / name for name in tracked.split() if not name.startswith(NOT_SWEPT)]
+    lines = [f"{name_of(path)}:{line}" for path in paths if path.exists() for line in guessed(path)]
+    assert len(paths) > 200, "the files are not where this test looks for them"
+    assert not lines, f"begin with a noun that exists in the code, not with What, That, Of, ...: {', '.join(lines)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ('"""What a module does."""', [1]),
+        ('def f():\n    """\n    One value."""', [2]),
+        ('class A:\n    """Rows."""\n\n    b = 1\n    r"""Of a row."""', [5]),
+        ("x = 1  # Such as it is\n# That is it", [1, 2]),
+        ("x = 1\n#: Those of a row\n\n# Rows, and\n# What follows is one block\n\n# What begins another", [2, 7]),
+        ('"""Whatever: Ones, Often."""\nx = "What a string, # What"\n# one, in lower case', []),
+    ],
+)
+def test_a_sentence_without_its_noun_is_told(source: str, lines: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert guessed(path) == lines
 
 
 def test_every_variable_is_documented() -> None:
@@ -107,7 +162,7 @@ def test_every_variable_is_documented() -> None:
 
 
 def test_the_public_interface_is_checked_strictly() -> None:
-    """What `liger_core` exports, and what authors of ops and kernels import, is in a file that pyright reads strictly."""
+    """Exports of `liger_core`, and imports of authors of ops and kernels, are in a file that pyright reads strictly."""
     strict = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pyright"]["strict"]
     exported = [getattr(liger_core, name) for name in liger_core.__all__]
     functions = [op.reference if op in ops.values() else op for op in exported] + [opaque, *map(type, ops.values())]
@@ -122,14 +177,14 @@ MODULES = {".".join(path.with_suffix("").parts[path.parts.index("src") + 1 :]) f
 def private_names(tree: ast.Module) -> set[str]:
     """Names with an underscore that a file takes from another module of ours. The name of a module may have one."""
     modules: set[str] = set()
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("liger_")):
             of_modules = {alias for alias in node.names if f"{node.module}.{alias.name}" in MODULES}
             modules |= {alias.asname or alias.name for alias in of_modules}
-            found |= {alias.name for alias in node.names if alias not in of_modules and alias.name.startswith("_")}
+            names |= {alias.name for alias in node.names if alias not in of_modules and alias.name.startswith("_")}
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return found | {
+    return names | {
         f"{node.value.id}.{node.attr}"
         for node in attributes
         if node.attr.startswith("_") and isinstance(node.value, ast.Name) and node.value.id in modules
@@ -139,5 +194,5 @@ def private_names(tree: ast.Module) -> set[str]:
 def test_what_another_module_takes_has_a_public_name() -> None:
     source = "from liger_core import checks\nfrom liger_core.op import _hidden\nfrom liger_triton.ops import _rows\nchecks._own()"
     assert private_names(ast.parse(source)) == {"_hidden", "checks._own"}
-    found = {name_of(path): names for path in PACKAGES if (names := private_names(ast.parse(path.read_text("utf-8"))))}
-    assert not found, f"another file takes these names, so they begin without an underscore: {found}"
+    taken = {name_of(path): names for path in PACKAGES if (names := private_names(ast.parse(path.read_text("utf-8"))))}
+    assert not taken, f"another file takes these names, so they begin without an underscore: {taken}"

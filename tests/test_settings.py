@@ -10,10 +10,10 @@ import pytest
 def test_processes_keep_bytecode(pytestconfig: pytest.Config) -> None:
     if not pytestconfig.pluginmanager.has_plugin("cacheprovider"):
         pytest.skip("not run: bytecode is kept in pytest's cache, and this run has none")
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode)"], capture_output=True, text=True, check=True
     )
-    assert told.stdout == "False\n"
+    assert done.stdout == "False\n"
 
 
 def test_garbage_is_not_looked_for_among_tests() -> None:

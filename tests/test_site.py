@@ -34,8 +34,8 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         '<a href="page/#here"></a><a href="page/#gone"></a><a href="https://invalid.example/"></a>'
         '<script src="https://invalid.example/a.js"></script><a href="../up/"></a>'
     )
-    found = [problem for problem in site_links.problems(tmp_path) if not problem.startswith("ops/")]
-    assert found == [
+    problems = [problem for problem in site_links.problems(tmp_path) if not problem.startswith("ops/")]
+    assert problems == [
         "index.html: page/#gone: there is no such place",
         "index.html: a <script> is loaded from https://invalid.example/a.js",
         "index.html: ../up/ leads out of the site",

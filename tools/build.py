@@ -37,14 +37,14 @@ FENCE = re.compile(r"(^ *```.*?^ *```)", re.M | re.S)
 def folders() -> dict[str, Path]:
     """Every package, with its folder."""
     files = [*sorted(ROOT.glob("packages/*/pyproject.toml")), ROOT / "conformance/pyproject.toml"]
-    found = {file.parent: re.search(r'(?m)^name = "(.+)"$', file.read_text("utf-8")) for file in files}
-    return {name[1]: folder for folder, name in found.items() if name is not None}
+    matches = {file.parent: re.search(r'(?m)^name = "(.+)"$', file.read_text("utf-8")) for file in files}
+    return {name[1]: folder for folder, name in matches.items() if name is not None}
 
 
 def address(name: str) -> str:
     """A setting of mkdocs.yml, or nothing."""
-    found = re.search(rf"(?m)^{name}: *(\S+)", (ROOT / "mkdocs.yml").read_text("utf-8"))
-    return found[1].rstrip("/") if found else ""
+    match = re.search(rf"(?m)^{name}: *(\S+)", (ROOT / "mkdocs.yml").read_text("utf-8"))
+    return match[1].rstrip("/") if match else ""
 
 
 def relative(target: str) -> bool:
@@ -55,18 +55,18 @@ def relative(target: str) -> bool:
 def published(markdown: str, folder: Path, repo_url: str) -> str:
     """A README of `folder` as an index can show it."""
 
-    def turned(found: re.Match[str]) -> str:
-        text, target = found["text"], found["target"]
+    def turned(link: re.Match[str]) -> str:
+        text, target = link["text"], link["target"]
         if not relative(target):
-            return found[0]
+            return link[0]
         if not repo_url:
-            return "" if found["picture"] else text
+            return "" if link["picture"] else text
         path, hash, anchor = target.partition("#")
         file = posixpath.normpath(posixpath.join(folder.relative_to(ROOT).as_posix(), path))
         if not (ROOT / file).exists():
             raise SystemExit(f"{folder.relative_to(ROOT)}/README.md links to {target}, which does not exist")
-        kind = "raw" if found["picture"] else "tree" if (ROOT / file).is_dir() else "blob"
-        return f"{found['picture']}[{text}]({repo_url}/{kind}/main/{file}{hash}{anchor})"
+        kind = "raw" if link["picture"] else "tree" if (ROOT / file).is_dir() else "blob"
+        return f"{link['picture']}[{text}]({repo_url}/{kind}/main/{file}{hash}{anchor})"
 
     parts = FENCE.split(markdown)
     return "".join(part if part.lstrip().startswith("```") else LINK.sub(turned, part) for part in parts)
@@ -99,7 +99,7 @@ def build(package: str, out_dir: Path, repo_url: str | None = None, site_url: st
 
 
 def problems(wheel: Path) -> list[str]:
-    """What is wrong with a wheel.
+    """Problems of a wheel.
 
     It holds one top-level package with its py.typed, its license and nothing of its tests. Its metadata names no file or
     address of the machine that built it, and other liger packages with both ends of a range. Its description has no link to a
@@ -111,30 +111,30 @@ def problems(wheel: Path) -> list[str]:
         text = archive.read(f"{info}/METADATA")
     metadata: Message = message_from_bytes(text, policy=default)
     module = str(metadata["Name"]).replace("-", "_")
-    found = []
+    faults = []
     if strangers := sorted({name.split("/")[0] for name in names} - {module, info}):
-        found.append(f"holds {', '.join(strangers)} beside {module}")
+        faults.append(f"holds {', '.join(strangers)} beside {module}")
     if strangers := [name for name in names if "/tests/" in name or name.endswith(".pyc")]:
-        found.append(f"holds {', '.join(strangers)}")
+        faults.append(f"holds {', '.join(strangers)}")
     for required in (f"{module}/__init__.py", f"{module}/py.typed", f"{info}/licenses/LICENSE"):
         if required not in names:
-            found.append(f"lacks {required}")
+            faults.append(f"lacks {required}")
     for field in ("Summary", "License-Expression", "Requires-Python", "Description-Content-Type"):
         if not metadata[field]:
-            found.append(f"metadata lacks {field}")
+            faults.append(f"metadata lacks {field}")
     for requirement in metadata.get_all("Requires-Dist") or []:
         if " @ " in requirement or "://" in requirement:
-            found.append(f"requires a file or an address: {requirement}")
+            faults.append(f"requires a file or an address: {requirement}")
         if requirement.startswith("liger") and not {"<", ">"} <= set(requirement.partition(";")[0]):
-            found.append(f"requires a liger package without a range: {requirement}")
+            faults.append(f"requires a liger package without a range: {requirement}")
     described = str(metadata.get_payload())
     prose = "".join(part for part in FENCE.split(described) if not part.lstrip().startswith("```"))
     if beside := [link["target"] for link in LINK.finditer(prose) if relative(link["target"])]:
-        found.append(
+        faults.append(
             f"its description links to {', '.join(beside)}, which an index does not have: build it by tools/build.py"
         )
     classifiers = metadata.get_all("Classifier") or []
-    found += [
+    faults += [
         f"metadata lacks a classifier {kind!r}"
         for kind in (
             "Development Status ::",
@@ -145,19 +145,19 @@ def problems(wheel: Path) -> list[str]:
         if not any(classifier.startswith(kind) for classifier in classifiers)
     ]
     if address("repo_url") and not metadata.get_all("Project-URL"):
-        found.append("metadata lacks Project-URL, and mkdocs.yml has a repo_url: build it by tools/build.py")
+        faults.append("metadata lacks Project-URL, and mkdocs.yml has a repo_url: build it by tools/build.py")
     if str(ROOT).encode() in text:
-        found.append(f"metadata names {ROOT}")
-    return [f"{wheel.name}: {problem}" for problem in found]
+        faults.append(f"metadata names {ROOT}")
+    return [f"{wheel.name}: {problem}" for problem in faults]
 
 
 def check(directory: Path) -> list[str]:
-    """What is wrong with the wheels in a folder that has to have one of each package."""
+    """Problems of the wheels in a folder that has to have one of each package."""
     wheels = sorted(directory.glob("*.whl"))
-    found = [problem for wheel in wheels for problem in problems(wheel)]
+    faults = [problem for wheel in wheels for problem in problems(wheel)]
     if len(wheels) != len(folders()):
-        found.append(f"{len(wheels)} wheels of {len(folders())} packages: tools/build.py --out-dir {directory}")
-    return found
+        faults.append(f"{len(wheels)} wheels of {len(folders())} packages: tools/build.py --out-dir {directory}")
+    return faults
 
 
 def main() -> int:
@@ -171,9 +171,9 @@ def main() -> int:
     if (args.out_dir is None) == (args.check is None):
         parser.error("name one of --out-dir and --check")
     if args.check:
-        found = check(args.check)
-        print("\n".join(found) or f"{args.check}: all wheels are clean")
-        return bool(found)
+        faults = check(args.check)
+        print("\n".join(faults) or f"{args.check}: all wheels are clean")
+        return bool(faults)
     for package in args.packages or folders():
         build(package, args.out_dir, args.repo_url, args.site_url)
     return 0

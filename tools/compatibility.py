@@ -70,9 +70,9 @@ def run(language: str, paths: dict[str, Path], options: list[str], place: Path) 
     """Run the suite with these sources before the installed ones; whether it passed."""
     path = os.pathsep.join([*map(str, paths.values()), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
-    for package, found in imported(list(paths), environment, place).items():
-        if not found.is_relative_to(paths[package]):
-            raise SystemExit(f"{package} is imported from {found}, not from {paths[package]}")
+    for package, origin in imported(list(paths), environment, place).items():
+        if not origin.is_relative_to(paths[package]):
+            raise SystemExit(f"{package} is imported from {origin}, not from {paths[package]}")
     command = [sys.executable, "-m", "pytest", "--pyargs", "liger_conformance", f"--impl={language}", "-q", *options]
     return subprocess.run(command, cwd=place, env=environment).returncode == 0
 

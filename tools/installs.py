@@ -27,7 +27,7 @@ SHOWN = ("torch", "triton", "triton-ascend", "cuda-tile", "transformers")
 
 
 class Row(NamedTuple):
-    """One environment. `torch` is a version such as "2.9", or "" for what the installer chooses."""
+    """An environment. `torch` is a version such as "2.9", or "" for what the installer chooses."""
 
     python: str
     torch: str
@@ -106,7 +106,7 @@ class Failed(Exception):
 
 
 def run(words: Sequence[object], folder: Path, what: str) -> str:
-    """What a command prints; raises `Failed` if it fails."""
+    """Output of a command; raises `Failed` if it fails."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     # torch-npu is there and CANN isn't.
     environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONDONTWRITEBYTECODE": ""}
@@ -120,14 +120,14 @@ def install(row: Row, wheels: Path, folder: Path) -> Path:
     """Make the environment. Returns its Python."""
     python = folder / "venv/bin/python"
     run(["uv", "venv", "--quiet", "--python", row.python, folder / "venv"], folder, "environment")
-    wanted = [f"liger-core[{','.join(row.extras)}]", "liger-conformance"]
-    wanted += [f"torch=={row.torch}.*"] * bool(row.torch)
+    requirements = [f"liger-core[{','.join(row.extras)}]", "liger-conformance"]
+    requirements += [f"torch=={row.torch}.*"] * bool(row.torch)
     if row.installer == "pip":
         run(["uv", "pip", "install", "--quiet", "--python", python, "pip"], folder, "pip")
         installer: list[object] = [python, "-m", "pip", "install", "--quiet", "--find-links", wheels]
     else:
         installer = ["uv", "pip", "install", "--quiet", "--python", python, "--find-links", wheels]
-    run([*installer, *wanted], folder, "install")
+    run([*installer, *requirements], folder, "install")
     return python
 
 

@@ -40,9 +40,9 @@ def mismatches(folders: Sequence[Path]) -> tuple[int, list[str]]:
     command = [sys.executable, "-m", "pyright", "--outputjson", *sorted({file for file, _ in lines})]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     errors = [
-        f"{found['file']}:{found['range']['start']['line'] + 1}: {found['message']}"
-        for found in json.loads(done.stdout)["generalDiagnostics"]
-        if found["severity"] == "error" and (found["file"], found["range"]["start"]["line"]) in lines
+        f"{diagnostic['file']}:{diagnostic['range']['start']['line'] + 1}: {diagnostic['message']}"
+        for diagnostic in json.loads(done.stdout)["generalDiagnostics"]
+        if diagnostic["severity"] == "error" and (diagnostic["file"], diagnostic["range"]["start"]["line"]) in lines
     ]
     return len(lines), errors
 

@@ -42,7 +42,7 @@ def strip_in_place() -> None:
 
 
 def problems() -> list[str]:
-    """What is wrong with the uv.lock in git's index."""
+    """Problems of the uv.lock in git's index."""
     show = subprocess.run(["git", "show", ":uv.lock"], cwd=LOCK.parent, capture_output=True, text=True)
     if show.returncode:
         return ["uv.lock is not in git: git add uv.lock"]
@@ -66,9 +66,9 @@ def main() -> int:
     if args.filter:
         sys.stdout.write(strip(sys.stdin.read()))
     elif args.check:
-        found = problems()
-        print("\n".join(found) or "uv.lock: no addresses, and in step with the pyprojects")
-        return bool(found)
+        faults = problems()
+        print("\n".join(faults) or "uv.lock: no addresses, and in step with the pyprojects")
+        return bool(faults)
     else:
         strip_in_place()
     return 0

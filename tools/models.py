@@ -98,7 +98,7 @@ OWN: dict[str, dict[str, Any]] = {
     "xlstm": {"v_head_dim": None},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
-"""What a type has beside or instead of TEXT; None takes a setting out."""
+"""Settings of a type beside or instead of TEXT; None takes a setting out."""
 
 
 class TooSlow(Exception):
@@ -162,7 +162,7 @@ def limited() -> Iterator[None]:
 
 
 class Row(NamedTuple):
-    """One model type in docs/models.md: "equal", "DIFFERS …" or why it was not run; calls by op; swaps; what is left."""
+    """A model type in docs/models.md: "equal", "DIFFERS …" or why it was not run; calls by op; swaps; what is left."""
 
     name: str
     verdict: str
@@ -238,7 +238,7 @@ def line(row: Row) -> str:
 
 
 def order(version: str) -> list[int]:
-    """What sorts versions."""
+    """Sort key of a version."""
     return [int(part) for part in version.split(".")]
 
 
@@ -249,7 +249,7 @@ def models_page(rows: list[Row]) -> dict[str, str]:
     dense = [row.name for row in equal if not row.calls.get("fused_linear_cross_entropy")]
     fused = f"{len(equal) - len(dense)}{', all but ' + ', '.join(dense) if dense else ''}"
     now = transformers.__version__
-    counts = {found[1]: found[0] for found in COUNTS.finditer((pages.ROOT / "docs/models.md").read_text("utf-8"))}
+    counts = {match[1]: match[0] for match in COUNTS.finditer((pages.ROOT / "docs/models.md").read_text("utf-8"))}
     counts[now] = f"| {now} | {len(rows)} | {len(ran)} | {len(equal)} | {fused} |"
     heads = ("transformers", "types", "built and run", "loss and every gradient equal", "loss fused")
     blocks = {"model-counts": pages.table(heads, ())}
@@ -270,7 +270,7 @@ def models_page(rows: list[Row]) -> dict[str, str]:
 
 
 class Scores(NamedTuple):
-    """One model type in docs/trl.md: "equal", "wrong by …", "raises …" or, in `theirs`, why it was not run."""
+    """A model type in docs/trl.md: "equal", "wrong by …", "raises …" or, in `theirs`, why it was not run."""
 
     name: str
     theirs: str
@@ -291,8 +291,8 @@ def score(name: str) -> Scores:
 
     try:
         with limited(), torch.no_grad():
-            own = AutoConfig.for_model(name)
-            known = {key: value for key, value in TEXT.items() if key not in SCALES or hasattr(own, key)}
+            defaults = AutoConfig.for_model(name)
+            known = {key: value for key, value in TEXT.items() if key not in SCALES or hasattr(defaults, key)}
             model = build(name, known).eval()
             ids = torch.randint(8, 99, (2, 12), generator=torch.Generator().manual_seed(1))
             swapped = copy.deepcopy(model)

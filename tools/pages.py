@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+COMPOSED = runpy.run_path(str(ROOT / "packages/liger-core/src/liger_core/composed.py"))["COMPOSED"]  # imports no torch
 BLOCK = re.compile(r"(<!-- tools/pages\.py: ([\w-]+)(.*?) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -39,6 +41,12 @@ def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return "".join([first, "|" + "---|" * len(heads) + "\n", *others])
 
 
+def has_kernel(folder: Path, op: str) -> bool:
+    """Whether a language's folder `ops` has a file for an op, or the files that core makes the op of."""
+    files = COMPOSED[op].files if op in COMPOSED else [op]
+    return (folder / f"{op}.py").exists() or all((folder / f"{file}.py").exists() for file in files)
+
+
 def languages(root: Path = ROOT) -> str:
     """A row per language: its ops, or those that it lacks. Languages are the entry points of the packages."""
     import tomllib
@@ -50,7 +58,7 @@ def languages(root: Path = ROOT) -> str:
         points = tomllib.loads(project.read_text("utf-8"))["project"].get("entry-points", {})
         for language, target in points.get("liger.backends", {}).items():
             folder = project.parent / "src" / target.partition(":")[0] / "ops"
-            missing = [f"`{op}`" for op in sorted(ops) if not (folder / f"{op}.py").exists()]
+            missing = [f"`{op}`" for op in sorted(ops) if not has_kernel(folder, op)]
             number = f"{len(ops) - len(missing)} of {len(ops)}, not {', '.join(missing)}"
             rows.append((language, number if missing else f"all {len(ops)}"))
     return table(("language", "ops"), rows)
@@ -65,7 +73,7 @@ def counted(op: Any) -> set[str]:
 
 
 def sharding() -> str:
-    """What each op divides: by its declaration, and by liger-distributed's rules."""
+    """Dimensions that each op divides: by its declaration, and by liger-distributed's rules."""
     from liger_core.contract import ops
     from liger_core.dimensions import independent
     from liger_distributed.rules import RULES

@@ -42,7 +42,7 @@ class Refused(Exception):
 
 @dataclass
 class Plan:
-    """What a release changes: the text of files, and the packages with their versions in the order in which they go out."""
+    """Changes of a release: the text of files, and the packages with their versions in the order in which they go out."""
 
     edits: dict[Path, str] = field(default_factory=dict)
     releases: dict[str, str] = field(default_factory=dict)
@@ -99,7 +99,7 @@ def holds(least: str, below: str, version: str) -> bool:
 
 
 def plan(package: str, part: str, date: str) -> Plan:
-    """What releasing `package` changes."""
+    """Changes that release `package`."""
     folders = packages()
     if package not in folders:
         raise Refused(f"there is no package {package}; there are {', '.join(folders)}")
@@ -137,18 +137,18 @@ def _date_changelog(planned: Plan, path: Path, version: str, date: str, empty: b
 def _widen(planned: Plan, file: Path, together: bool) -> None:
     """Make the ranges in a pyproject.toml take the new versions: wider, or, if all packages move at once, the new series."""
 
-    def ranged(found: re.Match[str]) -> str:
-        version = planned.releases.get(found["name"])
-        if version is None or holds(found["least"], found["below"], version):
-            return found[0]
+    def ranged(requirement: re.Match[str]) -> str:
+        version = planned.releases.get(requirement["name"])
+        if version is None or holds(requirement["least"], requirement["below"], version):
+            return requirement[0]
         least, below = series(version)
-        return f'"{found["name"]}{found["extra"] or ""}>={least if together else found["least"]},<{below}"'
+        return f'"{requirement["name"]}{requirement["extra"] or ""}>={least if together else requirement["least"]},<{below}"'
 
     planned.edits[file] = REQUIREMENT.sub(ranged, planned.text(file))
 
 
 def run(*command: str) -> str:
-    """What a command prints; it runs at the top of the repository."""
+    """Output of a command; it runs at the top of the repository."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise Refused(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}".rstrip())
@@ -171,10 +171,10 @@ def build(planned: Plan, dist: Path) -> list[Path]:
     files: list[Path] = []
     for name, version in planned.releases.items():
         run(sys.executable, "tools/build.py", name, "--out-dir", str(dist))
-        made = sorted(dist.glob(f"{name.replace('-', '_')}-{version}*"))
-        if found := [problem for file in made if file.suffix == ".whl" for problem in builder.problems(file)]:
-            raise Refused("\n".join(found))
-        files += made
+        built = sorted(dist.glob(f"{name.replace('-', '_')}-{version}*"))
+        if faults := [problem for file in built if file.suffix == ".whl" for problem in builder.problems(file)]:
+            raise Refused("\n".join(faults))
+        files += built
     return files
 
 

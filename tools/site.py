@@ -23,9 +23,10 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "packages/liger-core/src/liger_core"
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-import pictures  # noqa: E402 - benchmarks/ is no package
+import pages  # noqa: E402 - tools/ and benchmarks/ are no packages
+import pictures  # noqa: E402
 
 LANGUAGES = {"Triton": "liger-triton", "cuTile": "liger-cutile", "triton-ascend": "liger-triton-ascend"}
 CALLING = {
@@ -73,10 +74,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not under docs/."""
-    pages = {page: (ROOT / source).read_text("utf-8") for source, page in PAGES.items()}
-    pages |= {f"ops/{name}.md": op_page(name) for name in ops()}
-    pages |= {"ops/index.md": index_page(), "ops/losses.md": losses_page()}
-    for name, text in pages.items():
+    texts = {page: (ROOT / source).read_text("utf-8") for source, page in PAGES.items()}
+    texts |= {f"ops/{name}.md": op_page(name) for name in ops()}
+    texts |= {"ops/index.md": index_page(), "ops/losses.md": losses_page()}
+    for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
     for path in ROOT.glob("packages/*/*.png"):
         files.append(File.generated(config, f"pictures/{path.name}", content=path.read_bytes()))
@@ -101,23 +102,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     origins = {page: source for source, page in PAGES.items()}
     source = origins.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
-    def turned(found: re.Match[str]) -> str:
-        picture, text, target = found.groups()
+    def turned(link: re.Match[str]) -> str:
+        picture, text, target = link.groups()
         path, hash, anchor = target.partition("#")
         if not path or "://" in target or target.startswith("mailto:"):
-            return found[0]
+            return link[0]
         file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         if picture:
             where = file.removeprefix("docs/") if file.startswith("docs/") else f"pictures/{posixpath.basename(file)}"
             if source.startswith("docs/ops/") or files.get_file_from_path(where) is None:
-                return found[0]
+                return link[0]
             return f"![{text}]({posixpath.relpath(where, posixpath.dirname(page.file.src_uri) or '.')})"
         file += "/README.md" if (ROOT / file / "README.md").exists() else ""
         where = PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
         if where is not None and files.get_file_from_path(where) is not None:
             return f"[{text}]({posixpath.relpath(where, posixpath.dirname(page.file.src_uri) or '.')}{hash}{anchor})"
         if source.startswith("docs/ops/") or not (ROOT / file).exists():
-            return found[0]  # mkdocs says what is wrong with it
+            return link[0]  # mkdocs says what is wrong with it
         if config.repo_url:
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{file}{hash}{anchor})"
         return text if text.strip("`") in file else f"{text} (`{file}`)"
@@ -225,14 +226,14 @@ def kinds() -> dict[str, list[str]]:
     """The ops by kind, as the README's table has them."""
     table = (ROOT / "README.md").read_text("utf-8").partition("\n## Ops\n")[2].partition("\n\nThe reference")[0]
     cells = [line.strip("| ").split(" | ") for line in table.splitlines() if "`" in line]
-    found = {kind[0].upper() + kind[1:]: re.findall(r"`(\w+)`", listed) for kind, listed in cells}
-    if missing := set(ops()) ^ {name for listed in found.values() for name in listed}:
+    by_kind = {kind[0].upper() + kind[1:]: re.findall(r"`(\w+)`", listed) for kind, listed in cells}
+    if missing := set(ops()) ^ {name for listed in by_kind.values() for name in listed}:
         raise ValueError(f"README.md's table of ops by kind and liger_core differ in {', '.join(sorted(missing))}")
-    return found
+    return by_kind
 
 
 def declaration(name: str) -> dict[str, ast.expr]:
-    """What an op is declared with."""
+    """Arguments of an op's declaration."""
     call = next(node for node in function(name).decorator_list if isinstance(node, ast.Call))
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
@@ -311,12 +312,8 @@ def called() -> dict[str, set[str]]:
 
 def languages(name: str) -> list[str]:
     """The languages that have a kernel of an op."""
-    packages = {language: package.replace("-", "_") for language, package in LANGUAGES.items()}
-    return [
-        language
-        for language, package in LANGUAGES.items()
-        if (ROOT / "packages" / package / "src" / packages[language] / "ops" / f"{name}.py").exists()
-    ]
+    folders = {k: ROOT / "packages" / v / "src" / v.replace("-", "_") / "ops" for k, v in LANGUAGES.items()}
+    return [language for language, folder in folders.items() if pages.has_kernel(folder, name)]
 
 
 class Examples(griffe.Extension):

@@ -28,7 +28,7 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SCREENS = {"desktop": (1280, 900), "phone": (390, 844)}
 
-# What a reader types, and a page that has to be among the first results.
+# Words that a reader types, and a page that has to be among the first results.
 SEARCHES = {
     "rms_norm": "ops/rms_norm/",
     "cross entropy": "ops/cross_entropy/",
@@ -52,7 +52,7 @@ class Refused(RuntimeError):
 
 
 class Browser:
-    """One page of a headless Chromium, spoken to over a pair of pipes."""
+    """A page of a headless Chromium, spoken to over a pair of pipes."""
 
     def __init__(self, program: str, profile: str) -> None:
         read, self._write = os.pipe()
@@ -150,14 +150,14 @@ class Browser:
         file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
 
     def errors(self) -> list[str]:
-        """What the page reported since it was opened."""
-        found: list[str] = []
+        """Errors that the page reported since it was opened."""
+        messages: list[str] = []
         for event in self.events:
             if event.get("method") == "Runtime.exceptionThrown":
-                found.append(event["params"]["exceptionDetails"]["text"])
+                messages.append(event["params"]["exceptionDetails"]["text"])
             elif event.get("method") == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
-                found.append(event["params"]["entry"]["text"])  # such as a script that is not there
-        return found
+                messages.append(event["params"]["entry"]["text"])  # such as a script that is not there
+        return messages
 
     def close(self) -> None:
         """End the browser."""
@@ -188,7 +188,7 @@ def served(site: Path) -> Iterator[str]:
 RESULTS = "[...document.querySelectorAll('.md-search-result__item > .md-search-result__link')].map(link => link.href)"
 
 
-def search(browser: Browser, home: str, screen: str, words: str, wanted: str) -> str | None:
+def search(browser: Browser, home: str, screen: str, words: str, target: str) -> str | None:
     """Type into the search of the first page. Returns what is wrong."""
     browser.open(home)
     field = "label.md-header__button[for=__search]" if screen == "phone" else ".md-search__input"
@@ -200,22 +200,22 @@ def search(browser: Browser, home: str, screen: str, words: str, wanted: str) ->
     browser.wait(f"{RESULTS}.length > 0", f"a result for {words}")
     links = (link.removeprefix(home).partition("?")[0].partition("#")[0] for link in browser.run(RESULTS))
     first = list(dict.fromkeys(link or "index.html" for link in links))[:FIRST]
-    if wanted not in first:
-        return f"{screen}: {words!r} finds {', '.join(first)}, and not {wanted}"
+    if target not in first:
+        return f"{screen}: {words!r} finds {', '.join(first)}, and not {target}"
     return None
 
 
 def problems(
     site: Path, program: str, pictures: Path | None = None, searches: Mapping[str, str] = SEARCHES
 ) -> Iterator[str]:
-    """What a reader would see amiss."""
+    """Problems that a reader would see."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, served(site) as home:
         browser = Browser(program, profile)
         try:
             for screen in SCREENS:
                 browser.screen(screen)
-                for words, wanted in searches.items():
-                    problem = search(browser, home, screen, words, wanted)
+                for words, target in searches.items():
+                    problem = search(browser, home, screen, words, target)
                     if pictures:
                         time.sleep(0.5)  # the sheet slides in
                         browser.picture(pictures / f"search-{words.replace(' ', '-')}-{screen}.png")
@@ -252,10 +252,10 @@ def main() -> int:
         return 0
     if options.pictures:
         options.pictures.mkdir(parents=True, exist_ok=True)
-    found = list(problems(options.site, program, options.pictures))
-    print(*found, sep="\n")
-    print(f"{len(SEARCHES)} searches and every page, as a desktop and as a phone: {len(found)} problems")
-    return 1 if found else 0
+    faults = list(problems(options.site, program, options.pictures))
+    print(*faults, sep="\n")
+    print(f"{len(SEARCHES)} searches and every page, as a desktop and as a phone: {len(faults)} problems")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

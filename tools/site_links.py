@@ -34,9 +34,9 @@ class Page(HTMLParser):
 
 
 def problems(site: Path) -> list[str]:
-    """What is wrong in a built site."""
+    """Problems of a built site."""
     pages = {path.relative_to(site).as_posix(): Page(path) for path in sorted(site.rglob("*.html"))}
-    found = []
+    faults = []
     for name, page in pages.items():
         for tag, target in page.links:
             parts = urlsplit(target)
@@ -44,28 +44,28 @@ def problems(site: Path) -> list[str]:
                 continue
             if parts.scheme or parts.netloc:
                 if tag != "a":
-                    found.append(f"{name}: a <{tag}> is loaded from {target}")
+                    faults.append(f"{name}: a <{tag}> is loaded from {target}")
                 continue
             path = unquote(parts.path)
             # 404.html is served in the place of any page, so its links begin at the site's root.
             where = path.lstrip("/") if path.startswith("/") else posixpath.join(posixpath.dirname(name), path)
             where = posixpath.normpath(where) if path else name
             if where.startswith(".."):
-                found.append(f"{name}: {target} leads out of the site")
+                faults.append(f"{name}: {target} leads out of the site")
                 continue
             file = site / where / "index.html" if (site / where).is_dir() else site / where
             if not file.is_file():
-                found.append(f"{name}: {target} leads nowhere")
+                faults.append(f"{name}: {target} leads nowhere")
                 continue
             key = file.relative_to(site).as_posix()
             if parts.fragment and key in pages and unquote(parts.fragment) not in pages[key].ids:
-                found.append(f"{name}: {target}: there is no such place")
+                faults.append(f"{name}: {target}: there is no such place")
     for path in sorted((ROOT / "packages/liger-core/src/liger_core/ops").glob("[!_]*.py")):
         if f"ops/{path.stem}/index.html" not in pages:
-            found.append(f"ops/{path.stem}: it has no page")
+            faults.append(f"ops/{path.stem}: it has no page")
     if not (site / "search/search_index.json").is_file():
-        found.append("there is no search index")
-    return found
+        faults.append("there is no search index")
+    return faults
 
 
 def main() -> int:
@@ -73,9 +73,9 @@ def main() -> int:
         print(__doc__)
         return 2
     site = Path(sys.argv[1])
-    found = problems(site)
-    print("\n".join(found) or f"{len(list(site.rglob('*.html')))} pages, no broken link")
-    return bool(found)
+    faults = problems(site)
+    print("\n".join(faults) or f"{len(list(site.rglob('*.html')))} pages, no broken link")
+    return bool(faults)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What liger-cutile declares, and that it refuses a machine for the right reason."""
+"""Declarations of liger-cutile, and that it refuses a machine for the right reason."""
 
 import os
 import shutil
@@ -190,7 +190,7 @@ def test_refuses_a_compiler_that_fails(machine, tmp_path, monkeypatch):
 
 
 def test_agrees_with_cuda_tile():
-    """What this package copied from cuda.tile's search and its writer is still so."""
+    """Copies from cuda.tile's search and its writer still match them."""
     compile_ = pytest.importorskip("cuda.tile._compile", exc_type=ImportError)
     bytecode = pytest.importorskip("cuda.tile._bytecode", exc_type=ImportError)
     assert compile_._PIP_TILEIRAS_PACKAGES == _machine.COMPILERS

@@ -1,4 +1,4 @@
-"""What a trace takes as custom ops: each says which tensors it writes to."""
+"""Custom ops that a trace records: each says which tensors it writes to."""
 
 import pytest
 import torch

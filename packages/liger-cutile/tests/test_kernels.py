@@ -1,4 +1,4 @@
-"""What depends on how this package divides an op's work into tiles, and which the suite's sizes don't reach."""
+"""Cases that depend on how this package divides an op's work into tiles, and that the suite's sizes don't reach."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -342,7 +342,7 @@ def test_grids_that_are_too_high(monkeypatch: pytest.MonkeyPatch, name: str, bui
 
 @pytest.mark.parametrize(("name", "build"), SMALL, ids=[name for name, _ in SMALL])
 def test_strides_beyond_32_bits(name: str, build: Build) -> None:
-    """Of each dimension of each tensor and incoming gradient in turn, those of one element too: kernels take none."""
+    """Kernels take no such stride: of each dimension of each tensor and incoming gradient, including one of size 1."""
     op = ops[name]
     arguments = build(Make(torch.bfloat16, DEVICE))
     check(name, build, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What host code makes of tensors before a launch, and the context of the thread that launches."""
+"""Arguments that host code makes of tensors before a launch, and the context of the thread that launches."""
 
 import os
 import subprocess

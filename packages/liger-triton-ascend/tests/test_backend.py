@@ -1,4 +1,4 @@
-"""What liger-triton-ascend declares, and that it refuses a machine for the right reason.
+"""Declarations of liger-triton-ascend, and that it refuses a machine for the right reason.
 
 Runs where triton is installed instead of triton-ascend too: it needs neither.
 """

@@ -1,4 +1,4 @@
-"""What kernels do with sizes and strides that the suite's cases don't reach."""
+"""Kernels with sizes and strides that the suite's cases don't reach."""
 
 import functools
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What depends on how this package divides an op's work into programs, and which the suite's sizes don't reach."""
+"""Cases that depend on how this package divides an op's work into programs, and that the suite's sizes don't reach."""
 
 import functools
 from collections.abc import Callable
@@ -235,7 +235,7 @@ def check(op: Op[..., Any], arguments: dict[str, Any], wanted: tuple[str, ...] |
 def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of dividing the work gives the right values and gradients."""
     op = ops[name]
-    # One multiprocessor, so that a program of a few rows has several of them.
+    # A single multiprocessor, so that a program of a few rows has several of them.
     monkeypatch.setattr("liger_triton.ops.rms_norm.sm_count", lambda device: 1)
     monkeypatch.setattr("liger_triton.ops.rms_norm.shared_memory", lambda device: 227 << 10)
     monkeypatch.setattr("liger_triton.ops._divergences.sm_count", lambda device: 1)
@@ -252,7 +252,7 @@ def test_values(name: str, work: str, build: Build, dtype: torch.dtype, monkeypa
 def test_products_by_pytorch(
     wanted: tuple[str, ...] | None, router: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are taken on Hopper, with experts and tokens that have nothing: the right values and gradients."""
+    """Products that are taken on Hopper, with experts and tokens that have nothing: the right values and gradients."""
     taken = []
     multiply = fused_moe._multiply
     monkeypatch.setattr(fused_moe, "is_hopper", lambda device: True)
@@ -421,7 +421,7 @@ def test_terms_of_a_frozen_head_do_not_depend_on_the_sample(
     row = torch.arange(rows, device=DEVICE)
     far, ignored = row % 3 == 0, target == -100
     weight[:, 0], x[:, 0] = 0.0, 0.0
-    # One column of each part, no multiple of the sample's step, 8: 64 above the rest and slightly less, or 200 in some rows.
+    # A column of each part, no multiple of the sample's step, 8: 64 above the rest and slightly less, or 200 in some rows.
     # Some of such parts are then relative to the base, and some are not. Weights of usual size give gradients of usual size.
     high = torch.arange(3, 700, 128, device=DEVICE)
     weight[high, 0] = torch.linspace(0.1, 0.125, len(high), device=DEVICE).to(dtype)

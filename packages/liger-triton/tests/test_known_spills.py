@@ -1,4 +1,4 @@
-"""What another Triton spills, and the one that the kernels are tuned for doesn't, is declared for it alone."""
+"""Spills of another Triton, which the one that the kernels are tuned for hasn't, are declared for it alone."""
 
 import runpy
 

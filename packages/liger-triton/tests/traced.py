@@ -30,7 +30,7 @@ from liger_conformance.traces import GRADIENTS, as_traced, backward_operators, c
 from liger_core.contract import ops
 
 TARGETS: list[str] = []
-"""What the graphs call, by name."""
+"""Names of the functions that the graphs call."""
 
 
 def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:

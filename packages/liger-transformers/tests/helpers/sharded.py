@@ -1,4 +1,4 @@
-"""One of two processes of a model under FSDP2, compared with the plain model: sharded.py NAME STORE RANK."""
+"""A process of two that train a model under FSDP2, compared with the plain model: sharded.py NAME STORE RANK."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""One of two processes of a model under transformers' tensor-parallel plan, compared with the plain one.
+"""A process of two that run a model under transformers' tensor-parallel plan, compared with the plain one.
 
 tensor_parallel.py NAME FOLDER RANK
 """

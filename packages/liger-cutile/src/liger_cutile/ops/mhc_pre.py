@@ -64,7 +64,7 @@ def _by_rows(p, valid, eps):
 
 @ct.function
 def _step(p, valid, eps):
-    """One iteration."""
+    """Make one iteration."""
     of_rows, _ = _by_rows(p, valid, eps)
     quotients, _ = _by_columns(of_rows, valid, eps)
     return quotients
@@ -72,7 +72,7 @@ def _step(p, valid, eps):
 
 @ct.function
 def _after(start, valid, eps, steps):
-    """What some iterations make of the first one's result."""
+    """Result of `steps` more iterations after the first one's."""
     # A `while`, since cuda.tile 1.7 compiles no `for` up to a number that a loop around it makes.
     p, left = start, steps
     while left > 0:
@@ -287,7 +287,7 @@ def _plan(
             begun = ct.where(valid, e + sinkhorn_eps, 0.0)
             start, start_sums = _by_columns(begun, valid, sinkhorn_eps)
             for done in range(1, iterations):
-                # What an iteration began with is made again from the start: it takes fewer registers than to keep all.
+                # The input of each iteration is made again from the start: this takes fewer registers than to keep all.
                 p = _after(start, valid, sinkhorn_eps, iterations - 1 - done)
                 of_rows, row_sums = _by_rows(p, valid, sinkhorn_eps)
                 of_columns, column_sums = _by_columns(of_rows, valid, sinkhorn_eps)

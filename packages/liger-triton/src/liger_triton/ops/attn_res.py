@@ -31,7 +31,7 @@ takes 1.486, 1.536 and 1.792 ms. With 3, less shared memory lets more programs r
 not 0.049."""
 
 ELEMENTS = 8192
-"""Of the tiles that a multiprocessor takes at a time in backward."""
+"""Elements of the tiles that a multiprocessor takes at a time in backward."""
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _forward(
             blocks, partial, source, count, row, column, inside, block_stride, row_stride, partial_stride,
             CHOOSE, "",
         )  # fmt: skip
-        # One reduction: the threads wait for each other only once.
+        # A single reduction: the threads wait for each other only once.
         products = multiply(vs, vs, BLOCK), multiply(vs, ws, BLOCK)
         squares, score = tl.reduce(products, 1, add_two, keep_dims=True)
         r = tl.rsqrt(squares / columns + tl.cast(eps, tl.float32))

@@ -44,7 +44,7 @@ PEERS = {
 LIMIT = "limit"
 
 LIMITS = {"NVIDIA H200": (4250.0, 790.0)}
-"""What a machine reaches at best: GB/s of a large copy, read and written, and TFLOP/s of a bfloat16 product of 8192 × 8192
+"""Best rates of a machine: GB/s of a large copy, read and written, and TFLOP/s of a bfloat16 product of 8192 × 8192
 matrices. Both were measured there by PyTorch 2.11."""
 
 
@@ -62,7 +62,7 @@ WAYS = {
 
 
 class Cell(NamedTuple):
-    """What one provider did in one case and mode."""
+    """Result of one provider in one case and mode."""
 
     ms: float
     peak_mib: float | None
@@ -75,9 +75,9 @@ Op = dict[tuple[str, str], dict[str, Cell]]
 
 def sources(kind: str, directory: Path) -> list[Path]:
     """The records of a kind, the newest measurement of an op last."""
-    found = directory.glob(f"*-{kind}-*.csv")
+    paths = directory.glob(f"*-{kind}-*.csv")
     # A run of a few ops is a second look at them, so it comes after the run of all ops of that day.
-    return sorted(found, key=lambda path: (path.name[:10], -len(ops_in(records.read_csv(path)[1])), path.name))
+    return sorted(paths, key=lambda path: (path.name[:10], -len(ops_in(records.read_csv(path)[1])), path.name))
 
 
 def ops_in(rows: Sequence[Mapping[str, str]]) -> set[str]:
@@ -87,17 +87,17 @@ def ops_in(rows: Sequence[Mapping[str, str]]) -> set[str]:
 
 def read(paths: Sequence[Path]) -> dict[str, Op]:
     """The last measurement of every op."""
-    found: dict[str, Op] = {}
+    ops: dict[str, Op] = {}
     for path in paths:
         head, rows = records.read_csv(path)
         chip = head["machine"].split(",")[0]
         for op in ops_in(rows):
-            found[op] = {}
+            ops[op] = {}
         for row in rows:
             if row["ms"] and row["case"] in GROUPS:
-                cells = found[row["op"]].setdefault((row["case"], row["mode"]), {})
+                cells = ops[row["op"]].setdefault((row["case"], row["mode"]), {})
                 cells[row["provider"]] = _cell(row, chip)
-    return dict(sorted(found.items()))
+    return dict(sorted(ops.items()))
 
 
 def _cell(row: Mapping[str, str], chip: str) -> Cell:
@@ -115,8 +115,8 @@ def _cell(row: Mapping[str, str], chip: str) -> Cell:
 def whole_steps(paths: Sequence[Path]) -> dict[str, Mapping[str, str]]:
     """The rows of a whole step of `MODEL`, by way; of two of one way, the later."""
     rows = [row for path in paths for row in records.read_csv(path)[1] if row["ms"] and not row["checkpointing"]]
-    found = {row["way"]: row for row in rows if row["model"] == MODEL}
-    return {way: found[way] for way in WAYS if way in found}
+    by_way = {row["way"]: row for row in rows if row["model"] == MODEL}
+    return {way: by_way[way] for way in WAYS if way in by_way}
 
 
 def lengths(path: Path) -> list[Mapping[str, str]]:
@@ -158,12 +158,12 @@ def heat_map(ops: Mapping[str, Op]) -> Figure:
     norm, colours = LogNorm(1 / 4, 4), colormaps["RdBu"]
     for y, op in enumerate(ops.values()):
         for x, (case, mode) in enumerate(columns):
-            found = ratio(op, case, mode)
-            shade = norm(min(max(found[0], 1 / 4), 4)) if found else 0.5
+            speedup = ratio(op, case, mode)
+            shade = norm(min(max(speedup[0], 1 / 4), 4)) if speedup else 0.5
             axes.add_patch(_square(x, y, colours(shade)))
-            if found:
+            if speedup:
                 dark = abs(shade - 0.5) > 0.33
-                text = f"{found[0]:.2f}× {found[1]}" if found[0] < 10 else f"{found[0]:.0f}× {found[1]}"
+                text = f"{speedup[0]:.2f}× {speedup[1]}" if speedup[0] < 10 else f"{speedup[0]:.0f}× {speedup[1]}"
                 axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color="white" if dark else "black")
     axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(ops) - 0.5, -0.5))
     axes.set_xticks(range(len(columns)), [f"{case}\n{mode}" for case, mode in columns], fontsize=8)
@@ -290,7 +290,7 @@ def limit(op: Op, case: str, mode: str) -> float | None:
 
 
 class Records(NamedTuple):
-    """What all pictures are drawn from: the ops, the whole steps, losses by length, and the files that these were read from."""
+    """Data of all pictures: the ops, the whole steps, losses by length, and the files that these were read from."""
 
     ops: Mapping[str, Op]
     steps: Mapping[str, Mapping[str, str]]
@@ -303,8 +303,8 @@ class Records(NamedTuple):
         compared, steps = sources("compare", directory), sources("end-to-end", directory)
         # Only the newest: it says itself beside whom it was measured. Most records of losses have no lengths.
         curves = [path for path in sorted(directory.glob("*-losses-*.csv")) if lengths(path)][-1:]
-        found = [row for path in curves for row in lengths(path)]
-        return cls(read(compared), whole_steps(steps), found, [*compared, *steps, *curves])
+        length_rows = [row for path in curves for row in lengths(path)]
+        return cls(read(compared), whole_steps(steps), length_rows, [*compared, *steps, *curves])
 
     @property
     def names(self) -> list[str]:
@@ -318,7 +318,7 @@ class Records(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """What a picture depends on: the records and this file."""
+        """Hash of everything that a picture depends on: the records and this file."""
         summed = hashlib.sha256(Path(__file__).read_bytes())
         for path in self.paths:
             summed.update(path.name.encode())
@@ -326,7 +326,7 @@ class Records(NamedTuple):
         return summed.hexdigest()
 
     def picture(self, name: str) -> Figure:
-        """One of `names`."""
+        """Picture with a name in `names`."""
         if name == END_TO_END:
             return end_to_end_picture(self.steps)
         if name == LENGTHS:
@@ -355,7 +355,7 @@ def draw(everything: Records, directory: Path = PICTURES) -> None:
 
 
 def page(everything: Records) -> str:
-    """One page of all records of ops, self-contained: an op is chosen from a list, a provider by a click on its name."""
+    """A self-contained page of all records of ops: an op is chosen from a list, a provider by a click on its name."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 

@@ -39,13 +39,13 @@ def beside_megatron() -> tuple[float, float]:
     mine = logits.chunk(group.size(), -1)[group.rank()].contiguous()
     theirs, ours = mine.clone().requires_grad_(), mine.clone().requires_grad_()
     expected = vocab_parallel_cross_entropy(theirs.clone(), target)  # it writes to its logits
-    found = liger_distributed.cross_entropy(ours.flatten(0, 1), target.flatten(), group=group, reduction="none")
+    losses = liger_distributed.cross_entropy(ours.flatten(0, 1), target.flatten(), group=group, reduction="none")
     incoming = torch.randn(ROWS, BATCH)
     expected.backward(incoming)
-    found.view_as(incoming).backward(incoming)
+    losses.view_as(incoming).backward(incoming)
     assert theirs.grad is not None
     assert ours.grad is not None
-    return (expected.flatten() - found).abs().max().item(), (theirs.grad - ours.grad).abs().max().item()
+    return (expected.flatten() - losses).abs().max().item(), (theirs.grad - ours.grad).abs().max().item()
 
 
 @pytest.fixture(autouse=True)
@@ -130,19 +130,19 @@ def train_by_accelerate(fsdp: bool) -> tuple[list[float], list[float], list[str]
 
 @pytest.mark.parametrize(("fsdp", "units"), [(False, []), (True, ["", "embedding", "head"])], ids=["DDP", "FSDP2"])
 def test_accelerate(pool: Pool, fsdp: bool, units: list[str]) -> None:
-    several, one, found = pool.run(train_by_accelerate, fsdp)[0]
-    assert found == units
+    several, one, wrapped = pool.run(train_by_accelerate, fsdp)[0]
+    assert wrapped == units
     assert several == pytest.approx(one, rel=1e-5)
     assert several[-1] < several[0]
 
 
 def by_torchtitan(folder: Path, processes: int, *options: str) -> dict[str, Any]:
     """The results of `helpers/titan.py`, in processes of its own: torchtitan's trainer starts their group."""
-    script, found = Path(__file__).parent / "helpers/titan.py", folder / "found.json"
+    script, results = Path(__file__).parent / "helpers/titan.py", folder / "found.json"
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*start, str(script), "--out", str(found), *options],
+        [*start, str(script), "--out", str(results), *options],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -150,7 +150,7 @@ def by_torchtitan(folder: Path, processes: int, *options: str) -> dict[str, Any]
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(found.read_text())
+    return json.loads(results.read_text())
 
 
 @pytest.mark.parametrize(
@@ -164,14 +164,14 @@ def by_torchtitan(folder: Path, processes: int, *options: str) -> dict[str, Any]
 )
 def test_torchtitan(tmp_path: Path, processes: int, options: tuple[str, ...]) -> None:
     """Its Llama debug model with our norms, rope, SwiGLU and loss, named in its configuration: the curve is its own."""
-    own = by_torchtitan(tmp_path, processes, *options)
+    plain = by_torchtitan(tmp_path, processes, *options)
     ours = by_torchtitan(tmp_path, processes, *options, "--ours")
-    assert own["loss"] == "CrossEntropyLoss"
+    assert plain["loss"] == "CrossEntropyLoss"
     assert ours["loss"] == "LigerLoss"
     for theirs, name, count in (("RMSNorm", "LigerNorm", 13), ("FeedForward", "LigerFeedForward", 6)):
         assert sum(number for kind, number in ours["modules"].items() if kind.endswith(name)) == count
         assert not any(kind.removeprefix("FSDP") == theirs for kind in ours["modules"])
     assert ours["modules"]["LigerRope"] == 6
-    assert ours["losses"] == pytest.approx(own["losses"], rel=1e-6)
-    assert ours["norms"] == pytest.approx(own["norms"], rel=1e-5)
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-5)
     assert ours["losses"][-1] < ours["losses"][0] - 0.1

@@ -32,35 +32,35 @@ def normal(draw: torch.Generator, *shape: int) -> Tensor:
 def divergence(vocabulary: int, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     """Arguments of a divergence by name, and the vocabulary's dimension in those that have it."""
     draw, options = torch.Generator(torch.get_default_device()).manual_seed(vocabulary), dict(options)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "student_x": normal(draw, ROWS, HIDDEN),
         "student_weight": normal(draw, vocabulary, HIDDEN),
         "teacher_x": normal(draw, ROWS, TEACHERS),
         "teacher_weight": normal(draw, vocabulary, TEACHERS),
     }
-    given = {name: value.to(dtype) for name, value in given.items()}
+    arguments = {name: value.to(dtype) for name, value in arguments.items()}
     if options.pop("labels", True):
-        given["labels"] = torch.tensor([0, -100, 3, 7, 1, 2, -100])
-    return given | options, {"student_weight": 0, "teacher_weight": 0}
+        arguments["labels"] = torch.tensor([0, -100, 3, 7, 1, 2, -100])
+    return arguments | options, {"student_weight": 0, "teacher_weight": 0}
 
 
 def policy(vocabulary: int, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     """The same of grpo_loss."""
     draw, options = torch.Generator(torch.get_default_device()).manual_seed(vocabulary), dict(options)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "logits": normal(draw, ROWS, LENGTH + 1, vocabulary),
         "old_logps": normal(draw, ROWS, LENGTH) - 2,
         "ref_logps": normal(draw, ROWS, LENGTH) - 2,
         "advantages": normal(draw, ROWS),
     }
-    given = {name: value.to(dtype) for name, value in given.items()}
-    given["completion_ids"] = torch.randint(vocabulary, (ROWS, LENGTH), generator=draw)
+    arguments = {name: value.to(dtype) for name, value in arguments.items()}
+    arguments["completion_ids"] = torch.randint(vocabulary, (ROWS, LENGTH), generator=draw)
     if options.pop("mask", True):
-        given["completion_mask"] = torch.rand((ROWS, LENGTH), generator=draw) > 0.3
-        given["completion_mask"][1] = False
+        arguments["completion_mask"] = torch.rand((ROWS, LENGTH), generator=draw) > 0.3
+        arguments["completion_mask"][1] = False
     if options.pop("ratio", False):
-        given["importance_sampling_ratio"] = normal(draw, ROWS, LENGTH).abs().to(dtype)
-    return given | options, {"logits": 2}
+        arguments["importance_sampling_ratio"] = normal(draw, ROWS, LENGTH).abs().to(dtype)
+    return arguments | options, {"logits": 2}
 
 
 DIFFERENTIABLE = {"fused_linear_jsd": ("student_x", "student_weight"), "grpo_loss": ("logits",)}
@@ -89,16 +89,16 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-def results(found: Any) -> list[Tensor]:
-    return [found] if isinstance(found, Tensor) else [one for one in found if one is not None]
+def results(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [one for one in result if one is not None]
 
 
-def differentiate(function: Any, name: str, given: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def differentiate(function: Any, name: str, arguments: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The results, and the gradients of those that have one."""
-    leaves = {tensor: given[tensor].clone().requires_grad_() for tensor in DIFFERENTIABLE[name]}
-    found = results(function(**given | leaves))
-    found[0].backward(torch.linspace(1.0, 2.0, found[0].numel()).view_as(found[0]).to(found[0]))
-    return [one.detach() for one in found], {
+    leaves = {tensor: arguments[tensor].clone().requires_grad_() for tensor in DIFFERENTIABLE[name]}
+    tensors = results(function(**arguments | leaves))
+    tensors[0].backward(torch.linspace(1.0, 2.0, tensors[0].numel()).view_as(tensors[0]).to(tensors[0]))
+    return [one.detach() for one in tensors], {
         tensor: leaf.grad for tensor, leaf in leaves.items() if leaf.grad is not None
     }
 
@@ -106,13 +106,13 @@ def differentiate(function: Any, name: str, given: dict[str, Any]) -> tuple[list
 def run_case(case: str, dtype: torch.dtype, compiled: bool) -> list[bytes]:
     """Hold a call on this process's part against one on the whole in float64; the bits of the results."""
     name, vocabulary, options = CASES[case]
-    given, places = (divergence if name == JSD else policy)(vocabulary, options, dtype)
+    arguments, places = (divergence if name == JSD else policy)(vocabulary, options, dtype)
     function: Any = getattr(liger_distributed, name)
     if compiled:
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
-    parts = given | {tensor: mine(given[tensor], at, vocabulary) for tensor, at in places.items()}
+    parts = arguments | {tensor: mine(arguments[tensor], at, vocabulary) for tensor, at in places.items()}
     ours, gradients = differentiate(function, name, parts | {"group": dist.group.WORLD, "vocabulary": vocabulary})
-    wide = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given.items()}
+    wide = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in arguments.items()}
     truth, expected = differentiate(
         getattr(liger_core, name), name, wide | ({"memory_budget": None} if name == JSD else {})
     )
@@ -149,13 +149,13 @@ def test_compiled(pool: Pool, name: str) -> None:
 def send(case: str) -> tuple[Any, Any]:
     """Collectives of a call, forward and backward, in float32."""
     name, vocabulary, options = CASES[case]
-    given, places = (divergence if name == JSD else policy)(vocabulary, options, torch.float32)
-    given |= {tensor: mine(given[tensor], at, vocabulary) for tensor, at in places.items()}
-    given |= {tensor: given[tensor].clone().requires_grad_() for tensor in DIFFERENTIABLE[name]}
+    arguments, places = (divergence if name == JSD else policy)(vocabulary, options, torch.float32)
+    arguments |= {tensor: mine(arguments[tensor], at, vocabulary) for tensor, at in places.items()}
+    arguments |= {tensor: arguments[tensor].clone().requires_grad_() for tensor in DIFFERENTIABLE[name]}
     with Sent() as forward:
-        found = results(getattr(liger_distributed, name)(**given, group=dist.group.WORLD, vocabulary=vocabulary))
+        tensors = results(getattr(liger_distributed, name)(**arguments, group=dist.group.WORLD, vocabulary=vocabulary))
     with Sent() as backward:
-        found[0].backward()
+        tensors[0].backward()
     return forward.collectives, backward.collectives
 
 
@@ -170,15 +170,15 @@ def test_what_is_sent(pool: Pool) -> None:
 
 
 def under_autocast() -> tuple[torch.dtype, torch.dtype]:
-    given, places = divergence(12, {"labels": False}, torch.float32)
-    given |= {tensor: mine(given[tensor], at, 12) for tensor, at in places.items()}
-    given["student_weight"] = given["student_weight"].clone().requires_grad_()
+    arguments, places = divergence(12, {"labels": False}, torch.float32)
+    arguments |= {tensor: mine(arguments[tensor], at, 12) for tensor, at in places.items()}
+    arguments["student_weight"] = arguments["student_weight"].clone().requires_grad_()
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
-        loss = liger_distributed.fused_linear_jsd(**given, group=dist.group.WORLD)
+        loss = liger_distributed.fused_linear_jsd(**arguments, group=dist.group.WORLD)
     loss.backward()
-    rounded = given | {n: given[n].detach().bfloat16() for n in ("student_x", "teacher_x", *places)}
+    rounded = arguments | {n: arguments[n].detach().bfloat16() for n in ("student_x", "teacher_x", *places)}
     torch.testing.assert_close(loss, liger_distributed.fused_linear_jsd(**rounded, group=dist.group.WORLD))
-    return loss.dtype, given["student_weight"].grad.dtype
+    return loss.dtype, arguments["student_weight"].grad.dtype
 
 
 def test_under_autocast(pool: Pool) -> None:
@@ -216,10 +216,10 @@ def test_the_logits_of_a_process_are_never_there(pool: Pool) -> None:
 
 def refuse(case: str, changed: dict[str, Any]) -> tuple[str, str]:
     name, vocabulary, options = CASES[case]
-    given, places = (divergence if name == JSD else policy)(vocabulary, options, torch.float32)
-    given |= {tensor: mine(given[tensor], at, vocabulary) for tensor, at in places.items()}
+    arguments, places = (divergence if name == JSD else policy)(vocabulary, options, torch.float32)
+    arguments |= {tensor: mine(arguments[tensor], at, vocabulary) for tensor, at in places.items()}
     try:
-        getattr(liger_distributed, name)(**given | changed, group=dist.group.WORLD)
+        getattr(liger_distributed, name)(**arguments | changed, group=dist.group.WORLD)
     except (TypeError, ValueError, IndexError) as error:
         return type(error).__name__, str(error)
     return "nothing", "was raised"

@@ -91,26 +91,26 @@ def hold(op: Op[..., Any], arguments: dict[str, Any], parts: dict[str, Any], com
         if arguments[tensor] is not None:
             whole[tensor], parts[tensor] = arguments[tensor].clone().requires_grad_(), parts[tensor].requires_grad_()
 
-    def call(**given: Any) -> Any:
-        return op(**given)
+    def call(**inputs: Any) -> Any:
+        return op(**inputs)
 
     if compiled:
-        found = name_results(op, torch.compile(call, backend="aot_eager", fullgraph=True)(**parts))
+        results = name_results(op, torch.compile(call, backend="aot_eager", fullgraph=True)(**parts))
         forward = Sent()
     else:
         with Sent() as forward:
-            found = name_results(op, call(**parts))
+            results = name_results(op, call(**parts))
     truth = name_results(op, op.reference(**whole))
     for result, value in truth.items():
         if value is not None:
-            assert isinstance(found[result], DTensor), f"{result} is a {type(found[result]).__name__}"
-            torch.testing.assert_close(found[result].full_tensor().detach(), value.detach(), rtol=1e-12, atol=1e-12)
+            assert isinstance(results[result], DTensor), f"{result} is a {type(results[result]).__name__}"
+            torch.testing.assert_close(results[result].full_tensor().detach(), value.detach(), rtol=1e-12, atol=1e-12)
     outputs = [result for result, value in truth.items() if value is not None and value.requires_grad]
     incoming = incoming_of(op, arguments)
     torch.autograd.backward([truth[result] for result in outputs], [incoming[result] for result in outputs])
-    flowing = [distribute(incoming[result], found[result].device_mesh) for result in outputs]
+    flowing = [distribute(incoming[result], results[result].device_mesh) for result in outputs]
     with Sent() as backward:
-        torch.autograd.backward([found[result] for result in outputs], flowing)
+        torch.autograd.backward([results[result] for result in outputs], flowing)
     for tensor in op.differentiable:
         if arguments[tensor] is not None:
             torch.testing.assert_close(parts[tensor].grad.full_tensor(), whole[tensor].grad, rtol=1e-12, atol=1e-12)
@@ -270,21 +270,21 @@ def graphs(divided: bool) -> list[list[str]]:
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
-    found: list[list[str]] = []
+    operators: list[list[str]] = []
 
     def keep(module: Any, inputs: Any) -> Any:
         called = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
-        found.append([name for name in called if name != "aten.view.default"])
+        operators.append([name for name in called if name != "aten.view.default"])
         return make_boxed_func(module)
 
     x, weight = torch.ones(2, 4), torch.ones(4)
     if divided:
         x, weight = spread(torch.ones(4, 4), 0), spread(weight, None)
     call = torch.compile(
-        lambda *given: liger_core.rms_norm(*given), backend=aot_autograd(fw_compiler=keep), fullgraph=True
+        lambda *tensors: liger_core.rms_norm(*tensors), backend=aot_autograd(fw_compiler=keep), fullgraph=True
     )
     call(x.requires_grad_(), weight.requires_grad_()).sum().backward()
-    return found
+    return operators
 
 
 def compare_graphs() -> tuple[list[list[str]], list[list[str]]]:
@@ -324,8 +324,8 @@ def in_flight() -> list[str]:
         x = spread(arguments["x"], 0).requires_grad_()
         flying = x.redistribute(mesh(), distribute(arguments["x"], mesh()).placements, async_op=True)
         kinds.append(type(flying.to_local()).__name__)
-        found = op(flying.to_local() if plain else flying, arguments["weight"])
-        (found if plain else found.to_local()).sum().backward()
+        y = op(flying.to_local() if plain else flying, arguments["weight"])
+        (y if plain else y.to_local()).sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), whole.grad, rtol=1e-12, atol=1e-12)
     return kinds
 
@@ -345,7 +345,7 @@ def in_flight_into_a_compiled_function() -> None:
     x = arguments["x"].clone().requires_grad_()
     flying = all_gather_tensor_autograd(x, 0, mesh())
     assert isinstance(flying, AsyncCollectiveTensor)
-    compiled = torch.compile(lambda *given: op(*given), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda *tensors: op(*tensors), backend="aot_eager", fullgraph=True)
     compiled(flying, arguments["weight"]).sum().backward()
     expected = whole.grad.chunk(dist.get_world_size())[dist.get_rank()] * dist.get_world_size()
     torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-12)
@@ -369,21 +369,21 @@ def test_strided_parts_are_gathered(pool: Pool) -> None:
 
 
 def logged() -> list[str]:
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("liger_distributed")
     log.addHandler(handler)
     for _ in range(2):
         liger_core.softmax(spread(torch.ones(3, 6, 2), 2))
         liger_core.softmax(spread(torch.ones(3, 6, 2), 0))
     log.removeHandler(handler)
-    return said
+    return messages
 
 
 def test_what_is_gathered_is_said_once(pool: Pool) -> None:
-    (said,) = pool.run(logged)[0]
-    assert said == "softmax gathers x: it is placed (Shard(dim=2),), and taken (Replicate(),)"
+    (message,) = pool.run(logged)[0]
+    assert message == "softmax gathers x: it is placed (Shard(dim=2),), and taken (Replicate(),)"
 
 
 def remembered() -> tuple[int, str]:
@@ -429,13 +429,13 @@ def explained() -> dict[str, tuple[str, list[str]]]:
         ),
         "whole": (liger_core.softmax, (spread(x, None),), {}),
     }
-    found = {}
+    lines_and_sent = {}
     for name, (op, args, options) in calls.items():
-        said = "\n".join(liger_core.explain(op, *args, **options).parts)
+        lines = "\n".join(liger_core.explain(op, *args, **options).parts)
         with Sent() as sent:
             op(*args, **options)
-        found[name] = said, [name for name, _ in sent.collectives]
-    return found
+        lines_and_sent[name] = lines, [name for name, _ in sent.collectives]
+    return lines_and_sent
 
 
 def test_explain_says_what_is_divided_and_sent(pool: Pool) -> None:
@@ -512,13 +512,13 @@ def on_a_kernel(name: str, over: str) -> tuple[list[str], list[str]]:
             for tensor in op.differentiable:
                 if arguments[tensor] is not None:
                     parts[tensor].grad = None
-            found = name_results(op, op(**parts))
-            nodes = [type(found[r].grad_fn).__name__ for r in outputs]
-            flowing = [distribute(incoming[r], found[r].device_mesh) for r in outputs]
-            torch.autograd.backward([found[r] for r in outputs], flowing)
+            results = name_results(op, op(**parts))
+            nodes = [type(results[r].grad_fn).__name__ for r in outputs]
+            flowing = [distribute(incoming[r], results[r].device_mesh) for r in outputs]
+            torch.autograd.backward([results[r] for r in outputs], flowing)
             for result, value in truth.items():
                 if value is not None:
-                    torch.testing.assert_close(found[result].full_tensor().detach(), value.detach(), **near)
+                    torch.testing.assert_close(results[result].full_tensor().detach(), value.detach(), **near)
             for tensor in op.differentiable:
                 if arguments[tensor] is not None:
                     torch.testing.assert_close(parts[tensor].grad.full_tensor(), whole[tensor].grad, **near)
@@ -584,10 +584,10 @@ def by_the_suites_rule(name: str, over: str) -> int:
             here = DTensor.from_local(arguments[tensor], mesh(), [Replicate()], run_check=False)
             whole = at is None or (arguments[tensor].shape[at] == 1 and independent(over))
             parts[tensor] = here if whole else here.redistribute(placements=[Shard(at)])
-        found = op(**parts)
-        if not isinstance(found, tuple):
-            return found.full_tensor()
-        whole = [None if value is None else cast("DTensor", value).full_tensor() for value in found]
+        result = op(**parts)
+        if not isinstance(result, tuple):
+            return result.full_tensor()
+        whole = [None if value is None else cast("DTensor", value).full_tensor() for value in result]
         return whole if op.result is None else op.result(*whole)
 
     with interpreters.launches() as launches:
@@ -628,26 +628,26 @@ def of_modes() -> list[str]:
     import reference_kernels
 
     x, weight = spread(torch.rand(4, 8), 0).requires_grad_(), spread(torch.rand(8), None).requires_grad_()
-    said: list[str] = []
+    lines: list[str] = []
     with reference_kernels.installed() as ran:
         truth = torch.autograd.grad(liger_core.rms_norm(x, weight).sum(), (x, weight))
         again = torch.utils.checkpoint.checkpoint(liger_core.rms_norm, x, weight, use_reentrant=False)
         for ours, theirs in zip(torch.autograd.grad(again.sum(), (x, weight)), truth, strict=True):
             torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor())
-        said.append(f"checkpoint {len(ran)}")
+        lines.append(f"checkpoint {len(ran)}")
         with liger_core.use("torch"):
             liger_core.rms_norm(x, weight)
-        said.append(f"torch {len(ran)}")
+        lines.append(f"torch {len(ran)}")
         with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             rows = spread(torch.rand(4, 8), 0)
-            found: Any = liger_core.fused_linear_logit_statistics(
+            statistics: Any = liger_core.fused_linear_logit_statistics(
                 rows, spread(torch.rand(6, 8), None), spread(torch.ones(4, dtype=torch.int64), 0)
             )
-        said.append(f"autocast {found.lse.dtype}")
+        lines.append(f"autocast {statistics.lse.dtype}")
         (first,) = torch.autograd.grad(liger_core.rms_norm(x, weight).square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="rms_norm in references has no second derivative"):
             first.sum().backward()
-    return said
+    return lines
 
 
 def test_modes_of_kernels(pool: Pool) -> None:

@@ -89,9 +89,9 @@ def step(way: frozenset[str], few: int, dtype: torch.dtype, options: dict[str, A
         if "fsdp" in way:
             model.set_requires_gradient_sync(last)
         with contextlib.nullcontext() if last or "fsdp" in way else call.no_sync():
-            found = call(words, goal, labels)
-            found.backward()
-        mine.append(found.detach())
+            part_loss = call(words, goal, labels)
+            part_loss.backward()
+        mine.append(part_loss.detach())
     total = torch.stack(mine).sum()
     dist.all_reduce(total)
     rough = {"rtol": 3e-2, "atol": 3e-2} if "mixed" in way else {"rtol": 1e-12, "atol": 1e-12}
@@ -141,8 +141,8 @@ def no_mean_of_means() -> tuple[float, float]:
     model = Model(frozenset(), torch.float64)
     rank = dist.get_rank()
     x = model.embedding(tokens[rank])
-    own = liger_core.fused_linear_cross_entropy(x.flatten(0, -2), model.head.weight, target[rank].flatten())
-    both = torch.stack([own, model.head(x, target[rank])]).detach()
+    local_loss = liger_core.fused_linear_cross_entropy(x.flatten(0, -2), model.head.weight, target[rank].flatten())
+    both = torch.stack([local_loss, model.head(x, target[rank])]).detach()
     dist.all_reduce(both)
     x = model.embedding(tokens)
     truth = liger_core.fused_linear_cross_entropy(x.flatten(0, -2), model.head.weight, target.flatten()).detach()
@@ -186,9 +186,9 @@ def divided(sequence: bool) -> None:
     dist.broadcast(x, 0)
     whole = x.clone().requires_grad_()
     part: Any = distribute_tensor(x, mesh, [Shard(1) if sequence else Replicate()]).requires_grad_()
-    found, truth = head(part, target=target), alone.head(whole, target)
-    torch.testing.assert_close(found.detach(), truth.detach(), rtol=1e-12, atol=1e-12)
-    found.backward()
+    loss, truth = head(part, target=target), alone.head(whole, target)
+    torch.testing.assert_close(loss.detach(), truth.detach(), rtol=1e-12, atol=1e-12)
+    loss.backward()
     truth.backward()
     torch.testing.assert_close(part.grad.full_tensor(), whole.grad, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(head.parameters(), alone.head.parameters(), strict=True):
@@ -207,10 +207,10 @@ def of_part_of_the_processes() -> float:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
     model = Model(frozenset(), torch.float64, group=groups[rank])
-    own = liger_core.fused_linear_cross_entropy(
+    local_loss = liger_core.fused_linear_cross_entropy(
         model.embedding(tokens[rank]).flatten(0, -2), model.head.weight, target[rank].flatten()
     )
-    return float((model.head(model.embedding(tokens[rank]), target[rank]) - own).abs())
+    return float((model.head(model.embedding(tokens[rank]), target[rank]) - local_loss).abs())
 
 
 def test_the_group_that_is_counted(pool: Pool) -> None:

@@ -445,14 +445,14 @@ def test_another_thread_keeps_its_logits() -> None:
     model, inputs = build("llama"), batch()
     liger_transformers.apply(model)
     started, finish = threading.Event(), threading.Event()
-    found = []
+    outputs = []
 
     def wait(*_: Any) -> None:
         started.set()
         assert finish.wait(60)
 
     def train() -> None:
-        found.append(model(**inputs))
+        outputs.append(model(**inputs))
 
     handle = model.model.norm.register_forward_hook(wait)
     thread = threading.Thread(target=train)
@@ -462,4 +462,4 @@ def test_another_thread_keeps_its_logits() -> None:
     assert isinstance(model.lm_head(torch.randn(1, 32)), Tensor)
     finish.set()
     thread.join()
-    assert found[0].logits is None
+    assert outputs[0].logits is None

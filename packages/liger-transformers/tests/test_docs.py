@@ -30,7 +30,7 @@ def test_migration_page() -> None:
         ("liger_transformers", liger_transformers),
     ):
         used = set(re.findall(rf"\b{name}\.(\w+)", text))
-        missing = sorted(found for found in used if not hasattr(module, found))
+        missing = sorted(attribute for attribute in used if not hasattr(module, attribute))
         assert used, name
         assert not missing, f"{PAGE.name} names what {name} doesn't have: {missing}"
     flags = inspect.signature(liger_transformers.apply).parameters

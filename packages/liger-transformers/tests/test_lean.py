@@ -15,16 +15,16 @@ import liger_transformers
 
 def gradients(model: nn.Module) -> tuple[dict[str, Tensor], int]:
     """Gradients of a step, and the bytes that it saves for them beside the model's own."""
-    kept: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        return kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return saved.setdefault(tensor.untyped_storage()._cdata, tensor)
 
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         loss = model(**batch()).loss
-    size = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
-    kept.clear()
+    size = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in parameters)
+    saved.clear()
     model.zero_grad()
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, size

@@ -210,7 +210,7 @@ def test_autocast(calls: Counter[str]) -> None:
         plain, ours = run(model, inputs)[1], run(swapped, inputs)[1]
     assert calls["gated_mlp"] == 4
     for name, exact in truth.items():
-        errors = [float((found[name] - exact).abs().max()) for found in (ours, plain)]
+        errors = [float((gradients[name] - exact).abs().max()) for gradients in (ours, plain)]
         assert errors[0] <= 2 * errors[1] + 2**-8 * float(exact.abs().max()), name
 
 
@@ -277,18 +277,18 @@ def step(monkeypatch: pytest.MonkeyPatch, kind: str, **options: Any) -> tuple[Se
     gc.disable()  # when it frees what refers to itself depends on what ran before, and with it the peak
     try:
         with toy_language(monkeypatch), Seen() as seen:
-            found = run(model, {"input_ids": ids, "labels": ids, "use_cache": False})
+            result = run(model, {"input_ids": ids, "labels": ids, "use_cache": False})
     finally:
         gc.enable()
-    return seen, found
+    return seen, result
 
 
 @pytest.mark.parametrize("lean", [False, True])
 def test_a_step_makes_as_many_products(lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up twice in a layer, down once: by the op in its own backward, without it in the recomputation."""
     before, want = step(monkeypatch, "not reentrant", lean=lean)
-    after, found = step(monkeypatch, "not reentrant", lean=lean, mlp=True)
-    assert_same(want, found)
+    after, got = step(monkeypatch, "not reentrant", lean=lean, mlp=True)
+    assert_same(want, got)
     assert after.products == before.products
     every, _ = step(monkeypatch, "none", lean=lean)
     # Each layer repeats q, k, v, o, gate and up, but neither the last product of its MLP nor the head.
@@ -297,8 +297,8 @@ def test_a_step_makes_as_many_products(lean: bool, monkeypatch: pytest.MonkeyPat
 
 def test_a_step_without_checkpointing_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     before, want = step(monkeypatch, "none")
-    after, found = step(monkeypatch, "none", mlp=True)
-    assert_same(want, found, rtol=0)
+    after, got = step(monkeypatch, "none", mlp=True)
+    assert_same(want, got, rtol=0)
     assert (after.products, after.peak) == (before.products, before.peak)
 
 
@@ -308,8 +308,8 @@ def test_a_step_takes_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     before, want = step(monkeypatch, "not reentrant", lean=True)
     whole, _ = step(monkeypatch, "not reentrant", lean=True, mlp=True)
     monkeypatch.setattr(mlp, "SMALL", 0)
-    after, found = step(monkeypatch, "not reentrant", lean=True, mlp=True)
-    assert_same(want, found)
+    after, got = step(monkeypatch, "not reentrant", lean=True, mlp=True)
+    assert_same(want, got)
     assert before.peak >= 5 * branch
     assert whole.peak <= before.peak + branch // 8
     assert after.peak <= before.peak - 3 * branch

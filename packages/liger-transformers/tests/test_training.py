@@ -29,13 +29,13 @@ peft = pytest.importorskip("peft")
 def rows(count: int = 32) -> list[dict[str, Tensor]]:
     """Rows of 12 tokens with 1 to 11 labels."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    batches = []
     for i in range(count):
         ids = torch.randint(8, VOCABULARY, (12,), generator=generator)
         labels = ids.clone()
         labels[: 1 + i % 11] = -100
-        found.append({"input_ids": ids, "labels": labels})
-    return found
+        batches.append({"input_ids": ids, "labels": labels})
+    return batches
 
 
 def trainer(
@@ -82,9 +82,9 @@ def test_trainer(bf16: bool, rtol: float, calls: Counter[str]) -> None:
 
 
 def test_trainer_makes_another_model() -> None:
-    made = trainer(None, [LigerCallback()], model_init=lambda: build("llama"))
+    swapped = trainer(None, [LigerCallback()], model_init=lambda: build("llama"))
     with pytest.raises(RuntimeError, match="call liger_transformers.apply in model_init"):
-        made.train()
+        swapped.train()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -235,7 +235,7 @@ def test_bfloat16_gradients() -> None:
     liger_transformers.apply(swapped)
     plain, ours = run(model, inputs)[1], run(swapped, inputs)[1]
     for name, exact in truth.items():
-        errors = [float((found[name].double() - exact).abs().max()) for found in (ours, plain)]
+        errors = [float((gradients[name].double() - exact).abs().max()) for gradients in (ours, plain)]
         assert errors[0] <= 2 * errors[1] + 2**-8 * float(exact.abs().max()), name
 
 
@@ -277,8 +277,8 @@ def test_a_fused_head_of_another_library() -> None:
 
     def fused(self: Any, input_ids: Tensor, labels: Tensor, **_: Any) -> ModelOutput:
         rows = self.model(input_ids=input_ids).last_hidden_state[:, :-1]
-        found = torch.log_softmax(rows @ self.lm_head.weight.T, -1).gather(-1, labels[:, 1:, None])
-        return ModelOutput(loss=-found.mean(), log_probs=found)
+        logps = torch.log_softmax(rows @ self.lm_head.weight.T, -1).gather(-1, labels[:, 1:, None])
+        return ModelOutput(loss=-logps.mean(), log_probs=logps)
 
     base.forward = types.MethodType(fused, base)
     inputs = {"input_ids": batch()["input_ids"], "labels": batch()["input_ids"]}

@@ -201,7 +201,7 @@ def test_types_that_trl_gets_wrong(name: str, calls: Counter[str]) -> None:
 def test_fields_and_gradients(before: bool, dense: Counter[str]) -> None:
     """Whether `apply` comes before or after TRL's patch, and with a row that has no label."""
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    found = []
+    steps = []
     for ours in (False, True):
         model, ids = build("gemma2"), batch()["input_ids"]
         labels = ids.clone()
@@ -217,11 +217,11 @@ def test_fields_and_gradients(before: bool, dense: Counter[str]) -> None:
         assert dense["TRL's op"] == (not ours)
         assert not dense["logits"]
         (got.loss + got.entropy.sum()).backward()
-        found.append(([got[name] for name in outputs], {n: p.grad for n, p in model.named_parameters()}))
+        steps.append(([got[name] for name in outputs], {n: p.grad for n, p in model.named_parameters()}))
         nothing = model(input_ids=ids, labels=torch.full_like(ids, -100), fused_lm_head=True).loss
         nothing.backward()
         assert nothing == 0
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-4, atol=2e-5)
 
 
 def test_peft_model_under_trls_head(dense: Counter[str]) -> None:
@@ -323,7 +323,7 @@ def test_lazy_is_refused_where_outputs_must_be_tensors(monkeypatch: pytest.Monke
 def test_trls_functions_of_deferred_logits(name: str, dtype: torch.dtype, dense: Counter[str]) -> None:
     plain, swapped, ids = build(name).to(dtype), build(name).to(dtype), batch()["input_ids"]
     liger_transformers.apply(swapped, lazy=True, rms_norm=False, rope=False, glu=False)
-    found = []
+    steps = []
     for model in (plain, swapped):
         z = model(input_ids=ids).logits
         dense.clear()
@@ -337,8 +337,8 @@ def test_trls_functions_of_deferred_logits(name: str, dtype: torch.dtype, dense:
         assert not +dense
         total = sum((v.float() * torch.linspace(-1, 1, v.numel()).view(v.shape)).sum() for v in values[:-1])
         total.backward()
-        found.append(([v.detach().float() for v in values], {n: p.grad.float() for n, p in model.named_parameters()}))
+        steps.append(([v.detach().float() for v in values], {n: p.grad.float() for n, p in model.named_parameters()}))
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=tolerance, atol=3 * tolerance)
-    for key, gradient in found[0][1].items():
-        assert float((gradient - found[1][1][key]).abs().max()) <= tolerance * float(gradient.abs().max()) + 1e-6, key
+    torch.testing.assert_close(steps[1][0], steps[0][0], rtol=tolerance, atol=3 * tolerance)
+    for key, gradient in steps[0][1].items():
+        assert float((gradient - steps[1][1][key]).abs().max()) <= tolerance * float(gradient.abs().max()) + 1e-6, key

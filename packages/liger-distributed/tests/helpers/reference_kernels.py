@@ -43,9 +43,9 @@ def kernel_of(name: str) -> types.ModuleType:
         with torch.enable_grad():
             result = op.reference(**arguments | leaves)
         results = result if isinstance(result, tuple) else (result,)
-        kept = op.has_gradient(options)
-        if kept is not None and isinstance(result, tuple):
-            results = tuple(value for value, keeps in zip(results, kept, strict=True) if keeps)
+        flags = op.has_gradient(options)
+        if flags is not None and isinstance(result, tuple):
+            results = tuple(value for value, keeps in zip(results, flags, strict=True) if keeps)
         flowing = [
             (value, g) for value, g in zip(results, gradients, strict=True) if value is not None and g is not None
         ]

@@ -144,11 +144,11 @@ def main() -> None:
     parser.add_argument("--ours", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = train(options.tp, options.shard, options.backend, options.ours)
+    results = train(options.tp, options.shard, options.backend, options.ours)
     if dist.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(results))
         if options.out is not None:
-            options.out.write_text(json.dumps(found))
+            options.out.write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

@@ -48,16 +48,16 @@ assert calls.count("fused_linear_cross_entropy") == 1, calls
 assert {"swiglu", "rope", "rms_norm"} <= set(calls) or name == "gemma2", calls
 torch.testing.assert_close(divided.loss, output.loss)
 for key, parameter in model.named_parameters():
-    found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-    error = (found - want[key]).abs().max() / want[key].abs().max()
+    gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    error = (gradient - want[key]).abs().max() / want[key].abs().max()
     assert error < 1e-5, f"{key} differs by {error}"
 losses = [torch.empty(()) for _ in range(2)]
 dist.all_gather(losses, divided.loss.detach())
 assert torch.equal(*losses)
 with torch.no_grad():  # logits where they are asked for, and a report where lazy would let them leave
     torch.testing.assert_close(model.eval()(input_ids=inputs["input_ids"]).logits.shape[-1], output.logits.shape[-1])
-kept = model.train()(**inputs, skip_logits=False).logits
-torch.testing.assert_close(kept, output.logits)
+logits = model.train()(**inputs, skip_logits=False).logits
+torch.testing.assert_close(logits, output.logits)
 liger_transformers.restore(model)
 assert model.lm_head.forward is dense
 calls.clear()

@@ -30,9 +30,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(SPECIAL + WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    found = PreTrainedTokenizerFast(tokenizer_object=words, **names)
-    found.chat_template = TEMPLATE
-    return found
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **names)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def text(seed: int, length: int) -> str:

@@ -45,7 +45,7 @@ def test_doctor_tells_what_is_missing(install: Callable[..., None], capsys: pyte
     out = capsys.readouterr().out
     assert "cpu: acme_compiler is not installed: pip install acme" in out
     assert (
-        "problem: acme can't run on this machine's cpu: acme_compiler is not installed\n  mend:  pip install acme\n"
+        "problem: acme can't run on this machine's cpu: acme_compiler is not installed\n  fix:   pip install acme\n"
         in out
     )
 
@@ -118,8 +118,8 @@ def test_doctor_fails_on_a_broken_package(install: Callable[..., None], capsys: 
 
 
 def problems() -> dict[str, str]:
-    """What the doctor finds wrong: each with the way to mend it."""
-    return {problem.what: problem.mend for problem in doctor.examine().problems}
+    """The problems that the doctor finds, each with its fix."""
+    return {problem.what: problem.fix for problem in doctor.examine().problems}
 
 
 def test_doctor_sees_packages_that_overwrote_each_other(
@@ -157,9 +157,9 @@ def test_doctor_sees_the_reference_on_an_accelerator(
     monkeypatch.setattr(doctor, "infer_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU", raising=False)
     install(*[BackendInfo("acme", ("cuda",), "torch", "toy_traced", "")] * installed)
-    ((what, mend),) = problems().items()
+    ((what, fix),) = problems().items()
     assert what.startswith("the PyTorch reference runs on cuda, since no")
-    assert mend == (
+    assert fix == (
         'LIGER_LANGUAGE=acme, or liger_core.use("acme")' if installed else 'uv pip install "liger-core[triton]"'
     )
 
@@ -211,11 +211,11 @@ def test_doctor_for_programs(install: Callable[..., None], capsys: pytest.Captur
     """The same answer and exit status as text."""
     install(broken=(BrokenBackend("acme", "ImportError: libacme.so"),))
     assert cli.main(["doctor", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["torch"] == torch.__version__
-    assert found["runs"] == "torch"
-    assert found["problems"] == [
-        {"what": "acme can't be imported: ImportError: libacme.so", "mend": "reinstall its package, or uninstall it"}
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert diagnosis["torch"] == torch.__version__
+    assert diagnosis["runs"] == "torch"
+    assert diagnosis["problems"] == [
+        {"what": "acme can't be imported: ImportError: libacme.so", "fix": "reinstall its package, or uninstall it"}
     ]
     install()
     assert cli.main(["doctor", "--json"]) == 0
@@ -269,8 +269,8 @@ def test_doctor_of_an_installation_where_much_is_wrong(tmp_path: Path) -> None:
     assert (done.stderr, done.returncode) == ("", 0)
     as_json, text, last = done.stdout.split("\f")
     assert (text.split()[0], last.split()) == ("1", ["1"])  # what `liger doctor` exits with
-    found = json.loads(as_json)
-    told = {problem["what"]: problem["mend"] for problem in found["problems"]}
+    diagnosis = json.loads(as_json)
+    fixes = {problem["what"]: problem["fix"] for problem in diagnosis["problems"]}
     expected = {
         "bad can't be imported: ImportError: libbad.so is not there": "reinstall its package, or uninstall it",
         "acme can't run on this machine's cpu: the driver is 570": "install 580",
@@ -283,12 +283,12 @@ def test_doctor_of_an_installation_where_much_is_wrong(tmp_path: Path) -> None:
         expected["liger-acme 0.3 needs acmec-nightly>=7; 6.1 is installed"] = (
             'uv pip install --upgrade liger-acme "acmec-nightly>=7"'
         )
-    assert expected.items() <= told.items()
-    assert found["runs"] == "torch"
-    (language,) = (language for language in found["languages"] if language["language"] == "acme")
+    assert expected.items() <= fixes.items()
+    assert diagnosis["runs"] == "torch"
+    (language,) = (language for language in diagnosis["languages"] if language["language"] == "acme")
     assert language["devices"] == {"cpu": "the driver is 570: install 580"}
-    for what, mend in expected.items():
-        assert f"problem: {what}\n  mend:  {mend}\n" in text
+    for what, fix in expected.items():
+        assert f"problem: {what}\n  fix:   {fix}\n" in text
 
 
 def test_the_command_is_installed() -> None:

@@ -90,7 +90,7 @@ def test_accepts(machine, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "why", "mend"),
+    ("how", "why", "fix"),
     [
         ({"cuda": None}, "built without CUDA", "install a build"),
         ({"driver": None}, "no NVIDIA driver", "install r580"),
@@ -104,12 +104,12 @@ def test_accepts(machine, how):
     ],
     ids=str,
 )
-def test_refuses(machine, how, why, mend):
+def test_refuses(machine, how, why, fix):
     machine(**how)
     reason = liger_cutile.backend.refuses("cuda")
     assert reason is not None
     assert why in reason
-    assert mend in reason
+    assert fix in reason
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -171,7 +171,7 @@ def test_doctor_tells_of_another_toolkits_libnvvm(machine, toolkit, tmp_path, mo
     assert cli.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert f"problem: cutile can't run on this machine's cuda: {variable}={tmp_path / home} makes {toolkit}" in out
-    assert f"\n  mend:  unset {variable}\n" in out
+    assert f"\n  fix:   unset {variable}\n" in out
 
 
 def test_wheels_compiler_ignores_cuda_home(machine, monkeypatch):

@@ -84,7 +84,7 @@ def test_accepts(site, device, how):
 
 @pytest.mark.parametrize("device", ["npu", "cpu"])
 @pytest.mark.parametrize(
-    ("how", "why", "mend"),
+    ("how", "why", "fix"),
     [
         ({"ascend": False}, "triton-ascend is not installed", _machine.INSTALL),
         ({"ascend": False, "triton": True}, "triton-ascend is not installed", _machine.INSTALL),
@@ -94,12 +94,12 @@ def test_accepts(site, device, how):
     ],
     ids=str,
 )
-def test_refuses(site, device, how, why, mend):
+def test_refuses(site, device, how, why, fix):
     site(**how)
     reason = liger_triton_ascend.backend.refuses(device)
     assert reason is not None
     assert why in reason
-    assert reason.endswith(mend)
+    assert reason.endswith(fix)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class BackendInfo:
         package: import name of the package that holds ``ops/``.
         install: the command that installs the language, shown when `requires` is missing.
         refuses: called with a device type at the first dispatch to it; says why this machine can't run the kernels
-            (an old driver, a missing compiler) and how to mend it, or returns None.
+            (an old driver, a missing compiler) and how to fix it, or returns None.
 
     Raises:
         ValueError: the declaration contradicts itself.

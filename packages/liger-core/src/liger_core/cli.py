@@ -18,18 +18,18 @@ HINTS = {"liger-transformers": ": `liger-transformers MODEL_TYPE` prints what it
 
 
 CLOSED_PIPE = 141
-"""What a shell makes of a command that SIGPIPE ended."""
+"""A shell's exit status of a command that SIGPIPE ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status (1: doctor found something to mend)."""
+    """Run the command line; returns the exit status (1: doctor found a problem)."""
     try:
         try:
             return _run(arguments)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # of `liger matrix | head`: nobody reads on
-        # Python would flush what is left once more at exit, and say that it can't.
+        # Python would flush the rest once more at exit, and print that it can't.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
 
@@ -55,27 +55,27 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def run_doctor(as_json: bool) -> int:
-    """Print what is installed; 1 when something is to be mended, 0 otherwise."""
-    found = examine()
+    """Print what is installed; 1 if there is a problem, 0 otherwise."""
+    diagnosis = examine()
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
-        return 1 if found.problems else 0
-    name = f" ({found.device_name})" if found.device_name else ""
-    runs = "the PyTorch reference" if found.runs == "torch" else found.runs
-    print(f"python {found.python}, torch {found.torch}, liger-core {found.liger_core}")
-    print(f"device {found.device}{name}: {runs} runs by default")
+        print(json.dumps(asdict(diagnosis), indent=2))
+        return 1 if diagnosis.problems else 0
+    name = f" ({diagnosis.device_name})" if diagnosis.device_name else ""
+    runs = "the PyTorch reference" if diagnosis.runs == "torch" else diagnosis.runs
+    print(f"python {diagnosis.python}, torch {diagnosis.torch}, liger-core {diagnosis.liger_core}")
+    print(f"device {diagnosis.device}{name}: {runs} runs by default")
     print()
-    for language in found.languages:
+    for language in diagnosis.languages:
         print(f"{language.language} ({language.package} {language.version}), for {', '.join(language.devices)}")
-        print(f"  {language.kernels} of {found.ops} ops")
+        print(f"  {language.kernels} of {diagnosis.ops} ops")
         for device, state in language.devices.items():
             print(f"  {device}: {state}")
-    for package, version in found.packages.items():
+    for package, version in diagnosis.packages.items():
         print(f"{package} {version}{HINTS.get(package, '')}")
     print_absent()
-    for problem in found.problems:
-        print(f"\nproblem: {problem.what}\n  mend:  {problem.mend}")
-    return 1 if found.problems else 0
+    for problem in diagnosis.problems:
+        print(f"\nproblem: {problem.what}\n  fix:   {problem.fix}")
+    return 1 if diagnosis.problems else 0
 
 
 def run_where(op: str, device: str | None) -> int:

@@ -1,4 +1,4 @@
-"""What is installed here, what runs, what is wrong, and how to mend it: `liger doctor`."""
+"""The diagnosis that `liger doctor` prints: what is installed here, what runs, what is wrong, and how to fix it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Problem:
     """Something that is wrong."""
 
     what: str
-    mend: str  # what to do about it
+    fix: str  # what to do about it
 
 
 @dataclass(frozen=True)
 class Language:
-    """One installed kernel language."""
+    """An installed kernel language."""
 
     language: str
     package: str
@@ -42,7 +42,7 @@ class Language:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `liger doctor` found."""
+    """The facts that `liger doctor` prints."""
 
     python: str
     torch: str
@@ -109,8 +109,8 @@ def _broken(device: str) -> Iterator[Problem]:
         if why := backend.broken():
             yield Problem(why, "reinstall its package, or uninstall it")
         elif device in backend.devices and (why := backend.missing(device)):
-            what, _, mend = why.partition(": ")
-            yield Problem(f"{backend.language} can't run on this machine's {device}: {what}", mend or backend.install)
+            what, _, fix = why.partition(": ")
+            yield Problem(f"{backend.language} can't run on this machine's {device}: {what}", fix or backend.install)
 
 
 def _reference_on_an_accelerator(device: str) -> Iterator[Problem]:
@@ -122,10 +122,10 @@ def _reference_on_an_accelerator(device: str) -> Iterator[Problem]:
             f'LIGER_LANGUAGE={able[0]}, or liger_core.use("{able[0]}")',
         )
     else:
-        mends = {"cuda": "triton", "xpu": "triton", "npu": "triton-ascend"}
+        extras = {"cuda": "triton", "xpu": "triton", "npu": "triton-ascend"}
         yield Problem(
             f"the PyTorch reference runs on {device}, since no kernel language is installed for it",
-            f'uv pip install "liger-core[{mends[device]}]"' if device in mends else "see docs/adding-a-backend.md",
+            f'uv pip install "liger-core[{extras[device]}]"' if device in extras else "see docs/adding-a-backend.md",
         )
 
 
@@ -160,24 +160,24 @@ def _outside_their_ranges() -> Iterator[Problem]:
             if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
                 continue
             try:
-                found = version(requirement.name)
+                installed = version(requirement.name)
             except PackageNotFoundError:
                 continue  # a language that lacks something says so itself
-            if not requirement.specifier.contains(found, prereleases=True):
+            if not requirement.specifier.contains(installed, prereleases=True):
                 name = distribution.metadata["Name"]
                 yield Problem(
-                    f"{name} {distribution.version} needs {requirement.name}{requirement.specifier}; {found} is installed",
+                    f"{name} {distribution.version} needs {requirement.name}{requirement.specifier}; {installed} is installed",
                     f'uv pip install --upgrade {name} "{requirement.name}{requirement.specifier}"',
                 )
 
 
 def _liger_distributions() -> list[Distribution]:
-    found = {d.metadata["Name"]: d for d in distributions() if str(d.metadata["Name"]).startswith("liger-")}
-    return [found[name] for name in sorted(found) if name != "liger-kernel"]
+    packages = {d.metadata["Name"]: d for d in distributions() if str(d.metadata["Name"]).startswith("liger-")}
+    return [packages[name] for name in sorted(packages) if name != "liger-kernel"]
 
 
 def _caches() -> Iterator[Problem]:
-    """Folders that compiled kernels are kept in."""
+    """Cache folders of compiled kernels that can't be written."""
     folders: dict[str, Path] = {}
     if find_spec("triton") is not None:
         folders["TRITON_CACHE_DIR"] = Path.home() / ".triton" / "cache"

@@ -17,26 +17,27 @@ from liger_core import recompute, torch_state
 from liger_core.declaration import Arguments, Declaration, Needs
 
 Saved = tuple[Any, ...]
-"""What a kernel's forward keeps for its backward: tensors, or None, and last it may be a `SavedOnce`. Empty when nothing
-needs a gradient."""
+"""Tensors and None that a kernel's forward saves for its backward; the last entry may be a `SavedOnce`. Empty if nothing needs a
+gradient."""
 
 
 class Parts(Protocol):
-    """A call on the plain parts of tensors that are not plain: autograd records it for those tensors.
+    """A call that runs on the plain parts of tensors that are not plain. Autograd records it for those tensors.
 
     Attributes:
-        given: the op's tensor arguments as autograd sees them.
-        needs: which differentiable ones of them require a gradient.
-        known: stands for the demand, `needs`, the options and their types, in what is remembered: equal only if these are.
+        tensors: the op's tensor arguments as autograd sees them.
+        needs: which differentiable arguments require a gradient.
+        key: the call's part of the key that an op remembers it by. Equal only if the demand, `needs`, the options and their types
+            are.
     """
 
     @property
-    def known(self) -> object:
+    def key(self) -> object:
         """See above."""
         ...
 
     @property
-    def given(self) -> Sequence[Tensor | None]:
+    def tensors(self) -> Sequence[Tensor | None]:
         """See above."""
         ...
 
@@ -45,21 +46,21 @@ class Parts(Protocol):
         """See above."""
         ...
 
-    def whole(self, result: Any) -> Any:
-        """A kernel's result, a tensor or a tuple of them and None, as what is returned."""
+    def wrap_results(self, result: Any) -> Any:
+        """The op's result, from the kernel's: a tensor, or a tuple of tensors and None."""
         ...
 
-    def flowing(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def unwrap_gradients(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The plain parts of the results' gradients."""
         ...
 
-    def gradients(self, found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """A kernel's gradients, one per differentiable argument, as those of `given`."""
+    def wrap_gradients(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients of `tensors`, from the kernel's: one per differentiable argument."""
         ...
 
 
 class Run(Protocol):
-    """Runs a kernel: the arguments, which differentiable ones require a gradient, the options, and what they are parts of."""
+    """A function that runs a kernel. It gets the arguments, `needs`, the options, and the `Parts` if the arguments are parts."""
 
     def __call__(
         self, arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /
@@ -69,10 +70,10 @@ class Run(Protocol):
 
 
 class SavedEarly(NamedTuple):
-    """What a kernel's `saves_early` returns.
+    """Returned by a kernel's `saves_early`.
 
     Attributes:
-        saved: what forward would keep for backward, of the arguments alone.
+        saved: the arguments that backward needs. They take the place of the tensors that forward saves.
         shape: the result's.
     """
 
@@ -81,10 +82,10 @@ class SavedEarly(NamedTuple):
 
 
 class SavedOnce:
-    """Tensors that forward made and that backward may overwrite and return, as it may not with saved ones.
+    """Tensors from forward that backward may overwrite and return. Backward may not do that with saved tensors.
 
-    Only the first backward gets them. Another one, of a graph that is retained, makes them anew. A kernel doesn't use
-    it while torch.compile traces.
+    Only the first backward gets them. A second backward through a retained graph computes them again. A kernel doesn't use
+    `SavedOnce` while torch.compile traces.
     """
 
     def __init__(self, *tensors: Tensor | None) -> None:
@@ -98,18 +99,18 @@ class SavedOnce:
 
 @dataclass(frozen=True)
 class Wiring:
-    """One kernel of an op, and what its nodes ask of the op.
+    """A kernel of an op, with the facts about the op that its autograd nodes use.
 
     Attributes:
         op: the op.
         kernel: the module with `forward` and `backward`, and maybe `saves_early`.
-        name: of its nodes, which profiles, `grad_fn` and anomaly reports show.
+        name: the name of the nodes. Profiles, `grad_fn` and anomaly reports show it.
         nothing: the `needs` of a call without gradients.
         takes_gradient: which tensor arguments can get a gradient.
-        has_gradient: says of the options which results have a gradient; None if all have.
+        has_gradient: a function of the options that returns which results have a gradient; None if all have.
         no_second_derivative: the error of a backward through a backward.
         no_batch: the error of a batch of incoming gradients.
-        not_recorded: the error of a backward that something records, with a place for what.
+        not_recorded: the error of a backward that something records; the braces are for the reason.
     """
 
     op: Declaration[..., Any]
@@ -141,43 +142,45 @@ class Wiring:
             not_recorded=f"backward of {subject}: {{}}; {otherwise} can be recorded",
         )
 
-    def flowing(self, grads: tuple[Tensor | None, ...], options: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
-        """The gradients of those results that have one."""
-        kept = None if self.has_gradient is None else self.has_gradient(options)
-        if kept is None:
+    def select_gradients(
+        self, grads: tuple[Tensor | None, ...], options: Mapping[str, Any]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the results that have one."""
+        flags = None if self.has_gradient is None else self.has_gradient(options)
+        if flags is None:
             return grads
-        return tuple([g for g, keeps in zip(grads, kept) if keeps])  # noqa: B905  a bare tensor is the first result
+        return tuple([g for g, flag in zip(grads, flags) if flag])  # noqa: B905  a bare tensor is the first result
 
-    def of_every_tensor(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The gradient of each tensor argument, from those of the differentiable ones."""
+    def gradient_per_tensor(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """A gradient or None per tensor argument, from the gradients of the differentiable ones."""
         rest = iter(grads)
         return tuple([next(rest) if takes else None for takes in self.takes_gradient])
 
     def backward(
         self, needs: Needs, saved: Saved, grads: tuple[Tensor | None, ...], options: dict[str, Any], device: str
     ) -> Sequence[Tensor | None]:
-        """Run the kernel's backward where gradients, autocast or a tracer are active: nothing in it is recorded or cast."""
-        if not torch_state.plain() and (why := torch_state.recording()) is not None:
-            raise RuntimeError(self.not_recorded.format(why))
-        again = torch.is_grad_enabled()
-        # Forward ran without autocast, too.
+        """Run the kernel's backward if gradients, autocast or a tracer are active. Nothing in it is recorded or cast."""
+        if not torch_state.plain() and (reason := torch_state.recording()) is not None:
+            raise RuntimeError(self.not_recorded.format(reason))
+        create_graph = torch.is_grad_enabled()
+        # Forward ran without autocast as well.
         with torch.no_grad(), torch.autocast(device, enabled=False) if _is_any_autocast_enabled() else nullcontext():
-            found = self.kernel.backward(needs, saved, *grads, **options)
-        if not again:
-            return found
+            gradients = self.kernel.backward(needs, saved, *grads, **options)
+        if not create_graph:
+            return gradients
         sources = [tensor for tensor in (*saved, *grads) if isinstance(tensor, Tensor)]
-        return without_second_derivatives(self.no_second_derivative, found, sources)
+        return without_second_derivatives(self.no_second_derivative, gradients, sources)
 
 
 def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str) -> Run:
-    """A function of an op's checked arguments that runs `kernel`, and records it when a gradient is wanted."""
+    """A function of an op's checked arguments that runs `kernel`, and records it if a gradient is needed."""
     wiring = Wiring.of(op, kernel, language)
     tensors, nothing = op.tensors, wiring.nothing
     node = eager_node(wiring)
     run_traced, run_early = traced_run(wiring), early_run(wiring, node)
     saves_early = getattr(kernel, "saves_early", None)
 
-    # node.apply, but for 1.8 of its 6.7 µs: it asks whether a torch.func transform is active, as `Op.call` has done.
+    # node.apply without 1.8 of its 6.7 µs: it checks whether a torch.func transform is active, as `Op.call` has done.
     apply = super(torch.autograd.Function, node).apply  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(**arguments: Any) -> Any:
@@ -193,9 +196,9 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
             else:
                 result = kernel.forward(nothing, **arguments)[0]
             if parts is not None:
-                result = parts.whole(result)
+                result = parts.wrap_results(result)
         elif parts is not None:
-            result = apply((needs, arguments, options, parts), *parts.given)
+            result = apply((needs, arguments, options, parts), *parts.tensors)
         elif torch_state.compiling():
             result = run_traced(arguments, needs, options)
         elif saves_early is not None and recompute.checkpointed():
@@ -203,8 +206,8 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
         else:
             result = apply((needs, arguments, options, None), *[arguments[name] for name in tensors])
             if op.recompute is not None and (lean_hooks := recompute.active()) is not None:
-                given = {name: arguments[name] for name in tensors}
-                lean_hooks.remember(op.recompute, given, options, result, forward)
+                inputs = {name: arguments[name] for name in tensors}
+                lean_hooks.remember(op.recompute, inputs, options, result, forward)
         if op.result is not None and isinstance(result, tuple):
             return op.result(*result)
         return result
@@ -219,7 +222,7 @@ def eager_node(wiring: Wiring) -> Any:
 
     class EagerNode(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, call: tuple[Any, ...], *given: Tensor | None) -> Any:
+        def forward(ctx: Any, call: tuple[Any, ...], *tensors: Tensor | None) -> Any:
             needs, arguments, options, parts = call
             result, saved = kernel.forward(needs, **arguments)
             once = strides = None
@@ -231,21 +234,22 @@ def eager_node(wiring: Wiring) -> Any:
             ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
             if parts is not None:
-                result = parts.whole(result)
+                result = parts.wrap_results(result)
             if isinstance(result, tuple):
-                differentiable = None if has_gradient is None else has_gradient(options)
-                if differentiable is not None:
-                    pairs = zip(result, differentiable, strict=True)
-                    ctx.mark_non_differentiable(*[r for r, yes in pairs if not yes and r is not None])
+                flags = None if has_gradient is None else has_gradient(options)
+                if flags is not None:
+                    ctx.mark_non_differentiable(
+                        *[r for r, flag in zip(result, flags, strict=True) if not flag and r is not None]
+                    )
             return result
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             needs, options, once, strides, parts = ctx.call
             if parts is not None:
-                grads = parts.flowing(grads)
+                grads = parts.unwrap_gradients(grads)
             if has_gradient is not None:
-                grads = wiring.flowing(grads, options)
+                grads = wiring.select_gradients(grads, options)
             traced = torch_state.compiling()  # by compiled autograd
             device = None
             for grad in grads:
@@ -253,22 +257,20 @@ def eager_node(wiring: Wiring) -> Any:
                     device = grad.device.type
                     if not traced and (grad.is_neg() or not _has_storage(grad)):
                         grads = _with_memory(grads, grad, wiring.no_batch)
-            if device is None:  # nothing flows into any result
+            if device is None:  # no result has an incoming gradient
                 return (None,) * (1 + len(wiring.takes_gradient))
-            saved = ctx.saved_tensors  # read once: checkpointing gives them no second time
+            saved = ctx.saved_tensors  # read once: checkpointing doesn't give them a second time
             if strides is not None:
-                saved = tuple(
-                    [t if t is None else recompute.laid_out(t, s) for t, s in zip(saved, strides, strict=True)]
-                )
+                saved = _with_strides(saved, strides)
             if once is not None:
                 saved = (*saved, once)
             if traced or (torch_state.plain() and not torch.is_grad_enabled() and not _is_any_autocast_enabled()):
-                found = kernel.backward(needs, saved, *grads, **options)
+                gradients = kernel.backward(needs, saved, *grads, **options)
             else:
-                found = wiring.backward(needs, saved, grads, options, device)
+                gradients = wiring.backward(needs, saved, grads, options, device)
             if parts is not None:
-                found = parts.gradients(found)
-            return (None, *found) if all_take_gradient else (None, *wiring.of_every_tensor(found))
+                gradients = parts.wrap_gradients(gradients)
+            return (None, *gradients) if all_take_gradient else (None, *wiring.gradient_per_tensor(gradients))
 
     node = _named(wiring, EagerNode)
     node._backward_cls._raw_saved_tensors = property(_raw_saved_tensors)
@@ -276,60 +278,65 @@ def eager_node(wiring: Wiring) -> Any:
 
 
 def _raw_saved_tensors(node: Any) -> Any:
-    """The saved tensors, for hooks on single ones: these are registered after forward, whatever was active then."""
+    """The saved tensors, for hooks on single tensors. Such hooks are registered after forward, so the strides are noted here."""
     needs, options, once, strides, parts = node.call
     if strides is None:
         node.call = needs, options, once, _strides(node.saved_tensors), parts
-    own: Any = super(type(node), node)
-    return own._raw_saved_tensors
+    saver: Any = super(type(node), node)
+    return saver._raw_saved_tensors
 
 
 def _saved_under(
     hooks: recompute.Hooks, saved: Sequence[Tensor | None], once: SavedOnce | None
 ) -> list[tuple[int, ...]] | None:
-    """The strides of what is saved, if hooks may change them. Those that keep no tensors leave nothing in `once`."""
+    """The strides of the saved tensors, if hooks may change them. Hooks that may drop tensors also empty `once`."""
     lean_hooks = recompute.lean_hooks_of(hooks)
     if lean_hooks is not None and lean_hooks.outer is None:
         return None
     if once is not None:
-        once.take()  # activation checkpointing, or another hook that keeps no tensors: backward makes them anew
+        once.take()  # activation checkpointing, or another hook that drops tensors: backward computes them again
     return _strides(saved)
 
 
+def _with_strides(saved: Sequence[Tensor | None], strides: Sequence[tuple[int, ...]]) -> Saved:
+    """Saved tensors with the order of dimensions that these strides have: hooks may have changed it."""
+    return tuple([t if t is None else recompute.laid_out(t, s) for t, s in zip(saved, strides, strict=True)])
+
+
 def _with_memory(grads: tuple[Tensor | None, ...], grad: Tensor, no_batch: str) -> tuple[Tensor | None, ...]:
-    """Incoming gradients without negative and conjugate views. `grad`, one of them, must not stand for a batch."""
+    """Incoming gradients without negative and conjugate views. A RuntimeError if `grad`, one of them, stands for a batch."""
     if torch_state.is_batched(grad):
         raise RuntimeError(no_batch)
     return tuple([g if g is None else torch_state.resolved(g) for g in grads])
 
 
 def early_run(wiring: Wiring, node: Any) -> Callable[[Arguments, Needs, dict[str, Any], SavedEarly], Any]:
-    """Runs a kernel whose arguments are all that backward keeps, in activation checkpointing.
+    """A function that runs a kernel in activation checkpointing, if the kernel's backward needs its arguments alone.
 
-    Autograd packs what a Function saves after its forward. But checkpointing stops to run a region again where the last tensor is
-    packed that was. So one node keeps the tensors before forward runs, of which the other is the node: such a forward needn't run
-    again.
+    Checkpointing runs a region again until the last saved tensor has been packed again. Autograd packs the tensors that a
+    Function saves after its forward. So `SaveNode` saves the arguments, and `RunNode` runs the forward after that: the forward
+    needn't run again if nothing behind it saves a tensor.
     """
     kernel, nothing = wiring.kernel, wiring.nothing
 
     class SaveNode(node):
-        """Keeps what backward takes. Its backward is the eager node's."""
+        """Saves the tensors that backward takes. Its backward is the eager node's."""
 
         @staticmethod
-        def forward(ctx: Any, call: tuple[Any, ...], *given: Tensor | None) -> Any:
+        def forward(ctx: Any, call: tuple[Any, ...], *tensors: Tensor | None) -> Any:
             needs, options, early = call
             ctx.call = needs, options, None, _strides(early.saved), None
             ctx.save_for_backward(*early.saved)
             ctx.set_materialize_grads(False)
-            first = given[0]
+            first = tensors[0]
             assert first is not None
             return torch.empty((), dtype=first.dtype, device=first.device).expand(early.shape)
 
     class RunNode(torch.autograd.Function):
-        """Runs the forward. The gradient of what it returns goes to `SaveNode`, whose result has no memory."""
+        """Runs the forward. The result's gradient goes to `SaveNode`, whose own result has no memory."""
 
         @staticmethod
-        def forward(ctx: Any, arguments: Arguments, keeping: Tensor) -> Any:
+        def forward(ctx: Any, arguments: Arguments, anchor: Tensor) -> Any:
             ctx.set_materialize_grads(False)
             return kernel.forward(nothing, **arguments)[0]
 
@@ -337,59 +344,59 @@ def early_run(wiring: Wiring, node: Any) -> Callable[[Arguments, Needs, dict[str
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             return None, *grads
 
-    keeping, running = _named(wiring, SaveNode), _named(wiring, RunNode)
+    save_node, run_node = _named(wiring, SaveNode), _named(wiring, RunNode)
 
     def run(arguments: Arguments, needs: Needs, options: dict[str, Any], early: SavedEarly) -> Any:
         tensors = [arguments[name] for name in wiring.op.tensors]
-        return running.apply(arguments, keeping.apply((needs, options, early), *tensors))
+        return run_node.apply(arguments, save_node.apply((needs, options, early), *tensors))
 
     return run
 
 
 def traced_run(wiring: Wiring) -> Callable[[Arguments, Needs, dict[str, Any]], Any]:
-    """Runs a kernel while Dynamo traces: its launches and its node are part of the graph."""
+    """A function that runs a kernel while Dynamo traces: its launches and its node are part of the graph."""
     op, kernel, has_gradient = wiring.op, wiring.kernel, wiring.has_gradient
 
     class TracedNode(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, call: tuple[Any, ...], *given: Tensor | None) -> Any:
+        def forward(ctx: Any, call: tuple[Any, ...], *tensors: Tensor | None) -> Any:
             needs, values = call
             options = dict(zip(op.options, values, strict=True))
-            result, saved = kernel.forward(needs, **dict(zip(op.tensors, given, strict=True)), **options)
+            result, saved = kernel.forward(needs, **dict(zip(op.tensors, tensors, strict=True)), **options)
             ctx.call = needs, options
             ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
-            # Of a tensor that was changed in place, or converted to its own dtype, torch 2.11 drops the gradient.
+            # torch 2.11 drops the gradient of a tensor that was changed in place, or converted to the dtype it has.
             if isinstance(result, tuple):
-                return tuple(_absent(given[0]) if r is None else r.view_as(r) for r in result)
+                return tuple(_absent(tensors[0]) if r is None else r.view_as(r) for r in result)
             return result.view_as(result)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             needs, options = ctx.call
-            # Zeros come for what stands for a result that is None.
-            grads = tuple([None if g is None or _is_absent(g) else g for g in wiring.flowing(grads, options)])
+            # A result that is None is a stand-in in the graph: its gradient is zeros.
+            grads = tuple([None if g is None or _is_absent(g) else g for g in wiring.select_gradients(grads, options)])
             if all(grad is None for grad in grads):
                 return (None,) * (1 + len(wiring.takes_gradient))
-            found = kernel.backward(needs, ctx.saved_tensors, *grads, **options)
-            return None, *wiring.of_every_tensor(found)
+            gradients = kernel.backward(needs, ctx.saved_tensors, *grads, **options)
+            return None, *wiring.gradient_per_tensor(gradients)
 
     node = _named(wiring, TracedNode)
 
     def run(arguments: Arguments, needs: Needs, options: dict[str, Any]) -> Any:
-        given = _each_once([arguments[name] for name in op.tensors])
+        tensors = _each_once([arguments[name] for name in op.tensors])
         call = needs, tuple(options.values())
         if op.recompute is not None and recompute.state.lean:
             from torch.utils.checkpoint import checkpoint
 
-            result = checkpoint(node.apply, call, *given, use_reentrant=False, context_fn=recompute.recomputing)
+            result = checkpoint(node.apply, call, *tensors, use_reentrant=False, context_fn=recompute.recomputing)
         else:
-            result = node.apply(call, *given)
+            result = node.apply(call, *tensors)
         if not isinstance(result, tuple):
             return result
-        kept = (has_gradient and has_gradient(options)) or (True,) * len(result)
+        flags = (has_gradient and has_gradient(options)) or (True,) * len(result)
         return tuple(
-            None if _is_absent(r) else r if keeps else r.detach() for r, keeps in zip(result, kept, strict=True)
+            None if _is_absent(r) else r if flag else r.detach() for r, flag in zip(result, flags, strict=True)
         )
 
     return run
@@ -400,28 +407,28 @@ def _named(wiring: Wiring, node: Any) -> Any:
 
 
 def without_second_derivatives(
-    message: str, found: Sequence[Tensor | None], used: Sequence[Tensor | None]
+    message: str, grads: Sequence[Tensor | None], used: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that a backward found, as what can't be differentiated: that raises a RuntimeError with the message.
+    """The gradients of a backward, marked: to differentiate them raises a RuntimeError with the message.
 
     Args:
-        message: what the error says.
-        found: the gradients.
+        message: the error's text.
+        grads: the gradients.
         used: the tensors that they were computed from.
     """
     sources = [t for t in used if t is not None and t.requires_grad] or [torch.empty(0, requires_grad=True)]
-    return tuple(g if g is None else _NoSecondDerivative.apply(message, g, *sources) for g in found)
+    return tuple(g if g is None else _NoSecondDerivative.apply(message, g, *sources) for g in grads)
 
 
 # A traced Function that gets one tensor twice has wrong gradients in torch 2.11, and is refused by 2.13.
-def _each_once(given: Sequence[Tensor | None]) -> list[Tensor | None]:
-    found: list[Tensor | None] = []
-    for tensor in given:
-        if tensor is None or all(tensor is not other for other in found):
-            found.append(tensor)
+def _each_once(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    distinct: list[Tensor | None] = []
+    for tensor in tensors:
+        if tensor is None or all(tensor is not other for other in distinct):
+            distinct.append(tensor)
         else:
-            found.append(tensor.view_as(tensor))
-    return found
+            distinct.append(tensor.view_as(tensor))
+    return distinct
 
 
 def _strides(saved: Sequence[Tensor | None]) -> list[tuple[int, ...]]:
@@ -439,9 +446,9 @@ def _is_absent(result: Tensor) -> bool:
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """The identity of a gradient, whose backward says that a kernel can't be differentiated twice.
+    """The identity of a gradient. Its backward raises the error that a kernel can't be differentiated twice.
 
-    The `sources` are what the gradient was computed from: through them it hangs on the op's inputs.
+    The gradient was computed from the `sources`. They connect it to the op's inputs.
     """
 
     @staticmethod

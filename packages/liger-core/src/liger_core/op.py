@@ -167,9 +167,9 @@ class Op(Declaration[P, R]):
         checkpoint = cast("Any", torch_checkpoint).checkpoint
         result = checkpoint(self.reference, use_reentrant=False, preserve_rng_state=False, **arguments)
         if torch.is_grad_enabled():
-            given = {name: arguments[name] for name in self.tensors}
+            tensors = {name: arguments[name] for name in self.tensors}
             options = {name: arguments[name] for name in self.options}
-            lean_hooks.remember(self.recompute, given, options, result, self.reference)
+            lean_hooks.remember(self.recompute, tensors, options, result, self.reference)
         return cast("R", result)
 
     def call_parts(self, demand: str | None, arguments: Arguments, parts: Parts) -> Any:
@@ -182,8 +182,8 @@ class Op(Declaration[P, R]):
             return NotImplemented
         needs = parts.needs
         try:
-            found = [t if t is None else (_metadata(t), _is_neg(t)) for t in self._pick_tensors(arguments)]
-            key = parts.known, *found
+            metadata = [t if t is None else (_metadata(t), _is_neg(t)) for t in self._pick_tensors(arguments)]
+            key = parts.key, *metadata
             ready = self._ready.get(key)
         except (AttributeError, TypeError, RuntimeError):
             return NotImplemented

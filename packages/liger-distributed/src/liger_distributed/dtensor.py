@@ -91,21 +91,23 @@ class DTensorFactory(NamedTuple):
 class ShardedCall:
     """A call whose kernel runs on local tensors while autograd records it for the DTensors: see `liger_core.autograd.Parts`."""
 
-    __slots__ = ("arguments", "factories", "given", "known", "locals", "needs", "op", "plan")
+    __slots__ = ("arguments", "factories", "key", "locals", "needs", "op", "plan", "tensors")
 
-    def __init__(self, op: Op[..., Any], plan: ShardingPlan, arguments: dict[str, Any], given: tuple[Any, ...]) -> None:
-        self.op, self.plan, self.arguments, self.given = op, plan, arguments, given
-        self.needs, self.known = plan.needs, plan.sharding  # `sharding`, because no other plan has it
+    def __init__(
+        self, op: Op[..., Any], plan: ShardingPlan, arguments: dict[str, Any], tensors: tuple[Any, ...]
+    ) -> None:
+        self.op, self.plan, self.arguments, self.tensors = op, plan, arguments, tensors
+        self.needs, self.key = plan.needs, plan.sharding  # `sharding`, because no other plan has it
         self.factories: list[DTensorFactory | None] = []
         self.locals: list[Tensor] = []
 
-    def whole(self, result: Any) -> Any:
+    def wrap_results(self, result: Any) -> Any:
         """Results as DTensors."""
         if not isinstance(result, tuple):
-            return self._whole(0, result)
-        return tuple([self._whole(number, value) for number, value in enumerate(cast("tuple[Any, ...]", result))])
+            return self._wrap_result(0, result)
+        return tuple([self._wrap_result(number, value) for number, value in enumerate(cast("tuple[Any, ...]", result))])
 
-    def _whole(self, number: int, value: Tensor | None) -> Tensor | None:
+    def _wrap_result(self, number: int, value: Tensor | None) -> Tensor | None:
         if value is None:
             self.factories.append(None)
             return None
@@ -117,10 +119,10 @@ class ShardedCall:
         self.factories.append(factory)
         return factory.make(value)
 
-    def flowing(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def unwrap_gradients(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Incoming gradients, divided as the results are; whole for results that are addends."""
         local_gradients: list[Tensor | None] = []
-        for gradient, factory in zip(gradients, self.factories, strict=True):
+        for gradient, factory in zip(grads, self.factories, strict=True):
             if gradient is None or factory is None:
                 local_gradients.append(None)
                 continue
@@ -129,11 +131,11 @@ class ShardedCall:
         self.locals = [local for local in local_gradients if local is not None]
         return tuple(local_gradients)
 
-    def gradients(self, found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def wrap_gradients(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Gradients as DTensors; addends for a tensor that all parts take whole."""
         wrapped: list[Tensor | None] = []
         owned = set(map(id, self.locals))
-        for name, value in zip(self.op.differentiable, found, strict=True):
+        for name, value in zip(self.op.differentiable, grads, strict=True):
             if value is None:
                 wrapped.append(None)
                 continue

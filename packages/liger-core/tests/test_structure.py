@@ -52,9 +52,6 @@ LONGEST = 60
 MOST_BRANCHES = 20
 """Ways through a function: one, and one more for each place where it branches. A nested function's are its own."""
 
-BOUNDED = [file for file in FILES if not file.startswith("losses/")]
-"""The files whose functions have these bounds. `policy_loss` and `dpo_loss` exceed them."""
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -87,7 +84,7 @@ def branches(function: Function) -> int:
     return count
 
 
-@pytest.mark.parametrize("file", BOUNDED)
+@pytest.mark.parametrize("file", FILES)
 def test_a_function_is_short_and_branches_little(file: str) -> None:
     for node in ast.walk(ast.parse((SOURCE / file).read_text("utf-8"))):
         if isinstance(node, Function):

@@ -73,8 +73,7 @@ def loss_of_logprobs(
     vespo: VespoOptions | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`losses.policy_loss` without its checks: the fields of `GRPOOutput`."""
-    (rows, length), loss_type = logprobs.shape, options.loss_type
-    low, high = options.ratios()
+    rows = logprobs.shape[0]
     mask = torch.ones_like(logprobs, dtype=torch.bool) if completion_mask is None else completion_mask != 0
     used = torch.ones_like(mask) if options.uses_masked() else mask
 
@@ -91,33 +90,12 @@ def loss_of_logprobs(
     if importance_sampling_ratio is not None:
         importance = upcast(importance_sampling_ratio.detach())
         importance = importance[:, None] if importance.dim() == 1 else importance
-    clipped = torch.zeros_like(mask)
-    if loss_type == "vespo":
+    if options.loss_type == "vespo":
         assert vespo is not None
-        log_weight = log_ratio.detach().clamp(-20, 20).masked_fill(~mask, 0.0).sum(-1, keepdim=True)
-        if importance is not None:
-            log_importance = importance.log().clamp(math.log(LEAST_RATIO), 20)
-            if log_importance.shape[1] == length and length != 1:
-                log_importance = log_importance.masked_fill(~mask, 0.0)
-            log_weight = log_weight + log_importance.sum(-1, keepdim=True)
-        log_weight = log_weight.clamp(math.log(LEAST_RATIO), 20)
-        k = torch.full_like(advantage, vespo.k_neg).masked_fill(advantage >= 0, vespo.k_pos)
-        rate = torch.full_like(advantage, vespo.lambda_neg).masked_fill(advantage >= 0, vespo.lambda_pos)
-        rate = rate.clamp(min=1e-4)
-        loss = -(rate + k * log_weight - rate * log_weight.exp()).exp().nan_to_num(0.0, 0.0, 0.0) * advantage * lp
-    elif loss_type == "cispo":
-        loss = -ratio.clamp(max=high).detach() * advantage * lp
-        clipped = (ratio > high) & (advantage > 0)
-    elif loss_type == "sapo":
-        tau = torch.full_like(advantage, options.sapo_temperature_neg)
-        tau = tau.masked_fill(advantage > 0, options.sapo_temperature_pos)
-        loss = -4 * advantage * torch.sigmoid(tau * (ratio - 1)) / tau
+        loss, clipped = _vespo_loss(lp, log_ratio, advantage, importance, mask, vespo), torch.zeros_like(mask)
     else:
-        limited = ratio if options.delta is None else ratio.clamp(max=options.delta)
-        loss = -torch.minimum(limited * advantage, ratio.clamp(low, high) * advantage)
-        clipped = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
-    if importance is not None and loss_type != "vespo":
-        loss = loss * importance
+        loss, clipped = _ratio_loss(lp, ratio, advantage, mask, options)
+        loss = loss if importance is None else loss * importance
     kl = None
     if options.beta != 0 and ref_logps is not None:
         difference = upcast(ref_logps.detach()).masked_fill(~used, 0.0) - lp
@@ -127,30 +105,71 @@ def loss_of_logprobs(
         loss = loss + options.beta * kl
         kl = kl.detach().masked_fill(~mask, 0.0)
 
-    masked = loss.masked_fill(~mask, 0.0)
     clip = clipped.to(loss.dtype)
     if options.reduction == "none":
-        return masked, kl, clip.masked_fill(~mask, 0.0)
-    row_tokens, tokens = mask.sum(-1), mask.sum().clamp(min=1)
-    if options.means_rows():
-        mean = (masked.sum(-1) / row_tokens.clamp(min=1)).sum() / max(rows, 1)
-    elif loss_type == "bnpo":
-        mean = masked.sum() / tokens
-    elif loss_type == "dr_grpo":
-        mean = masked.sum() / max(rows * (options.max_completion_length or length), 1)
-    elif loss_type == "luspo":
-        mean = (loss * row_tokens[:, None]).expand(rows, length).sum() / max(rows * length, 1)
-    elif num_items_in_batch is None:
-        mean = masked.sum() / tokens
-    elif isinstance(num_items_in_batch, Tensor):
-        mean = masked.sum() / num_items_in_batch.detach().to(masked.dtype).clamp(min=1)
-    else:
-        mean = masked.sum() / max(num_items_in_batch, 1)
-    if options.by_sequence() and clipped.shape[1] == 1:
+        return loss.masked_fill(~mask, 0.0), kl, clip.masked_fill(~mask, 0.0)
+    tokens = mask.sum().clamp(min=1)
+    if options.by_sequence() and clip.shape[1] == 1:
         clip_ratio = clip.sum() / max(rows, 1)
     else:
         clip_ratio = clip.masked_fill(~mask, 0.0).sum() / tokens
-    return mean, None if kl is None else kl.sum() / tokens, clip_ratio
+    return _mean(loss, mask, num_items_in_batch, options), None if kl is None else kl.sum() / tokens, clip_ratio
+
+
+def _vespo_loss(
+    lp: Tensor, log_ratio: Tensor, advantage: Tensor, importance: Tensor | None, mask: Tensor, options: VespoOptions
+) -> Tensor:
+    """The loss of each token for ``"vespo"``, without the KL term, ``[B, L]``."""
+    log_weight = log_ratio.detach().clamp(-20, 20).masked_fill(~mask, 0.0).sum(-1, keepdim=True)
+    if importance is not None:
+        length = lp.shape[1]
+        log_importance = importance.log().clamp(math.log(LEAST_RATIO), 20)
+        if log_importance.shape[1] == length and length != 1:
+            log_importance = log_importance.masked_fill(~mask, 0.0)
+        log_weight = log_weight + log_importance.sum(-1, keepdim=True)
+    log_weight = log_weight.clamp(math.log(LEAST_RATIO), 20)
+    k = torch.full_like(advantage, options.k_neg).masked_fill(advantage >= 0, options.k_pos)
+    rate = torch.full_like(advantage, options.lambda_neg).masked_fill(advantage >= 0, options.lambda_pos)
+    rate = rate.clamp(min=1e-4)
+    return -(rate + k * log_weight - rate * log_weight.exp()).exp().nan_to_num(0.0, 0.0, 0.0) * advantage * lp
+
+
+def _ratio_loss(
+    lp: Tensor, ratio: Tensor, advantage: Tensor, mask: Tensor, options: PolicyOptions
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token from the policies' ratio, without the KL term, and which ratios are clipped: ``[B, L]``, or
+    ``[B, 1]`` if neither the ratio nor the advantage is one per token.
+    """
+    low, high = options.ratios()
+    if options.loss_type == "cispo":
+        return -ratio.clamp(max=high).detach() * advantage * lp, (ratio > high) & (advantage > 0)
+    if options.loss_type == "sapo":
+        tau = torch.full_like(advantage, options.sapo_temperature_neg)
+        tau = tau.masked_fill(advantage > 0, options.sapo_temperature_pos)
+        return -4 * advantage * torch.sigmoid(tau * (ratio - 1)) / tau, torch.zeros_like(mask)
+    limited = ratio if options.delta is None else ratio.clamp(max=options.delta)
+    loss = -torch.minimum(limited * advantage, ratio.clamp(low, high) * advantage)
+    return loss, ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
+
+
+def _mean(
+    loss: Tensor, mask: Tensor, num_items_in_batch: int | float | Tensor | None, options: PolicyOptions
+) -> Tensor:
+    """The mean of the tokens' losses that `loss_type` takes. A masked token counts only in the mean of ``"luspo"``."""
+    rows, length = mask.shape
+    row_tokens, tokens = mask.sum(-1), mask.sum().clamp(min=1)
+    if options.loss_type == "luspo":
+        return (loss * row_tokens[:, None]).expand(rows, length).sum() / max(rows * length, 1)
+    masked = loss.masked_fill(~mask, 0.0)
+    if options.means_rows():
+        return (masked.sum(-1) / row_tokens.clamp(min=1)).sum() / max(rows, 1)
+    if options.loss_type == "dr_grpo":
+        return masked.sum() / max(rows * (options.max_completion_length or length), 1)
+    if options.loss_type == "bnpo" or num_items_in_batch is None:
+        return masked.sum() / tokens
+    if isinstance(num_items_in_batch, Tensor):
+        return masked.sum() / num_items_in_batch.detach().to(masked.dtype).clamp(min=1)
+    return masked.sum() / max(num_items_in_batch, 1)
 
 
 def check_options(

@@ -126,65 +126,78 @@ def dpo_loss(
     >>> dpo_loss(torch.tensor([-1.0]), torch.tensor([-3.0]), beta=1.0)
     PreferenceOutput(loss=tensor(0.1269), chosen_rewards=tensor([-1.]), rejected_rewards=tensor([-3.]))
     """
-    name = "dpo_loss"
     _check(
-        name,
+        "dpo_loss",
         reduction,
         chosen_logps=chosen_logps,
         rejected_logps=rejected_logps,
         ref_chosen_logps=ref_chosen_logps,
         ref_rejected_logps=ref_rejected_logps,
     )
-    checks.number(name, above=0, beta=beta, discopop_tau=discopop_tau)
-    checks.number(name, f_alpha=f_alpha, bco_delta=bco_delta)
+    checks.number("dpo_loss", above=0, beta=beta, discopop_tau=discopop_tau)
+    checks.number("dpo_loss", f_alpha=f_alpha, bco_delta=bco_delta)
+    _check_dpo_types(loss_type, f_divergence, label_smoothing)
+    c, r = upcast(chosen_logps), upcast(rejected_logps)
+    ref_c = torch.zeros_like(c) if ref_chosen_logps is None else upcast(ref_chosen_logps.detach())
+    ref_r = torch.zeros_like(r) if ref_rejected_logps is None else upcast(ref_rejected_logps.detach())
+    a, b = c - ref_c, r - ref_r
+    if loss_type in OF_MARGIN:
+        margin = _divergence(a, f_divergence, f_alpha) - _divergence(b, f_divergence, f_alpha)
+        loss = _margin_loss(margin, loss_type, beta, label_smoothing, discopop_tau)
+    elif loss_type == "aot":
+        loss = _smoothed(beta * ((c - r).sort().values - (ref_c - ref_r).sort().values), label_smoothing)
+    elif loss_type == "aot_unpaired":
+        loss = _smoothed(beta * (a.sort().values - b.sort().values), label_smoothing)
+    else:
+        loss = _separate_loss(a, b, loss_type, beta, bco_delta)
+    return PreferenceOutput(_reduce(loss, reduction), beta * a.detach(), beta * b.detach())
+
+
+def _check_dpo_types(loss_type: str, f_divergence: str, label_smoothing: float) -> None:
+    """`loss_type` and `f_divergence` exist and fit together, and `label_smoothing` is in the loss's range, or ValueError."""
+    name, s = "dpo_loss", label_smoothing
     checks.one_of(name, DPO_LOSS_TYPES, loss_type=loss_type)
     checks.one_of(name, DIVERGENCES, f_divergence=f_divergence)
     if f_divergence != "reverse_kl" and loss_type not in OF_MARGIN:
         raise ValueError(
             f"{name}: f_divergence is {f_divergence!r}; it takes 'reverse_kl' with loss_type {loss_type!r}"
         )
-    _check_smoothing(name, label_smoothing)
-    s = label_smoothing
+    _check_smoothing(name, s)
     if loss_type == "robust" and not s < 0.5:
         raise ValueError(f"{name}: label_smoothing is {s!r}; it takes a number below 0.5 with loss_type 'robust'")
     if loss_type == "exo_pair" and not 0 < s < 1:
         raise ValueError(f"{name}: label_smoothing is {s!r}; it takes a number between 0 and 1 with 'exo_pair'")
 
-    c, r = upcast(chosen_logps), upcast(rejected_logps)
-    ref_c = torch.zeros_like(c) if ref_chosen_logps is None else upcast(ref_chosen_logps.detach())
-    ref_r = torch.zeros_like(r) if ref_rejected_logps is None else upcast(ref_rejected_logps.detach())
-    a, b = c - ref_c, r - ref_r
-    u, v = beta * a, beta * b
-    margin = _divergence(a, f_divergence, f_alpha) - _divergence(b, f_divergence, f_alpha)
+
+def _margin_loss(margin: Tensor, loss_type: str, beta: float, s: float, discopop_tau: float) -> Tensor:
+    """`dpo_loss` of each pair, ``[B]``, for the loss types in ``OF_MARGIN``; s is the label smoothing."""
     h = beta * margin
     if loss_type == "sigmoid":
-        loss = _smoothed(h, s)
-    elif loss_type == "robust":
-        loss = (-(1 - s) * logsigmoid(h) + s * logsigmoid(-h)) / (1 - 2 * s)
-    elif loss_type == "hinge":
-        loss = (1 - h).clamp(min=0)
-    elif loss_type == "ipo":
-        loss = (margin - 1 / (2 * beta)).square()
-    elif loss_type == "exo_pair":
-        loss = torch.sigmoid(h) * (logsigmoid(h) - math.log1p(-s)) + torch.sigmoid(-h) * (logsigmoid(-h) - math.log(s))
-    elif loss_type == "nca_pair":
-        loss = -logsigmoid(u) - 0.5 * logsigmoid(-u) - 0.5 * logsigmoid(-v)
-    elif loss_type == "bco_pair":
-        loss = -logsigmoid(u - bco_delta) - logsigmoid(bco_delta - v)
-    elif loss_type == "sppo_hard":
-        loss = (a - 0.5 / beta).square() + (b + 0.5 / beta).square()
-    elif loss_type == "apo_zero":
-        loss = torch.sigmoid(-u) + torch.sigmoid(v)
-    elif loss_type == "apo_down":
-        loss = torch.sigmoid(u) + torch.sigmoid(v - u)
-    elif loss_type == "aot":
-        loss = _smoothed(beta * ((c - r).sort().values - (ref_c - ref_r).sort().values), s)
-    elif loss_type == "aot_unpaired":
-        loss = _smoothed(beta * (a.sort().values - b.sort().values), s)
-    else:
-        m = torch.sigmoid(h / discopop_tau)
-        loss = -logsigmoid(h) * (1 - m) + (-h).clamp(max=LARGEST_EXPONENT).exp() * m
-    return PreferenceOutput(_reduce(loss, reduction), u.detach(), v.detach())
+        return _smoothed(h, s)
+    if loss_type == "robust":
+        return (-(1 - s) * logsigmoid(h) + s * logsigmoid(-h)) / (1 - 2 * s)
+    if loss_type == "hinge":
+        return (1 - h).clamp(min=0)
+    if loss_type == "ipo":
+        return (margin - 1 / (2 * beta)).square()
+    if loss_type == "exo_pair":
+        return torch.sigmoid(h) * (logsigmoid(h) - math.log1p(-s)) + torch.sigmoid(-h) * (logsigmoid(-h) - math.log(s))
+    m = torch.sigmoid(h / discopop_tau)  # discopop
+    return -logsigmoid(h) * (1 - m) + (-h).clamp(max=LARGEST_EXPONENT).exp() * m
+
+
+def _separate_loss(a: Tensor, b: Tensor, loss_type: str, beta: float, bco_delta: float) -> Tensor:
+    """`dpo_loss` of each pair, ``[B]``, for the loss types that read the log ratios of chosen and rejected separately."""
+    u, v = beta * a, beta * b
+    if loss_type == "nca_pair":
+        return -logsigmoid(u) - 0.5 * logsigmoid(-u) - 0.5 * logsigmoid(-v)
+    if loss_type == "bco_pair":
+        return -logsigmoid(u - bco_delta) - logsigmoid(bco_delta - v)
+    if loss_type == "sppo_hard":
+        return (a - 0.5 / beta).square() + (b + 0.5 / beta).square()
+    if loss_type == "apo_zero":
+        return torch.sigmoid(-u) + torch.sigmoid(v)
+    return torch.sigmoid(u) + torch.sigmoid(v - u)  # apo_down
 
 
 def orpo_loss(

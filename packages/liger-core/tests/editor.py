@@ -1,4 +1,4 @@
-"""What an editor sees of liger_core. Not run: pyright checks it, in `types` of .ci/run, and an error that is expected and isn't
+"""Types of liger_core in an editor. Not run: pyright checks it, in `types` of .ci/run, and an error that is expected and isn't
 there fails too.
 """
 # pyright: strict, reportUnusedExpression=false, reportUnknownMemberType=false, reportUnnecessaryTypeIgnoreComment=error
@@ -35,7 +35,7 @@ liger.cross_entropy(x, t, smoothing=0.1)  # pyright: ignore[reportCallIssue]
 assert_type(liger.fused_linear_cross_entropy(x, x, t, memory_budget=None), Tensor)
 assert_type(liger.fused_linear_cross_entropy(x, x, t, return_z_loss=True).z_loss, Tensor | None)
 
-# What finds an op keeps its signature, if it is given the op itself.
+# Functions that find an op keep its signature, if they get the op itself.
 assert_type(liger.get_op(liger.rms_norm, language="triton")(x, None), Tensor)
 liger.get_op(liger.rms_norm)(x)  # pyright: ignore[reportCallIssue]
 assert_type(liger.get_op("rms_norm")(x), Any)

@@ -125,7 +125,7 @@ def problems() -> dict[str, str]:
 def test_doctor_sees_packages_that_overwrote_each_other(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that liger loads: each of NVIDIA's wheels for CUDA 12 brings an empty nvidia/__init__.py, without harm."""
+    """Only packages that liger loads count: each NVIDIA wheel for CUDA 12 brings an empty nvidia/__init__.py, without harm."""
 
     def installed(name: str) -> types.SimpleNamespace:
         files = [PurePosixPath(package) / "__init__.py" for package in ("triton", "nvidia")]
@@ -167,7 +167,7 @@ def test_doctor_sees_the_reference_on_an_accelerator(
 def test_doctor_sees_a_version_outside_its_range(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of a requirement that holds here: not of an extra's, nor of one for another system."""
+    """Only requirements that hold here count, not an extra's, nor another system's."""
     pytest.importorskip("packaging")
     info = tmp_path / "liger_acme-0.3.dist-info"
     info.mkdir()

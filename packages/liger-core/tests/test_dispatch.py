@@ -66,7 +66,7 @@ def test_use_for_one_op_and_for_the_process(ran: list[str]) -> None:
 
 
 def test_use_can_be_entered_again(ran: list[str]) -> None:
-    """What is made once holds in each block, and each block restores what held before it."""
+    """A `use` that is made once holds in each block, and each block restores what held before it."""
     u = liger_core.use("torch")
     for _ in range(2):
         with u:
@@ -108,7 +108,7 @@ def test_use_decorates(ran: list[str]) -> None:
 def test_the_names_of_liger_kernel_are_read_when_ours_are_unset(
     ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That package reads them too, and takes neither our languages nor one per op."""
+    """liger-kernel reads these variables as well, and takes neither our languages nor one per op."""
     monkeypatch.setenv("LIGER_KERNEL_BACKEND", "toy-opaque")
     monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
     for ours, expected in (("", "toy-opaque"), ("torch", "torch"), ("toy-traced,rms_norm=torch", "torch")):
@@ -269,8 +269,8 @@ def test_a_device_without_language_names_the_doctor(
     install()
     liger_core.rms_norm(X, W)
     assert "no installed language serves cpu by default; `liger doctor` lists the others" in caplog.text
-    said = str(liger_core.explain("rms_norm", device="cuda"))
-    assert said.endswith("no kernel language is installed: `liger doctor` prints how to install one")
+    text = str(liger_core.explain("rms_norm", device="cuda"))
+    assert text.endswith("no kernel language is installed: `liger doctor` prints how to install one")
 
 
 def test_a_backend_may_refuse_the_machine(install: object) -> None:
@@ -311,8 +311,8 @@ def test_discover_reports_what_does_not_load(monkeypatch: pytest.MonkeyPatch) ->
         entry("z-module", lambda: in_package("z-module", "toy_traced.ops.rms_norm")),
     ]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
-    found, broken = backend.discover.__wrapped__()
-    assert found == (good,)
+    languages, broken = backend.discover.__wrapped__()
+    assert languages == (good,)
     assert broken[0] == BrokenBackend("bad", "ImportError: no such library")
     assert "is a str, not a BackendInfo" in broken[1].error
     assert "x-typo:backend declares package 'toy_tracd', which is not an importable package" in broken[2].error
@@ -355,16 +355,16 @@ def test_whatever_a_package_raises_is_its_own_error(
         *([types.SimpleNamespace(name="a-picky", value="picky:backend", load=lambda: picky)] if picky else []),
     ]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
-    found, broken = backend.discover.__wrapped__()
+    languages, broken = backend.discover.__wrapped__()
     assert [b.name for b in broken] == ["acme"]
     assert error.__name__ in broken[0].error
-    install(*found, broken=broken)
+    install(*languages, broken=broken)
     liger_core.rms_norm(X, W)
-    said = str(liger_core.explain("rms_norm", X, W))
-    assert "-> toy-traced: chosen" in said
-    assert f"acme: no: {error.__name__}" in said
-    assert f"b-ops: no: {name}.ops can't be imported: {error.__name__}" in said
-    assert picky is None or f"a-picky: no: toy_traced can't say whether it runs on cpu: {error.__name__}" in said
+    explanation = str(liger_core.explain("rms_norm", X, W))
+    assert "-> toy-traced: chosen" in explanation
+    assert f"acme: no: {error.__name__}" in explanation
+    assert f"b-ops: no: {name}.ops can't be imported: {error.__name__}" in explanation
+    assert picky is None or f"a-picky: no: toy_traced can't say whether it runs on cpu: {error.__name__}" in explanation
     assert liger_core.list_overridden_ops("cpu") == ["rms_norm"]
     with liger_core.use("b-ops"), pytest.raises(Unsupported, match=f"ops can't be imported: {error.__name__}"):
         liger_core.rms_norm(X, W)
@@ -488,22 +488,22 @@ def test_explain_raises_what_the_call_raises(toys: None) -> None:
 
 
 def test_explain_inside_of_what_kernels_do_not_take(toys: None) -> None:
-    said = []
+    texts = []
 
     def call(row: torch.Tensor) -> torch.Tensor:
-        said.append(str(liger_core.explain("rms_norm", row, W)))
+        texts.append(str(liger_core.explain("rms_norm", row, W)))
         return liger_core.rms_norm(row, W)
 
     torch.func.vmap(call)(X)
-    assert "toy-traced: no: a torch.func transform is active" in said[0]
-    assert "-> torch: chosen" in said[0]
+    assert "toy-traced: no: a torch.func transform is active" in texts[0]
+    assert "-> torch: chosen" in texts[0]
 
 
 def test_explain_an_empty_call(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference makes the result, also where another language is demanded or a fallback is an error."""
-    said = liger_core.explain("rms_norm", X[:0], W)
-    assert said.chosen.language == "torch"  # type: ignore[union-attr]
-    assert "toy-traced: no: x is empty" in str(said)
+    explanation = liger_core.explain("rms_norm", X[:0], W)
+    assert explanation.chosen.language == "torch"  # type: ignore[union-attr]
+    assert "toy-traced: no: x is empty" in str(explanation)
     monkeypatch.setenv("LIGER_STRICT", "1")
     dispatch.settings.cache_clear()
     assert liger_core.explain("rms_norm", X[:0], W).chosen.language == "torch"  # type: ignore[union-attr]
@@ -530,9 +530,9 @@ def test_explain_where_a_kernel_does_not_import(
     (tmp_path / "liger_acme" / "ops" / "rms_norm.py").write_text("import acme_missing")
     monkeypatch.syspath_prepend(tmp_path)
     install(BackendInfo("acme", ("cpu",), "torch", "liger_acme", "pip install acme"))
-    said = str(liger_core.explain("rms_norm", X, W))
-    assert "acme: no: ModuleNotFoundError: No module named 'acme_missing'" in said
-    assert "-> torch: chosen" in said
+    text = str(liger_core.explain("rms_norm", X, W))
+    assert "acme: no: ModuleNotFoundError: No module named 'acme_missing'" in text
+    assert "-> torch: chosen" in text
     with liger_core.use("acme"), pytest.raises(ModuleNotFoundError, match="acme_missing"):
         liger_core.explain("rms_norm", X, W)
 

@@ -58,7 +58,7 @@ def test_is_the_formula(divergence: str, beta: float, softcap: float | None) -> 
     def call(logits: Tensor) -> Any:
         return distillation(logits, teacher, labels, **options, **caps, soft_weight=0.7, hard_weight=0.4)
 
-    found = call(logits)
+    actual = call(logits)
     for row, label in enumerate(labels.tolist()):
         s = [v if softcap is None else softcap * math.tanh(v / softcap) for v in logits[row].tolist()]
         t = [3.0 * math.tanh(v / 3.0) for v in teacher[row].tolist()]
@@ -66,7 +66,7 @@ def test_is_the_formula(divergence: str, beta: float, softcap: float | None) -> 
         expected_soft = soft(s, t, divergence, beta, 1.7) if counts else 0.0
         expected_hard = -math.log(softmax(s)[label]) if counts else 0.0
         expected = 0.7 * expected_soft + 0.4 * expected_hard, expected_soft, expected_hard
-        for field, value in zip(found, expected, strict=True):
+        for field, value in zip(actual, expected, strict=True):
             torch.testing.assert_close(field[row].item(), value, rtol=1e-9, atol=1e-9)
     assert torch.autograd.gradcheck(lambda logits: tuple(call(logits)), logits)
 
@@ -77,25 +77,25 @@ def test_fused_is_that_of_the_products(divergence: str) -> None:
     teacher_x, teacher_weight, teacher_bias = randn(4, 2), randn(5, 2), randn(5)
     labels = torch.tensor([0, NONE, 4, 2])
     options: dict[str, Any] = {"divergence": divergence, "hard_weight": 0.5, "temperature": 0.8}
-    found = fused_linear_distillation(x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias, **options)
+    actual = fused_linear_distillation(x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias, **options)
     logits, teacher = x @ weight.T + bias, teacher_x @ teacher_weight.T + teacher_bias
     expected = distillation(logits, teacher, labels, **options)
-    torch.testing.assert_close(found, expected)
-    given = x, weight, bias
-    got = [torch.autograd.grad(output.loss, given) for output in (found, expected)]
+    torch.testing.assert_close(actual, expected)
+    inputs = x, weight, bias
+    got = [torch.autograd.grad(output.loss, inputs) for output in (actual, expected)]
     torch.testing.assert_close(*got)
-    wanted = torch.autograd.grad(found.loss, (teacher_x, teacher_weight, teacher_bias), allow_unused=True)
-    assert wanted == (None, None, None)
+    teacher_gradients = torch.autograd.grad(actual.loss, (teacher_x, teacher_weight, teacher_bias), allow_unused=True)
+    assert teacher_gradients == (None, None, None)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("hard_weight", [0.0, 0.5])
 def test_what_has_a_gradient(reduction: str, hard_weight: float) -> None:
     """A loss per row is there to be weighed; of a reduced one the parts are for logs."""
-    found = distillation(
+    actual = distillation(
         randn(4, 5), randn(4, 5), torch.tensor([0, NONE, 4, 2]), reduction=reduction, hard_weight=hard_weight
     )
-    have = {name for name, field in found._asdict().items() if field is not None and field.requires_grad}
+    have = {name for name, field in actual._asdict().items() if field is not None and field.requires_grad}
     parts = {"soft_loss", "hard_loss"} if hard_weight else {"soft_loss"}
     assert have == ({"loss"} | parts if reduction == "none" else {"loss"})
 
@@ -115,10 +115,10 @@ def test_defaults_are_fused_linear_jsd(beta: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("items", [None, 7, 2.5, 0.5, torch.tensor(9), torch.tensor(0)])
 def test_reductions(items: Any) -> None:
-    given = randn(4, 5), randn(4, 5, grad=False), torch.tensor([0, NONE, 4, 2])
-    rows = distillation(*given, hard_weight=0.5, reduction="none")
-    total = distillation(*given, hard_weight=0.5, reduction="sum")
-    mean = distillation(*given, hard_weight=0.5, num_items_in_batch=items)
+    inputs = randn(4, 5), randn(4, 5, grad=False), torch.tensor([0, NONE, 4, 2])
+    rows = distillation(*inputs, hard_weight=0.5, reduction="none")
+    total = distillation(*inputs, hard_weight=0.5, reduction="sum")
+    mean = distillation(*inputs, hard_weight=0.5, num_items_in_batch=items)
     divisor = 3 if items is None else max(float(items), 1.0)
     for row, summed, averaged in zip(rows, total, mean, strict=True):
         torch.testing.assert_close(row.sum(), summed)
@@ -127,17 +127,17 @@ def test_reductions(items: Any) -> None:
 
 def test_no_row_counts() -> None:
     logits = torch.full((2, 3), torch.nan, requires_grad=True)
-    found = distillation(logits, torch.randn(2, 3), torch.tensor([NONE, NONE]), hard_weight=1.0)
-    assert [field.item() for field in found] == [0.0, 0.0, 0.0]
-    (gradient,) = torch.autograd.grad(found.loss, logits)
+    actual = distillation(logits, torch.randn(2, 3), torch.tensor([NONE, NONE]), hard_weight=1.0)
+    assert [field.item() for field in actual] == [0.0, 0.0, 0.0]
+    (gradient,) = torch.autograd.grad(actual.loss, logits)
     assert not gradient.any()
 
 
 def test_no_hard_loss_without_a_weight() -> None:
     labels = torch.tensor([77, NONE])  # only their being ignored has an effect
-    found = distillation(torch.randn(2, 3), torch.randn(2, 3), labels)
-    assert found.hard_loss is None
-    assert found.loss.item() == found.soft_loss.item()
+    actual = distillation(torch.randn(2, 3), torch.randn(2, 3), labels)
+    assert actual.hard_loss is None
+    assert actual.loss.item() == actual.soft_loss.item()
 
 
 def test_a_row_of_zeros_has_cosine_loss_1() -> None:
@@ -159,7 +159,7 @@ def test_equal_probabilities_have_no_tvd_gradient() -> None:
 @pytest.mark.parametrize("log_target", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_kl_div_is_the_formula(log_target: bool, softcap: float | None) -> None:
-    """Of a target that adds up to 0.6, with a class of probability 0 and one below eps."""
+    """The target adds up to 0.6, with a class of probability 0 and one below eps."""
     x, weight, bias, labels = randn(4, 3), randn(5, 3), randn(5), torch.tensor([0, NONE, 4, 2])
     y = 0.6 * torch.rand(4, 5, dtype=WIDE).softmax(-1)
     y[0, 1], y[2, 3] = 0.0, 1e-4
@@ -169,16 +169,16 @@ def test_kl_div_is_the_formula(log_target: bool, softcap: float | None) -> None:
         target = y.log() if log_target else y
         return fused_linear_kl_div(x, weight, target, labels, bias, **options, reduction=reduction)
 
-    found = call(x, weight, bias)
-    assert found.shape == (4,)
+    actual = call(x, weight, bias)
+    assert actual.shape == (4,)
     least = 0.0 if log_target else 1e-3
     for row, logits in enumerate((x @ weight.T + bias).tolist()):
         z = [v if softcap is None else softcap * math.tanh(v / softcap) for v in logits]
         q = softmax([v / 1.7 for v in z])
         terms = (a * (math.log(max(a, least)) - math.log(b)) for a, b in zip(y[row].tolist(), q, strict=True) if a > 0)
         expected = sum(terms) if labels[row] != NONE else 0.0
-        torch.testing.assert_close(found[row].item(), expected, rtol=1e-9, atol=1e-9)
-    total = found.sum()
+        torch.testing.assert_close(actual[row].item(), expected, rtol=1e-9, atol=1e-9)
+    total = actual.sum()
     for reduction, divisor in (("sum", 1), ("batchmean", 3), ("mean", 15)):
         torch.testing.assert_close(call(x, weight, bias, reduction), total / divisor)
     assert torch.autograd.gradcheck(call, (x, weight, bias))
@@ -189,9 +189,9 @@ def test_kl_div_from_a_teacher_is_its_distillation() -> None:
     x, weight, teacher = randn(4, 3), randn(5, 3), randn(4, 5, grad=False)
     expected = distillation(x @ weight.T, teacher, beta=0.0).loss
     for target, log_target in ((teacher.softmax(-1), False), (teacher.log_softmax(-1), True)):
-        found = fused_linear_kl_div(x, weight, target, log_target=log_target)
-        torch.testing.assert_close(found, expected)
-        got = [torch.autograd.grad(loss, (x, weight), retain_graph=True) for loss in (found, expected)]
+        actual = fused_linear_kl_div(x, weight, target, log_target=log_target)
+        torch.testing.assert_close(actual, expected)
+        got = [torch.autograd.grad(loss, (x, weight), retain_graph=True) for loss in (actual, expected)]
         torch.testing.assert_close(*got)
 
 

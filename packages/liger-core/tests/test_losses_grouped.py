@@ -24,7 +24,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> Inputs:
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(VOCABULARY, (PAIRS, 2, LENGTH), generator=generator)
     target[:, :, -1], target[0, 0] = -100, -100
-    made = {
+    tensors = {
         "x": torch.randn(PAIRS, 2, LENGTH, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(),
         "weight": torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64).mul(0.25).to(dtype),
         "bias": torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(),
@@ -33,8 +33,8 @@ def inputs(dtype: torch.dtype = torch.float64) -> Inputs:
         "old": torch.rand(PAIRS, 2, LENGTH, generator=generator) - 4,
         "advantages": torch.randn(PAIRS, 2, generator=generator),
     }
-    made["weight"].requires_grad_()
-    return made
+    tensors["weight"].requires_grad_()
+    return tensors
 
 
 def dpo(logprobs: Tensor, target: Tensor, reference: Tensor) -> Any:
@@ -46,8 +46,8 @@ def policy(logprobs: Tensor, target: Tensor, old: Tensor, advantages: Tensor) ->
     return losses.policy_loss(logprobs, old, None, advantages, target != -100, beta=0.0, loss_type="grpo")
 
 
-def exploring(found: Any, target: Tensor) -> Tensor:
-    return -(found.logprobs.exp() * (target != -100)).sum() - 0.1 * found.entropy.sum()
+def exploring(output: Any, target: Tensor) -> Tensor:
+    return -(output.logprobs.exp() * (target != -100)).sum() - 0.1 * output.entropy.sum()
 
 
 LOSSES: dict[str, tuple[Callable[..., Any], tuple[str, ...], dict[str, Any]]] = {
@@ -58,30 +58,34 @@ LOSSES: dict[str, tuple[Callable[..., Any], tuple[str, ...], dict[str, Any]]] = 
 }
 
 
-def call(name: str, given: Inputs, **more: Any) -> Any:
+def call(name: str, call_inputs: Inputs, **more: Any) -> Any:
     loss, names, options = LOSSES[name]
     return losses.fused_linear_grouped_loss(
         loss,
-        given["x"],
-        given["weight"],
-        given["target"],
-        *(given[key] for key in names),
-        bias=given["bias"],
+        call_inputs["x"],
+        call_inputs["weight"],
+        call_inputs["target"],
+        *(call_inputs[key] for key in names),
+        bias=call_inputs["bias"],
         **{**options, **more},
     )
 
 
-def plain(name: str, given: Inputs) -> list[Any]:
-    """What the loss returns for each group, from the log-probabilities of all."""
+def plain(name: str, call_inputs: Inputs) -> list[Any]:
+    """The loss of each group, from the log-probabilities of all groups."""
     loss, names, options = LOSSES[name]
-    flat = given["x"].flatten(0, -2), given["weight"], given["target"].flatten(), given["bias"]
-    found = losses.fused_linear_token_logprobs(*flat, **options)
-    fields = [f.view(given["target"].shape) for f in (found if isinstance(found, tuple) else (found,)) if f is not None]
+    flat = call_inputs["x"].flatten(0, -2), call_inputs["weight"], call_inputs["target"].flatten(), call_inputs["bias"]
+    actual = losses.fused_linear_token_logprobs(*flat, **options)
+    fields = [
+        f.view(call_inputs["target"].shape)
+        for f in (actual if isinstance(actual, tuple) else (actual,))
+        if f is not None
+    ]
     rows = []
     for group in range(PAIRS):
         mine = [field[group] for field in fields]
         first = losses.TokenLogprobsOutput(*mine, None, None) if len(mine) > 1 else mine[0]
-        rows.append(loss(first, *(given[key][group] for key in names)))
+        rows.append(loss(first, *(call_inputs[key][group] for key in names)))
     return rows
 
 
@@ -89,19 +93,19 @@ def first(returned: Any) -> Tensor:
     return returned[0] if isinstance(returned, tuple) else returned
 
 
-def gradients(loss: Tensor, given: Inputs) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(loss, [given[name] for name in WANTED])
+def gradients(loss: Tensor, call_inputs: Inputs) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, [call_inputs[name] for name in WANTED])
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_is_the_sum_over_groups(name: str) -> None:
-    given = inputs()
-    returned, rows = call(name, given), plain(name, given)
+    call_inputs = inputs()
+    returned, rows = call(name, call_inputs), plain(name, call_inputs)
     right = sum(map(first, rows))
     assert isinstance(right, Tensor)
     torch.testing.assert_close(first(returned), right)
     # The factor is what a mean, or a scaler of gradients, brings.
-    torch.testing.assert_close(gradients(first(returned) / 7, given), gradients(right / 7, given))
+    torch.testing.assert_close(gradients(first(returned) / 7, call_inputs), gradients(right / 7, call_inputs))
     if isinstance(returned, tuple):
         assert type(returned) is type(rows[0])
         for mine, *theirs in zip(returned[1:], *(row[1:] for row in rows), strict=True):
@@ -114,29 +118,34 @@ def test_is_the_sum_over_groups(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_is_as_exact_as_its_dtype(dtype: torch.dtype) -> None:
-    given = inputs(dtype)
-    exact = {name: t.detach().double().requires_grad_() if name in WANTED else t for name, t in given.items()}
+    call_inputs = inputs(dtype)
+    exact = {name: t.detach().double().requires_grad_() if name in WANTED else t for name, t in call_inputs.items()}
     right = gradients(first(call("dpo", exact)), exact)
-    for mine, theirs in zip(gradients(first(call("dpo", given)), given), right, strict=True):
+    for mine, theirs in zip(gradients(first(call("dpo", call_inputs)), call_inputs), right, strict=True):
         assert mine.dtype is dtype
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=2 * torch.finfo(dtype).eps * theirs.abs().max())
 
 
 def test_small_gradients_do_not_underflow_in_float16() -> None:
-    """Of 1e-9 a token, below what float16 holds: a scaler's factor comes after they were rounded."""
-    given = inputs(torch.float16)
+    """Gradients of 1e-9 a token are below float16's range: a scaler's factor comes after they were rounded."""
+    call_inputs = inputs(torch.float16)
     scaled = (
-        losses.fused_linear_grouped_loss(lambda lp: 1e-9 * lp.sum(), given["x"], given["weight"], given["target"]) * 1e9
+        losses.fused_linear_grouped_loss(
+            lambda lp: 1e-9 * lp.sum(), call_inputs["x"], call_inputs["weight"], call_inputs["target"]
+        )
+        * 1e9
     )
-    right = losses.fused_linear_grouped_loss(lambda lp: lp.sum(), given["x"], given["weight"], given["target"])
-    wanted = given["x"], given["weight"]
-    got = torch.autograd.grad(scaled, wanted)
-    for mine, theirs in zip(got, torch.autograd.grad(right, wanted), strict=True):
+    right = losses.fused_linear_grouped_loss(
+        lambda lp: lp.sum(), call_inputs["x"], call_inputs["weight"], call_inputs["target"]
+    )
+    leaves = call_inputs["x"], call_inputs["weight"]
+    got = torch.autograd.grad(scaled, leaves)
+    for mine, theirs in zip(got, torch.autograd.grad(right, leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3 * float(theirs.abs().max()))
 
 
 def test_a_group_is_one_call_that_holds_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, budgets = inputs(torch.bfloat16), []
+    call_inputs, budgets = inputs(torch.bfloat16), []
     logprobs = grouped.fused_linear_token_logprobs
 
     def noted(*args: Any, **options: Any) -> Any:
@@ -144,14 +153,14 @@ def test_a_group_is_one_call_that_holds_its_logits(monkeypatch: pytest.MonkeyPat
         return logprobs(*args, **options)
 
     monkeypatch.setattr(grouped, "fused_linear_token_logprobs", noted)
-    returned = first(call("dpo", given))
+    returned = first(call("dpo", call_inputs))
     assert budgets == [most_statistics_memory(2 * LENGTH, VOCABULARY)] * PAIRS
-    gradients(returned, given)
+    gradients(returned, call_inputs)
     assert len(budgets) == PAIRS
-    first(call("dpo", given, memory_budget=5000))
+    first(call("dpo", call_inputs, memory_budget=5000))
     assert budgets[PAIRS:] == [5000] * PAIRS
     with torch.no_grad():
-        call("dpo", given)
+        call("dpo", call_inputs)
     assert len(budgets) == 2 * PAIRS + 1
 
 
@@ -168,78 +177,80 @@ def test_the_memory_of_a_group_is_the_least_that_holds_its_logits(dtype: torch.d
     assert held(most - 1) == (dtype is torch.float32)
 
 
-@pytest.mark.parametrize("wanted", [("x",), ("weight",), ("x", "weight")], ids=str)
-def test_gradients_of_some(wanted: tuple[str, ...]) -> None:
-    given = {name: t.detach().requires_grad_(name in wanted) if name in WANTED else t for name, t in inputs().items()}
-    tensors = [given[name] for name in wanted]
-    right = sum(map(first, plain("dpo", given)))
+@pytest.mark.parametrize("leaves", [("x",), ("weight",), ("x", "weight")], ids=str)
+def test_gradients_of_some(leaves: tuple[str, ...]) -> None:
+    call_inputs = {
+        name: t.detach().requires_grad_(name in leaves) if name in WANTED else t for name, t in inputs().items()
+    }
+    tensors = [call_inputs[name] for name in leaves]
+    right = sum(map(first, plain("dpo", call_inputs)))
     assert isinstance(right, Tensor)
     torch.testing.assert_close(
-        torch.autograd.grad(first(call("dpo", given)), tensors), torch.autograd.grad(right, tensors)
+        torch.autograd.grad(first(call("dpo", call_inputs)), tensors), torch.autograd.grad(right, tensors)
     )
 
 
 def test_without_a_gradient() -> None:
-    given = inputs()
+    call_inputs = inputs()
     with torch.no_grad():
-        returned = call("dpo", given)
+        returned = call("dpo", call_inputs)
     assert not returned.loss.requires_grad
-    assert torch.equal(returned.loss, call("dpo", given).loss.detach())
+    assert torch.equal(returned.loss, call("dpo", call_inputs).loss.detach())
 
 
 def test_a_graph_that_is_retained_gives_its_gradients_again() -> None:
-    given = inputs()
-    loss = call("dpo", given).loss
-    once = torch.autograd.grad(loss, [given[n] for n in WANTED], retain_graph=True)
-    torch.testing.assert_close(gradients(2 * loss, given), tuple(2 * g for g in once))
+    call_inputs = inputs()
+    loss = call("dpo", call_inputs).loss
+    once = torch.autograd.grad(loss, [call_inputs[n] for n in WANTED], retain_graph=True)
+    torch.testing.assert_close(gradients(2 * loss, call_inputs), tuple(2 * g for g in once))
 
 
 def test_a_second_derivative_is_an_error() -> None:
-    given = inputs()
-    (dx,) = torch.autograd.grad(call("dpo", given).loss, given["x"], create_graph=True)
+    call_inputs = inputs()
+    (dx,) = torch.autograd.grad(call("dpo", call_inputs).loss, call_inputs["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="fused_linear_grouped_loss has no second derivative"):
         dx.sum().backward()
 
 
 def test_under_autocast() -> None:
     """Parameters in float32, products in bfloat16: as by log-probabilities of all groups."""
-    given = inputs(torch.float32)
+    call_inputs = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss, rows = call("dpo", given).loss, plain("dpo", given)
+        loss, rows = call("dpo", call_inputs).loss, plain("dpo", call_inputs)
     right = sum(map(first, rows))
     assert isinstance(right, Tensor)
     torch.testing.assert_close(loss, right)
-    for mine, theirs in zip(gradients(loss, given), gradients(right, given), strict=True):
+    for mine, theirs in zip(gradients(loss, call_inputs), gradients(right, call_inputs), strict=True):
         assert mine.dtype is torch.float32
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-2 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu", "lean", "func"])
 def test_inside_of_what_changes_autograd(around: str) -> None:
-    given = inputs()
-    right = call("dpo", given).loss
-    expected = gradients(right, given)
+    call_inputs = inputs()
+    right = call("dpo", call_inputs).loss
+    expected = gradients(right, call_inputs)
     if around == "func":
 
         def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return call("dpo", {**given, "x": x, "weight": weight, "bias": bias}).loss
+            return call("dpo", {**call_inputs, "x": x, "weight": weight, "bias": bias}).loss
 
-        got = torch.func.grad(loss, argnums=(0, 1, 2))(*(given[name].detach() for name in WANTED))
+        got = torch.func.grad(loss, argnums=(0, 1, 2))(*(call_inputs[name].detach() for name in WANTED))
     elif around == "checkpoint":
-        got = gradients(checkpoint(lambda: call("dpo", given).loss, use_reentrant=False), given)
+        got = gradients(checkpoint(lambda: call("dpo", call_inputs).loss, use_reentrant=False), call_inputs)
     else:
         with lean() if around == "lean" else torch.autograd.graph.save_on_cpu():
-            found = call("dpo", given).loss
-        got = gradients(found, given)
+            actual = call("dpo", call_inputs).loss
+        got = gradients(actual, call_inputs)
     torch.testing.assert_close(got, expected)
 
 
 def test_a_loss_of_nothing_has_gradients_of_zero() -> None:
-    given = inputs()
+    call_inputs = inputs()
     returned = losses.fused_linear_grouped_loss(
-        lambda lp: torch.zeros((), requires_grad=False), given["x"], given["weight"], given["target"]
+        lambda lp: torch.zeros((), requires_grad=False), call_inputs["x"], call_inputs["weight"], call_inputs["target"]
     )
-    assert not any(g.any() for g in torch.autograd.grad(returned, (given["x"], given["weight"])))
+    assert not any(g.any() for g in torch.autograd.grad(returned, (call_inputs["x"], call_inputs["weight"])))
 
 
 def test_groups_without_tokens() -> None:
@@ -252,8 +263,8 @@ def test_groups_without_tokens() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    given = inputs()
-    x, weight, target = given["x"], given["weight"], given["target"]
+    call_inputs = inputs()
+    x, weight, target = call_inputs["x"], call_inputs["weight"], call_inputs["target"]
 
     def total(lp: Tensor, *inputs: Tensor) -> Tensor:
         return lp.sum()
@@ -266,7 +277,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match=r"target has shape \(3, 2\); it takes \(3, 2, 5\), that of x"):
         run(total, x, weight, target[..., 0])
     with pytest.raises(ValueError, match=r"input 1 has shape \(2, 2\); it takes \(3, ...\), a row per group"):
-        run(total, x, weight, target, target, given["reference"][:2])
+        run(total, x, weight, target, target, call_inputs["reference"][:2])
     with pytest.raises(ValueError, match=r"the loss returned shape \(2, 5\); it returns a scalar"):
         run(lambda lp: lp, x, weight, target)
     with pytest.raises(ValueError, match=r"the loss returned None; it returns a scalar"):
@@ -280,18 +291,18 @@ def test_bad_input_is_named() -> None:
 
 
 def test_another_source_of_gradients_is_an_error() -> None:
-    given = inputs()
+    call_inputs = inputs()
     other = torch.ones(4, requires_grad=True)
     with pytest.raises(ValueError, match=r"depends on a tensor of shape \(4,\) that requires a gradient; .* detach"):
         losses.fused_linear_grouped_loss(
-            lambda lp: lp.sum() * other.sum().tanh(), given["x"], given["weight"], given["target"]
+            lambda lp: lp.sum() * other.sum().tanh(), call_inputs["x"], call_inputs["weight"], call_inputs["target"]
         )
 
 
 def test_inputs_are_constants() -> None:
-    given = inputs()
+    call_inputs = inputs()
     scale = torch.ones(PAIRS, requires_grad=True)
     returned = losses.fused_linear_grouped_loss(
-        lambda lp, mine: lp.sum() * mine, given["x"], given["weight"], given["target"], scale
+        lambda lp, mine: lp.sum() * mine, call_inputs["x"], call_inputs["weight"], call_inputs["target"], scale
     )
     assert torch.autograd.grad(returned, scale, allow_unused=True) == (None,)

@@ -1,4 +1,4 @@
-"""What is kept for backward inside of `lean`, by consumers of every kind, and what becomes of it."""
+"""Tensors that are saved for backward inside of `lean`, by consumers of every kind, and their gradients."""
 
 from __future__ import annotations
 
@@ -66,29 +66,29 @@ def equal(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 @contextmanager
 def counting() -> Iterator[dict[int, int]]:
     """The bytes that hooks inside of this one, or autograd, keep, by storage."""
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
     alive: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage.nbytes()
+        saved[storage._cdata] = storage.nbytes()
         alive.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        yield kept
+        yield saved
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradients_are_equal_and_results_are_not_kept(toys: None, language: str, autocast: bool) -> None:
-    model, x, wanted = block()
+    model, x, leaves = block()
     with liger_core.use(rms_norm=language), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        expected = gradients(model(x), wanted)
+        expected = gradients(model(x), leaves)
         with lean():
             y = model(x)
-        equal(gradients(y, wanted, retain_graph=True), expected)
-        equal(gradients(y, wanted), expected)  # a second backward
+        equal(gradients(y, leaves, retain_graph=True), expected)
+        equal(gradients(y, leaves), expected)  # a second backward
         with counting() as plain:
             model(x)
         with counting() as less, lean():
@@ -109,13 +109,13 @@ def test_results_are_made_again_once_and_let_go(toys: None, monkeypatch: pytest.
         return y, saved
 
     monkeypatch.setattr(kernel, "forward", counted)
-    model, x, wanted = block()
+    model, x, leaves = block()
     with lean():
         y = model(x)
     assert len(runs) == 1
     assert runs[0].expired()
     for times in (2, 3):
-        gradients(y, wanted, retain_graph=True)
+        gradients(y, leaves, retain_graph=True)
         assert len(runs) == times
         assert all(run.expired() for run in runs)
 
@@ -147,8 +147,8 @@ def test_a_graph_that_has_no_backward_is_let_go(toys: None, consumer: Callable[[
 
 
 def test_in_place_changes() -> None:
-    """Of what is kept: an error, as autograd's own."""
-    model, x, wanted = block()
+    """A change of a saved tensor is an error, as it is without `lean`."""
+    model, x, leaves = block()
     with lean():
         y = model(x)
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_in_place_changes() -> None:
     with pytest.raises(
         RuntimeError, match=r"changed in place: torch.float32, shape \(8,\), is at version 1.* version 0"
     ):
-        gradients(y, wanted)
+        gradients(y, leaves)
 
 
 def test_a_result_that_is_changed_in_place() -> None:
@@ -173,11 +173,11 @@ def test_a_result_that_is_changed_in_place() -> None:
         return product, gate, up, factor
 
     for before in (False, True):
-        y, *wanted = run(before, False)
-        expected = gradients(y, wanted)
+        y, *leaves = run(before, False)
+        expected = gradients(y, leaves)
         with lean():
-            y, *wanted = run(before, not before)
-        equal(gradients(y, wanted), expected)
+            y, *leaves = run(before, not before)
+        equal(gradients(y, leaves), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -185,8 +185,8 @@ def test_a_result_that_is_changed_in_place() -> None:
 def test_activation_checkpointing(toys: None, reentrant: bool, place: str) -> None:
     models = [Block(), Block()]
     x = draw(4, 5, 8, seed=7).requires_grad_()
-    wanted = [x, *(p for model in models for p in model.parameters())]
-    expected = gradients(models[1](models[0](x)), wanted) if not reentrant else None
+    leaves = [x, *(p for model in models for p in model.parameters())]
+    expected = gradients(models[1](models[0](x)), leaves) if not reentrant else None
 
     def leaner(model: Block, x: Tensor) -> Tensor:
         with lean():
@@ -199,7 +199,7 @@ def test_activation_checkpointing(toys: None, reentrant: bool, place: str) -> No
         return y
 
     def backward() -> tuple[Tensor, ...]:
-        for tensor in wanted:
+        for tensor in leaves:
             tensor.grad = None
         if place == "outside":
             with lean():
@@ -207,11 +207,11 @@ def test_activation_checkpointing(toys: None, reentrant: bool, place: str) -> No
         else:
             y = run()
         y.square().sum().backward()
-        return tuple(tensor.grad for tensor in wanted)  # type: ignore[misc]
+        return tuple(tensor.grad for tensor in leaves)  # type: ignore[misc]
 
     if expected is None:
         models[1](models[0](x)).square().sum().backward()
-        expected = tuple(tensor.grad for tensor in wanted)  # type: ignore[assignment]
+        expected = tuple(tensor.grad for tensor in leaves)  # type: ignore[assignment]
     equal(backward(), expected)  # type: ignore[arg-type]
 
 
@@ -246,12 +246,12 @@ def test_memory_is_free_without_a_collection_of_cycles(ends: str) -> None:
 @pytest.mark.parametrize("inner", [False, True])
 def test_beside_other_hooks(inner: bool) -> None:
     """Hooks around lean get what is kept; hooks inside of it get everything."""
-    model, x, wanted = block()
-    expected = gradients(model(x), wanted)
+    model, x, leaves = block()
+    expected = gradients(model(x), leaves)
     hooks: list[Callable[[], Any]] = [torch.autograd.graph.save_on_cpu, lean]
     with hooks[inner](), hooks[not inner]():
         y = model(x)
-    equal(gradients(y, wanted), expected)
+    equal(gradients(y, leaves), expected)
 
 
 def test_a_consumer_that_is_not_of_the_same_graph() -> None:
@@ -262,8 +262,8 @@ def test_a_consumer_that_is_not_of_the_same_graph() -> None:
         y = liger_core.rms_norm(x, weight)
         apart = F.linear(y.detach(), head)
     y.sum().backward()
-    (found,) = torch.autograd.grad(apart.sum(), head)
-    assert torch.equal(found, liger_core.rms_norm(x, weight).sum(0).expand(4, 8))
+    (actual,) = torch.autograd.grad(apart.sum(), head)
+    assert torch.equal(actual, liger_core.rms_norm(x, weight).sum(0).expand(4, 8))
 
 
 def test_second_derivatives_of_the_reference() -> None:
@@ -285,22 +285,22 @@ def test_nothing_is_done_without_gradients() -> None:
 
 
 def test_lean_is_reentrant_and_a_decorator() -> None:
-    model, x, wanted = block()
-    expected = gradients(model(x), wanted)
+    model, x, leaves = block()
+    expected = gradients(model(x), leaves)
 
     @lean()
     def run() -> Tensor:
         with lean():
             return model(x)
 
-    equal(gradients(run(), wanted), expected)
+    equal(gradients(run(), leaves), expected)
     with pytest.raises(ZeroDivisionError), lean():
         raise ZeroDivisionError
-    with counting() as kept:
+    with counting() as saved:
         model(x)
     with counting() as again:
         model(x)
-    assert sum(kept.values()) == sum(again.values())
+    assert sum(saved.values()) == sum(again.values())
 
 
 def test_a_declaration_names_tensors() -> None:
@@ -312,19 +312,19 @@ def test_a_declaration_names_tensors() -> None:
 
 
 def saved_when_compiled(function: Callable[..., Tensor], *args: Any) -> tuple[list[torch.Size], tuple[Tensor, ...]]:
-    """What the compiled forward keeps for the backward, and the gradients."""
-    kept: list[torch.Size] = []
+    """The shapes that the compiled forward saves for the backward, and the gradients."""
+    saved: list[torch.Size] = []
 
     def forward(graph: Any, inputs: Any) -> Any:
         (output,) = (node for node in graph.graph.nodes if node.op == "output")
         values = [node.meta["val"] for node in output.args[0][1:]]
-        kept.extend(value.shape for value in values if isinstance(value, Tensor))
+        saved.extend(value.shape for value in values if isinstance(value, Tensor))
         return graph.forward
 
     partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
     backend = aot_autograd(fw_compiler=forward, bw_compiler=lambda graph, _: graph.forward, partition_fn=partition)
     y = torch.compile(function, backend=backend, fullgraph=True)(*args)
-    return kept, gradients(y, list(args))
+    return saved, gradients(y, list(args))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -355,7 +355,7 @@ def test_compiled(toys: None, language: str, around: str) -> None:
 
     with liger_core.use(rms_norm=language):
         torch.compiler.reset()
-        kept, expected = saved_when_compiled(layer, x, weight, head)
+        saved, expected = saved_when_compiled(layer, x, weight, head)
         torch.compiler.reset()
         if around == "the-call-in-it":
             less, actual = saved_when_compiled(leaner, x, weight, head)
@@ -363,9 +363,9 @@ def test_compiled(toys: None, language: str, around: str) -> None:
             with lean():
                 less, actual = saved_when_compiled(layer, x, weight, head)
     rows = torch.Size([3, 8])
-    assert less.count(rows) == 1 < kept.count(rows), f"without and with lean these are kept: {kept}, {less}"
-    for found, value in zip(actual, expected, strict=True):
-        torch.testing.assert_close(found, value)
+    assert less.count(rows) == 1 < saved.count(rows), f"without and with lean these are saved: {saved}, {less}"
+    for result, value in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result, value)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

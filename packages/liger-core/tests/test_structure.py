@@ -41,8 +41,8 @@ def test_every_file_is_in_the_line() -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_imports_only_what_stands_above_it(file: str) -> None:
-    own = place(file.removesuffix(".py").replace("/", "."))
-    below = [m for m in imported(ast.parse((SOURCE / file).read_text("utf-8"))) if place(m) > own]
+    position = place(file.removesuffix(".py").replace("/", "."))
+    below = [m for m in imported(ast.parse((SOURCE / file).read_text("utf-8"))) if place(m) > position]
     assert not below, f"{file} imports {', '.join(below)}, which the README's table has below it"
 
 

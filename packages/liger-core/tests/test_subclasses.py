@@ -37,7 +37,7 @@ class Known(Tensor):
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch, toys: None) -> dict[str, list[Any]]:
     """The installed handlers by type, to add to, and under ``looked`` what was looked for."""
-    found: dict[str, list[Any]] = {"looked": []}
+    handlers: dict[str, list[Any]] = {"looked": []}
 
     installed = importlib.metadata.entry_points
 
@@ -45,12 +45,12 @@ def entries(monkeypatch: pytest.MonkeyPatch, toys: None) -> dict[str, list[Any]]
         if of.get("group") != "liger.tensors":
             return installed(**of)
         name = of["name"]
-        found["looked"].append(name)
-        return [types.SimpleNamespace(load=lambda handler=handler: handler) for handler in found.get(name, [])]
+        handlers["looked"].append(name)
+        return [types.SimpleNamespace(load=lambda handler=handler: handler) for handler in handlers.get(name, [])]
 
     monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
     monkeypatch.setattr(subclasses, "_handlers", {})
-    return found
+    return handlers
 
 
 def test_a_known_type_is_handed_over(entries: dict[str, list[Any]]) -> None:
@@ -94,9 +94,9 @@ def test_a_known_type_is_traced(entries: dict[str, list[Any]]) -> None:
 
     entries[subclasses.full_name(TwoTensor)] = [both]
     compiled = torch.compile(lambda x: liger_core.rms_norm(x, W) * 2, backend="aot_eager", fullgraph=True)
-    found = compiled(TwoTensor(X, X * 3))
-    torch.testing.assert_close(found.a, liger_core.rms_norm.reference(X, W) * 2)
-    torch.testing.assert_close(found.b, liger_core.rms_norm.reference(X * 3, W) * 2)
+    actual = compiled(TwoTensor(X, X * 3))
+    torch.testing.assert_close(actual.a, liger_core.rms_norm.reference(X, W) * 2)
+    torch.testing.assert_close(actual.b, liger_core.rms_norm.reference(X * 3, W) * 2)
 
 
 def test_what_is_in_flight_is_plain(entries: dict[str, list[Any]]) -> None:
@@ -111,7 +111,7 @@ def test_what_is_in_flight_is_plain(entries: dict[str, list[Any]]) -> None:
 
 
 class Sent(torch.autograd.Function):
-    """What a DTensor's redistribution does: its result is in flight, and what is inside of that has no gradient."""
+    """A stand-in for a DTensor's redistribution: its result is in flight, and the tensor inside of it has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -140,15 +140,15 @@ def test_what_is_in_flight_keeps_its_gradient(entries: dict[str, list[Any]], lan
 
 
 def test_what_is_in_flight_has_second_derivatives(entries: dict[str, list[Any]]) -> None:
-    """Of the reference, as what has arrived does."""
-    x, found = X.clone().requires_grad_(), []
-    for given in (x, Sent.apply(x)):
+    """The reference has second derivatives for a tensor in flight, as it has after arrival."""
+    x, grads = X.clone().requires_grad_(), []
+    for tensor in (x, Sent.apply(x)):
         with liger_core.use("torch"):
-            y = liger_core.rms_norm(given, W) * torch.tensor([1.0, 5.0])
+            y = liger_core.rms_norm(tensor, W) * torch.tensor([1.0, 5.0])
         (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        found += torch.autograd.grad(first.square().sum(), x)
-    assert found[0].abs().min() > 0
-    torch.testing.assert_close(found[1], found[0])
+        grads += torch.autograd.grad(first.square().sum(), x)
+    assert grads[0].abs().min() > 0
+    torch.testing.assert_close(grads[1], grads[0])
 
 
 @pytest.fixture

@@ -91,23 +91,23 @@ def test_values_that_stand_for_others_are_not_read() -> None:
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    """What a call gives in another thread."""
-    found: list[Any] = []
+    """The result of a call in another thread."""
+    results: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def test_an_export_in_another_thread_is_none_here(toys: None) -> None:
-    """What that thread does is not what this one does: values are read, and a launch is a launch."""
+    """Another thread's state is not this thread's: values are read, and a launch is a launch."""
     wrong = torch.tensor([7])
     seen: list[Any] = []
 
@@ -185,8 +185,8 @@ def complex_op(install: Callable[..., None]) -> Iterator[Callable[..., Tensor]]:
 
 def test_conjugate_views(complex_op: Callable[..., Tensor]) -> None:
     z = torch.view_as_complex(torch.randn(3, 4, 2))
-    for given in (z, z.conj(), z, z.conj()):
-        torch.testing.assert_close(complex_op(given), given.imag)
+    for tensor in (z, z.conj(), z, z.conj()):
+        torch.testing.assert_close(complex_op(tensor), tensor.imag)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -287,5 +287,5 @@ def test_launches_of_one_name_are_two() -> None:
 
 def test_tokens_of_fake_tensors_are_not_read() -> None:
     with FakeTensorMode():
-        found = liger_core.losses.token_logprobs(torch.ones(3, 5), torch.full((3,), 7))
-    assert found.shape == (3,)
+        actual = liger_core.losses.token_logprobs(torch.ones(3, 5), torch.full((3,), 7))
+    assert actual.shape == (3,)

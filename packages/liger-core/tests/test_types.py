@@ -1,4 +1,4 @@
-"""What editors and `help` are told is what runs."""
+"""Editors and `help` show the functions that run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_bound_op_has_the_ops_signature_and_help() -> None:
 
 
 def test_an_op_as_an_attribute_is_the_op() -> None:
-    """Of a class, and of an instance, which Dynamo up to torch 2.11 looks for in the class."""
+    """An op as an attribute of a class, and of an instance: Dynamo up to torch 2.11 looks for the latter in the class."""
 
     class Layer(torch.nn.Module):
         norm = liger_core.rms_norm

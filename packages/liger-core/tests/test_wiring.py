@@ -23,7 +23,7 @@ from liger_core.custom_op import opaque
 
 
 class FitOutput(NamedTuple):
-    """What `fit` returns."""
+    """The result of `fit`."""
 
     loss: Tensor
     worst: Tensor | None
@@ -183,7 +183,7 @@ def test_one_tensor_as_two_arguments(
     def backward(needs: Needs, saved: Saved, dratio: Tensor) -> tuple[Tensor | None, ...]:
         x, y, z = saved
         gradients = 2 * x / y * z * dratio, -x.square() / y.square() * z * dratio
-        return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, needs, strict=True))
+        return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
 
     serve("ratio", install, monkeypatch, forward, backward)
     try:
@@ -192,8 +192,8 @@ def test_one_tensor_as_two_arguments(
         x, y = torch.tensor([3.0], requires_grad=True), torch.tensor([5.0])
         for arguments, expected in (((x, x, x), 3.0), ((x, y, x), 3.6), ((x, y, y), 6.0), ((y, x, x), -25 / 3)):
             with liger_core.use("toy"):
-                (found,) = torch.autograd.grad(call(*arguments).sum(), x)
-            torch.testing.assert_close(found, torch.tensor([expected]))
+                (actual,) = torch.autograd.grad(call(*arguments).sum(), x)
+            torch.testing.assert_close(actual, torch.tensor([expected]))
     finally:
         del contract.ops["ratio"]
 
@@ -260,8 +260,8 @@ def test_a_references_compiled_backward_runs_without_autocast() -> None:
     with liger_core.use("torch"):
         expected = torch.autograd.grad(call(*streams).square().sum(), streams)
         with torch.autocast("cpu", torch.bfloat16):
-            found = torch.autograd.grad(compiled(*streams).square().sum(), streams)
-    torch.testing.assert_close(found, expected)
+            actual = torch.autograd.grad(compiled(*streams).square().sum(), streams)
+    torch.testing.assert_close(actual, expected)
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -346,31 +346,31 @@ def test_a_compiled_launch_runs_no_python_but_its_own() -> None:
     assert called == ["__call__", "fill"]  # OpOverload's, and ours
 
 
-def copy_fit(written: FitOutput, given: FitOutput | None, value: float) -> None:
+def copy_fit(written: FitOutput, addend: FitOutput | None, value: float) -> None:
     for name, y in written._asdict().items():
-        x = None if given is None else getattr(given, name)
+        x = None if addend is None else getattr(addend, name)
         if y is not None:
             y.copy_(value + (0.0 if x is None else x))
 
 
 @pytest.mark.parametrize("with_worst", [True, False])
-@pytest.mark.parametrize("given", [True, False])
-def test_a_launch_takes_named_tuples(with_worst: bool, given: bool) -> None:
+@pytest.mark.parametrize("addend", [True, False])
+def test_a_launch_takes_named_tuples(with_worst: bool, addend: bool) -> None:
     """Also None in place of one, or of its fields."""
     copy_fit.__module__ = "toy"  # a part of the custom op's name
     launch = opaque(writes=("written",))(copy_fit)
 
     def run(x: Tensor) -> FitOutput:
         written = FitOutput(torch.empty_like(x), torch.empty_like(x) if with_worst else None, torch.empty_like(x))
-        launch(written, FitOutput(x, None, 2 * x) if given else None, 1.0)
+        launch(written, FitOutput(x, None, 2 * x) if addend else None, 1.0)
         return written
 
     torch.compiler.reset()
     x = torch.randn(3)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
     assert isinstance(compiled, FitOutput)
-    for found, expected in zip(compiled, run(x), strict=True):
-        assert found is expected if found is None or expected is None else torch.equal(found, expected)
+    for actual, expected in zip(compiled, run(x), strict=True):
+        assert actual is expected if actual is None or expected is None else torch.equal(actual, expected)
 
 
 def test_checkpoint_recomputes_in_the_same_language(toys: None) -> None:
@@ -433,11 +433,11 @@ def test_backward_runs_without_autocast(toys: None, monkeypatch: pytest.MonkeyPa
     """As forward does: what it computes again has the dtype that it had."""
     import toy_traced.ops.rms_norm as kernel
 
-    found: list[bool] = []
+    actual: list[bool] = []
     backward = kernel.backward
 
     def spy(*args: Any, **options: Any) -> Any:
-        found.append(torch.is_autocast_enabled("cpu"))
+        actual.append(torch.is_autocast_enabled("cpu"))
         return backward(*args, **options)
 
     monkeypatch.setattr(kernel, "backward", spy)
@@ -447,7 +447,7 @@ def test_backward_runs_without_autocast(toys: None, monkeypatch: pytest.MonkeyPa
         with torch.autocast("cpu", torch.bfloat16):
             (dx,) = torch.autograd.grad(y.sum(), x, create_graph=again)
         assert dx.requires_grad is again
-    assert found == [False, False]
+    assert actual == [False, False]
 
 
 @pytest.fixture
@@ -502,9 +502,9 @@ def test_what_is_kept_early_is_made_again_without_the_forward(
     with torch.autocast("cpu", enabled=place == "in autocast"):
         with liger_core.use("torch"):
             expected = torch.autograd.grad(region(x, weight).sum(), leaves)
-        found = checkpoint(region, x, weight, use_reentrant=False)
+        result = checkpoint(region, x, weight, use_reentrant=False)
         assert ran == ["forward (False, False)"]
-        actual = torch.autograd.grad(found.sum(), leaves)
+        actual = torch.autograd.grad(result.sum(), leaves)
         torch.testing.assert_close(actual, expected)
         assert ran == ["forward (False, False)", "backward"]
         ran.clear()  # something after it keeps its result: the forward runs again
@@ -558,22 +558,22 @@ def test_hooks_of_saved_tensors_leave_nothing_behind(toys: None, monkeypatch: py
     """Tensors kept for one backward don't go through the hooks: they are dropped, for backward to make anew."""
     import toy_traced.ops.rms_norm as kernel
 
-    made: list[contract.SavedOnce] = []
+    buffers: list[contract.SavedOnce] = []
 
     def forward(needs: Needs, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Saved]:
-        made.append(contract.SavedOnce(torch.full_like(x, 2.0)))
-        return x * 2, (x, made[-1])
+        buffers.append(contract.SavedOnce(torch.full_like(x, 2.0)))
+        return x * 2, (x, buffers[-1])
 
     def backward(needs: Needs, saved: Saved, dy: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
-        kept = saved[-1].take()
-        return dy * (3.0 if kept is None else kept[0]), None
+        tensors = saved[-1].take()
+        return dy * (3.0 if tensors is None else tensors[0]), None
 
     monkeypatch.setattr(kernel, "forward", forward)
     monkeypatch.setattr(kernel, "backward", backward)
     x = torch.ones(2, 8, requires_grad=True)
     with torch.autograd.graph.save_on_cpu():
         hooked = liger_core.rms_norm(x, None)
-    assert made[-1].take() is None
+    assert buffers[-1].take() is None
     assert (torch.autograd.grad(hooked.sum(), x)[0] == 3).all()
     assert (torch.autograd.grad(liger_core.rms_norm(x, None).sum(), x)[0] == 2).all()
 
@@ -601,8 +601,8 @@ def test_hooks_of_saved_tensors_may_change_strides(toys: None, monkeypatch: pyte
 
     def backward(needs: Needs, saved: Saved, dy: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
         seen.append([t.stride() for t in saved if t is not None])
-        for got, kept in zip(saved, (contiguous, None, swapped, gaps, one), strict=True):
-            assert got is kept or torch.equal(got, kept)
+        for got, tensor in zip(saved, (contiguous, None, swapped, gaps, one), strict=True):
+            assert got is tensor or torch.equal(got, tensor)
         return dy * 2, None
 
     monkeypatch.setattr(kernel, "forward", forward)
@@ -684,7 +684,7 @@ def test_import_brings_no_kernel_language_and_no_dynamo() -> None:
 
 
 def test_a_hidden_function_may_return_a_tensor() -> None:
-    """What torch.compile knows of it is its fake's; it may look at values, which can't be traced."""
+    """torch.compile knows only the fake. The function itself may look at values, which can't be traced."""
 
     def like(x: Tensor, places: Tensor) -> Tensor:
         return x.new_empty(places.shape[0], x.shape[1])
@@ -695,6 +695,6 @@ def test_a_hidden_function_may_return_a_tensor() -> None:
 
     x, places = torch.randn(4, 3), torch.tensor([2, 0, 3])
     torch.compiler.reset()
-    found = torch.compile(lambda x, places: rows_at(x, places) + 1, backend="aot_eager", fullgraph=True)(x, places)
-    assert torch.equal(found, x[places] + 1)
+    actual = torch.compile(lambda x, places: rows_at(x, places) + 1, backend="aot_eager", fullgraph=True)(x, places)
+    assert torch.equal(actual, x[places] + 1)
     assert torch.equal(rows_at(x, places), x[places])

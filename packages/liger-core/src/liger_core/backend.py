@@ -1,4 +1,4 @@
-"""What a kernel package declares about itself, and how the installed ones are found."""
+"""The declaration of a kernel package about itself, and the discovery of the installed packages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _is_identifier(name: object) -> bool:
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """One kernel language: where it runs and which package holds its kernels.
+    """A kernel language: where it runs and which package holds its kernels.
 
     A package points to its instance with an entry point of the group ``liger.backends``. A file
     ``<package>/ops/<op>.py`` is the declaration that the language implements that op; there is no other registration. Ops that
@@ -116,15 +116,17 @@ def discover() -> tuple[tuple[BackendInfo, ...], tuple[BrokenBackend, ...]]:
     """Read the entry points, once. Languages come in name order, which is also their order of preference."""
     from importlib.metadata import entry_points
 
-    found: dict[str, BackendInfo] = {}
+    languages: dict[str, BackendInfo] = {}
     broken: list[BrokenBackend] = []
     for entry in sorted(entry_points(group="liger.backends"), key=lambda e: e.name):
         try:
             info = entry.load()
             if not isinstance(info, BackendInfo):
                 raise TypeError(f"{entry.value} is a {type(info).__name__}, not a BackendInfo")
-            if info.language in found and found[info.language] != info:
-                raise ValueError(f"language {info.language!r} is already declared by {found[info.language].package}")
+            if info.language in languages and languages[info.language] != info:
+                raise ValueError(
+                    f"language {info.language!r} is already declared by {languages[info.language].package}"
+                )
             spec = find_spec(info.package)
             if spec is None or spec.submodule_search_locations is None:
                 raise ImportError(
@@ -133,8 +135,8 @@ def discover() -> tuple[tuple[BackendInfo, ...], tuple[BrokenBackend, ...]]:
         except (Exception, SystemExit) as error:  # whatever it is, the package's own: the others go on without it
             broken.append(BrokenBackend(entry.name, f"{type(error).__name__}: {error}"))
         else:
-            found[info.language] = info
-    return tuple(found[name] for name in sorted(found)), tuple(broken)
+            languages[info.language] = info
+    return tuple(languages[name] for name in sorted(languages)), tuple(broken)
 
 
 def backends() -> tuple[BackendInfo, ...]:
@@ -168,7 +170,7 @@ def absent_packages() -> list[str]:
 
 
 def not_installed(language: str) -> str:
-    """What to tell somebody who asks for a language that no installed package declares."""
+    """The error text for a language that no installed package declares."""
     for entry in broken_backends():
         if entry.name == language:
             return f"{language} is installed but can't be imported: {entry.error}"

@@ -1,7 +1,7 @@
 """Checks of an op's arguments, shared by the contracts. Each raises before any kernel runs.
 
-A message names the op, the argument, what it got and what it takes. They read metadata only, so they cost no
-device sync and can be traced.
+A message names the op, the argument, the value that it got and the values that it takes. Checks read metadata only, so they cost
+no device sync and can be traced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtypes(op: str, accepted: Sequence[torch.dtype], **tensors: Tensor | None) -> None:
-    """Each tensor that is given has one of the `accepted` dtypes, or TypeError."""
+    """Each tensor that is not None has one of the `accepted` dtypes, or TypeError."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in accepted:
             takes = ", ".join(dtype_name(d) for d in accepted)
@@ -29,7 +29,7 @@ def dtypes(op: str, accepted: Sequence[torch.dtype], **tensors: Tensor | None) -
 
 
 def floating(op: str, **tensors: Tensor | None) -> None:
-    """Each tensor that is given is float32, bfloat16 or float16 (or float64, which the reference takes)."""
+    """Each tensor that is not None is float32, bfloat16 or float16 (or float64, which the reference takes)."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in FLOATS:
             raise TypeError(
@@ -39,7 +39,7 @@ def floating(op: str, **tensors: Tensor | None) -> None:
 
 
 def same_dtype(op: str, **tensors: Tensor | None) -> None:
-    """The tensors that are given have one dtype, the first one's, or TypeError."""
+    """The tensors that are not None have one dtype, the first one's, or TypeError."""
     first = None
     for name, tensor in tensors.items():
         if tensor is None:
@@ -53,7 +53,7 @@ def same_dtype(op: str, **tensors: Tensor | None) -> None:
 
 
 def ndim(op: str, least: int, most: int | None = None, **tensors: Tensor | None) -> None:
-    """Each tensor that is given has between `least` and `most` dimensions (`most` None: no limit), or ValueError."""
+    """Each tensor that is not None has between `least` and `most` dimensions (`most` None: no limit), or ValueError."""
     for name, tensor in tensors.items():
         if tensor is not None and not least <= tensor.dim() <= (tensor.dim() if most is None else most):
             takes = f"{least}" if most == least else f"{least} or more" if most is None else f"{least} to {most}"
@@ -61,7 +61,7 @@ def ndim(op: str, least: int, most: int | None = None, **tensors: Tensor | None)
 
 
 def shape(op: str, name: str, tensor: Tensor | None, expected: Sequence[int], because: str = "") -> None:
-    """`tensor`, when given, has exactly the `expected` shape, or ValueError. `because` says where that comes from."""
+    """`tensor`, unless it is None, has exactly the `expected` shape, or ValueError. `because` is the shape's reason."""
     if tensor is not None and tuple(tensor.shape) != tuple(expected):
         takes = f"{tuple(expected)}" + (f", {because}" if because else "")
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; it takes {takes}")

@@ -1,4 +1,4 @@
-"""What authors of ops and of kernels import: the decorators that declare an op and tie a kernel to it, and their types."""
+"""Imports for authors of ops and kernels: the decorators that declare an op and tie a kernel to it, and their types."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def op(
         autocast: the tensors that are cast to the autocast dtype in an autocast region. The op then runs with
             autocast off; every other tensor keeps its dtype.
         dimensions: which dimensions are independent, such as ``"x: ... H, weight: H -> ... H"``; `Dimensions` says how
-            it is read. What divides a call among processes reads it.
-        recompute: for a cheap op, how its results are made again from what backward keeps; `lean` reads it.
+            it is read. Code that divides a call among processes uses it.
+        recompute: for a cheap op, how `lean` recomputes its results from the tensors that backward saves.
         overloads: for type checkers, a class whose ``__call__`` has an overload for each type of result.
     """
     kind: Any = Op if overloads is None else OverloadedOp
@@ -89,13 +89,13 @@ def implements(
     It returns the function as it is. A kernel module defines
 
     - ``forward(needs, <the contract's signature>) -> (result, saved)``. `needs` says which differentiable arguments
-      want a gradient; when none does, `saved` is ``()``. `result` is a tensor, or a tuple in the contract's order with
-      None for what was not asked for. What is saved are tensors and None; the last may be a `SavedOnce`. Backward gets them
-      with their strides, unless a hook of saved tensors has changed these: then without gaps, and in the same order of
-      dimensions in memory.
+      need a gradient; if none does, `saved` is ``()``. `result` is a tensor, or a tuple in the contract's order with
+      None for a result that was not requested. `saved` holds tensors and None; the last entry may be a `SavedOnce`. Backward gets
+      them with their strides. If a saved-tensor hook has changed these, it gets them without gaps, with their dimensions in the
+      same order in memory.
     - ``backward(needs, saved, <a gradient per differentiable result>, *, <options>) -> gradients``, one per differentiable
-      argument, None where `needs` says so. A gradient of a result is None when nothing flows into it. Neither
-      writes to what it is given.
+      argument, None if `needs` is False for it. A result's gradient is None if no gradient comes in for it. Neither
+      function writes to its arguments.
     - optionally ``refuses(<the contract's signature>) -> str | None``: why this kernel can't take a call. It reads
       metadata, not data.
     - optionally ``saves_early(<the contract's signature>) -> SavedEarly``, if `backward` can do with arguments alone, in place of
@@ -115,9 +115,9 @@ def upcast(tensor: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, for a reference that runs without autocast and whose backward should, too.
+    """a @ b, for a reference that runs without autocast. Its backward then runs without autocast as well.
 
-    Under torch.compile, a backward that autograd makes runs under the autocast of what is traced.
+    Under torch.compile, autograd's own backward would run under the autocast that is on while tracing.
 
     Args:
         a: ``[..., N, K]``.

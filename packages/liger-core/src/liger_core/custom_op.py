@@ -17,12 +17,12 @@ from liger_core import torch_state
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What torch.library.custom_op makes runs Python around each call, for gradients and versions that a launch in a compiled graph
-# has no use for.
+# A torch.library.custom_op runs Python code around each call, for gradients and versions. A launch in a compiled graph needs
+# neither.
 _library = torch.library.Library("liger", "FRAGMENT")
 
 DEFINED: dict[str, Callable[..., Any]] = {}
-"""The custom ops that there are, by their names without the namespace, ``liger``; and what each runs."""
+"""Custom ops by their name without the namespace ``liger``, each with the function that it runs."""
 
 
 def opaque(
@@ -37,29 +37,29 @@ def opaque(
         def _launch_forward(y: Tensor, inverse_rms: Tensor, x: Tensor, eps: float) -> None:
             ct.launch(stream(), (x.shape[0],), _forward, (y, inverse_rms, x, eps))
 
-    It is also for a launch that writes to some rows or columns of a tensor. Of a traced launch, Inductor copies those, and
-    where they aren't the first ones it may read behind them (torch 2.11).
+    Use it as well for a launch that writes to a part of a tensor's rows or columns. If such a launch is traced, Inductor copies
+    them, and if they aren't the first ones it may read behind them (torch 2.11).
 
-    And it is for a launch that is repeated: of each traced launch, torch compiles the kernel anew to see what it writes to.
+    Use it for a launch that is repeated: for each traced launch, torch compiles the kernel again to see what it writes to.
 
-    The function takes and annotates tensors, ints, floats, bools, strings, sequences and None of those, and NamedTuples of all
-    that, which are given by place; it returns nothing, or with a `fake` one tensor.
+    The function takes and annotates tensors, ints, floats, bools, strings, sequences of these, None, and NamedTuples.
+    NamedTuples are passed by position. The function returns nothing, or with a `fake` one tensor.
 
     Args:
         writes: names of the tensors that the launch writes to, or of NamedTuples of them.
-        within: a module in whose name the op is, where several have the same function: a graph that is kept on disk calls it by
-            name in the next process as well.
-        fake: takes what the function takes, of tensors without values, and returns a tensor like the function's. Such a
-            function takes no NamedTuples.
+        within: a module name to put into the op's name, if several modules have the same function. A graph that is cached on
+            disk calls the op by name in the next process.
+        fake: a function of the same arguments, with tensors without values. It returns a tensor like the function's. A
+            function with a fake takes no NamedTuples.
     """
 
     def decorate(launch: Callable[P, R]) -> Callable[P, R]:
         name = re.sub(r"\W", "_", f"{within or launch.__module__}.{launch.__qualname__}")
-        while name in DEFINED:  # by "a.b" for "a_b", or by another function that the same code made
+        while name in DEFINED:  # "a.b" and "a_b" have one name; so have functions that the same code defines
             name += "_"
         hints = typing.get_type_hints(launch)
-        tree = {given: _tree(hints[given]) for given in inspect.signature(launch).parameters}
-        parameters = [leaf for given, inner in tree.items() for leaf in inner.leaves(given)]
+        tree = {parameter: _tree(hints[parameter]) for parameter in inspect.signature(launch).parameters}
+        parameters = [leaf for parameter, inner in tree.items() for leaf in inner.leaves(parameter)]
         paths = [(place, path) for place, inner in enumerate(tree.values()) for path in inner.paths()]
 
         def gathering(*leaves: Any) -> None:
@@ -70,7 +70,7 @@ def opaque(
         DEFINED[name] = flat
         returns = None if fake is None else torch.Tensor
         gathering.__signature__ = inspect.Signature(parameters, return_annotation=returns)
-        written = [leaf.name for given in writes for leaf in tree[given].leaves(given) if _is_tensor(leaf.annotation)]
+        written = [leaf.name for each in writes for leaf in tree[each].leaves(each) if _is_tensor(leaf.annotation)]
         schema = torch.library.infer_schema(gathering, mutates_args=written)  # pyright: ignore[reportUnknownMemberType]
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # pyright: ignore[reportUnknownMemberType]
         _library.impl(name, flat, "CompositeExplicitAutograd")  # pyright: ignore[reportUnknownMemberType]
@@ -96,11 +96,11 @@ def _is_tensor(annotation: Any) -> bool:
 
 
 class _Tree(NamedTuple):
-    """An argument as what a custom op takes: itself, or the leaves of a NamedTuple's fields.
+    """The form in which a custom op takes an argument: as it is, or as the leaves of a NamedTuple's fields.
 
     Attributes:
         kind: the NamedTuple, or the leaf's annotation.
-        fields: of the NamedTuple, by name; None for a leaf.
+        fields: the NamedTuple's fields by name; None for a leaf.
         optional: whether None may stand in place of the NamedTuple. Its first field is then never None.
     """
 
@@ -116,7 +116,7 @@ class _Tree(NamedTuple):
         return [leaf for field, inner in self.fields.items() for leaf in inner.leaves(f"{name}_{field}")]
 
     def paths(self) -> list[tuple[int, ...]]:
-        """Where the leaves are: the places of fields that lead to each."""
+        """The path to each leaf: field positions from the outermost NamedTuple to it."""
         if self.fields is None:
             return [()]
         return [(place, *path) for place, inner in enumerate(self.fields.values()) for path in inner.paths()]

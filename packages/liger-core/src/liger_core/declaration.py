@@ -1,4 +1,4 @@
-"""What an op declares: its reference, and what is read from the reference's signature. Nothing here runs a kernel."""
+"""The declaration of an op: its reference, and the facts in the reference's signature. Nothing here runs a kernel."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Declaration(Generic[P, R]):
         result: the NamedTuple that the op returns when it returns several named values, else None.
         autocast: the tensors that are cast to the autocast dtype in an autocast region.
         dimensions: which dimensions of its tensors are independent, or None where it doesn't say.
-        recompute: how its results are made again from what backward keeps, or None where that isn't cheap.
+        recompute: how its results are recomputed from the tensors that backward saves, or None if that isn't cheap.
         tensors: the parameters that are tensors; those of them that may be None are `optional`.
         options: the other parameters.
     """
@@ -133,14 +133,14 @@ class Declaration(Generic[P, R]):
         """Every argument by name, in the order of the signature, defaults filled in."""
         arguments = self.template.copy()
         arguments.update(zip(self.names, args))  # noqa: B905  too many are caught below
-        given = len(args)
-        if not kwargs and self._fewest <= given <= self.positional:
+        count = len(args)
+        if not kwargs and self._fewest <= count <= self.positional:
             return arguments
         arguments.update(kwargs)
-        wrong = given > self.positional or len(arguments) > len(self.names)
+        wrong = count > self.positional or len(arguments) > len(self.names)
         for name in kwargs:
-            wrong = wrong or name in self.names[:given]
-        for name in self.required[given:]:
+            wrong = wrong or name in self.names[:count]
+        for name in self.required[count:]:
             wrong = wrong or name not in kwargs
         if wrong:
             self._explain_wrong_arguments(args, kwargs)

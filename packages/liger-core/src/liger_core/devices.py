@@ -37,7 +37,7 @@ def type_of(device: str | torch.device | None) -> str:
     try:
         return torch.device(device).type
     except RuntimeError:
-        # What torch knows only with a plug-in, such as torch-npu for "npu", can be asked about without it.
+        # A device type that torch knows only with a plug-in, such as torch-npu for "npu", may be requested without it.
         known = sorted({"cpu", *accelerators(), *(d for b in backends() for d in b.devices)} - {"privateuseone"})
         match = re.fullmatch(r"(\w+)(:\d+)?", str(device))
         if match and match[1] in known:

@@ -52,7 +52,7 @@ def independent(name: str) -> bool:
 
 
 def expand(declared: Sequence[str], dims: int, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """One name per dimension. Those of ``...`` and ``*`` are numbered from the right, where tensors are aligned."""
+    """A name per dimension. Dimensions of ``...`` and ``*`` are numbered from the right, where tensors are aligned."""
     placed = [name for name in declared if "@" in name]
     rest = [name for name in declared if "@" not in name]
     several = dims - len(declared) + 1
@@ -86,19 +86,19 @@ def parse(text: str, op: str, tensors: Sequence[str], options: Sequence[str], re
     left, arrow, right = text.partition("->")
     if not arrow or "->" in right:
         wrong("it takes the arguments, one ->, and the results")
-    found: dict[str, tuple[str, ...]] = {}
+    parsed_inputs: dict[str, tuple[str, ...]] = {}
     for part in left.split(","):
         name, colon, words = (word.strip() for word in part.partition(":"))
         if not colon:
             wrong(f"{part.strip()!r} has no colon; it takes an argument's name, a colon, and its dimensions")
         if name not in tensors:
             wrong(f"there is no tensor argument {name!r}; they are {', '.join(tensors)}")
-        if name in found:
+        if name in parsed_inputs:
             wrong(f"{name} stands twice")
-        found[name] = _terms(words, options, wrong)
-    if missing := [name for name in tensors if name not in found]:
+        parsed_inputs[name] = _terms(words, options, wrong)
+    if missing := [name for name in tensors if name not in parsed_inputs]:
         wrong(f"{', '.join(missing)} is missing; it takes every tensor argument")
-    known = {name for names in found.values() for name in names}
+    known = {name for names in parsed_inputs.values() for name in names}
     for name in known:
         if name[0].swapcase() + name[1:] in known and name[0].isupper():
             wrong(f"{name} differs from another name in its case alone")
@@ -107,7 +107,7 @@ def parse(text: str, op: str, tensors: Sequence[str], options: Sequence[str], re
     parsed = tuple([_result(part, known, tensors, options, wrong) for part in right.split(",")])
     if results is not None and len(parsed) != results:
         wrong(f"it has {len(parsed)} results; the op has {results}")
-    return Dimensions(found, parsed)
+    return Dimensions(parsed_inputs, parsed)
 
 
 def _result(

@@ -50,15 +50,15 @@ def _on(variable: str) -> bool:
     return value == "1"
 
 
-class State:
-    """What `use` has set, for the whole process: backward runs in autograd's threads, so a setting of the calling
-    thread alone would be lost where activation checkpointing recomputes a forward.
+class DemandState:
+    """The demand that `use` has set, for the whole process. Backward runs in autograd's threads: a setting of the calling thread
+    alone would be lost when activation checkpointing recomputes a forward.
     """
 
     demand: str | None = None
 
 
-state = State()
+state = DemandState()
 
 
 def parse_demand(demand: str, source: str) -> tuple[str | None, dict[str, str]]:
@@ -122,8 +122,8 @@ class use:
         if self._demand is not None:
             parse_demand(self._demand, "use")
         self._before = [state.demand]
-        """What to restore, innermost last. The first is what held before the call, which a ``with`` of the same line, or a
-        decorator, takes back."""
+        """Demands to restore, innermost last. The first was set before the call: a ``with`` of the same line, or a decorator,
+        takes it back."""
         self._called = True
         state.demand = self._demand
 

@@ -1,4 +1,4 @@
-"""How a call runs: it is checked, finds its kernel, and is remembered by the metadata of its arguments."""
+"""`Op`: a call checks its arguments, chooses a kernel, and is remembered by the metadata of its arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 C = TypeVar("C", bound=Callable[..., Any])
 
 MOST_REMEMBERED = 1024
-"""Calls that an op remembers."""
+"""The most calls that an op remembers."""
 
 ops = cast("dict[str, Op[..., Any]]", declared)
 """Every op by name."""
@@ -43,7 +43,7 @@ class Ready(NamedTuple):
         device: the device type.
         needs: which differentiable arguments need a gradient.
         options: every option by name.
-        refuses: asked again at each call, since metadata leaves it open; None if it doesn't.
+        refuses: a function to ask again at each call, because metadata doesn't decide it; None if there is none.
     """
 
     run: Run
@@ -54,10 +54,10 @@ class Ready(NamedTuple):
 
 
 class _Itself:
-    """The `__get__` of ops, which gives the op itself.
+    """The `__get__` of ops. It returns the op itself.
 
-    Dynamo up to torch 2.11 traces a `__get__` that is Python, and fails at an op that is an instance's attribute. It skips
-    slots of C. `object.__repr__` makes this look like one, while Python still calls `__call__`.
+    Dynamo up to torch 2.11 traces a `__get__` that is Python code, and fails at an op that is an instance's attribute. It skips C
+    slots. With `object.__repr__` as its `__get__`, this object looks like a C slot, while Python still calls `__call__`.
     """
 
     def __call__(self, op: Any, owner: Any, kind: Any = None) -> Any:
@@ -82,7 +82,7 @@ class Op(Declaration[P, R]):
     if TYPE_CHECKING:
 
         def __get__(self, owner: Any, kind: Any = None) -> Self:
-            """The op itself, as an attribute of a class too. By it `help` takes an op for the function that it is."""
+            """The op itself, also as an attribute of a class. Because of this method, `help` shows an op as a function."""
             ...
 
     else:
@@ -91,7 +91,7 @@ class Op(Declaration[P, R]):
     def call(self, demand: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Check the arguments, then run the language that `demand` names, or the best one.
 
-        What metadata alone decides, such as the checks and the kernel, is remembered by that metadata.
+        Decisions that depend on metadata alone, such as the checks and the kernel, are remembered by that metadata.
         """
         arguments = self.bind(args, kwargs)
         if torch_state.compiling() or not torch_state.plain():
@@ -132,7 +132,7 @@ class Op(Declaration[P, R]):
             self._check_data(device, arguments)
         chosen = self.resolve(device, demand, refusal, arguments)
         if chosen.run is None:
-            # Under autocast its inputs are cast already.
+            # Under autocast the inputs are cast already.
             with torch.autocast(device, enabled=False) if autocast else nullcontext():
                 return self._run_reference(arguments)
         grad = torch.is_grad_enabled()
@@ -152,7 +152,7 @@ class Op(Declaration[P, R]):
             self._check_values(**arguments)
 
     def _run_reference(self, arguments: Arguments) -> R:
-        """The reference's result. Inside of `lean` it keeps its arguments alone for backward, as a kernel does."""
+        """The reference's result. Inside of `lean` only its arguments are saved for backward, as by a kernel."""
         if (
             self.recompute is None
             or torch_state.compiling()
@@ -173,10 +173,11 @@ class Op(Declaration[P, R]):
         return cast("R", result)
 
     def call_parts(self, demand: str | None, arguments: Arguments, parts: Parts) -> Any:
-        """Run a kernel on plain parts of tensors that are not plain, and record it for these.
+        """Run a kernel on plain parts of tensors that are not plain, and record it for those tensors.
 
-        `arguments` are every argument by name, checked as the whole. It returns NotImplemented where only a call of the op
-        on the parts, which PyTorch records, is right: where no kernel takes them, under autocast and while something traces.
+        `arguments` holds every argument by name, the tensors as parts; the whole tensors have passed the checks. Returns
+        NotImplemented if the caller has to call the op on the parts, which PyTorch then records: if no kernel takes them, under
+        autocast, and while something traces.
         """
         if torch_state.compiling() or not torch_state.plain():
             return NotImplemented
@@ -210,16 +211,16 @@ class Op(Declaration[P, R]):
     def _may_remember(
         self, chosen: resolve.Candidate, device: str, demand: str | None, original: Arguments, arguments: Arguments
     ) -> bool:
-        """Whether a call with this metadata may run this kernel next time, on the arguments as they are given."""
+        """Whether the next call with this metadata may run this kernel, on unchanged arguments."""
         plan = self._plans.get((device, demand))
-        # A kernel that another one has refused a call for may be the second choice for the next.
+        # If the first choice refused this call, it may take the next one.
         if plan is None or chosen is not plan.chosen:
             return False
         changed = any(arguments[name] is not original[name] for name in self.names)
         return not changed and not any(isinstance(arguments[name], Tensor) for name in self.options)
 
     def _asked_again(self, chosen: resolve.Candidate, arguments: Arguments) -> Callable[..., str | None] | None:
-        """The question for a remembered call: does the kernel refuse it, or is a complex argument a conjugate view?"""
+        """A function to ask for a remembered call: does the kernel refuse it, or is a complex argument a conjugate view?"""
         refuses = chosen.refuses
         names = [name for name in self.tensors if (t := arguments[name]) is not None and t.is_complex()]
         if not names:
@@ -234,7 +235,7 @@ class Op(Declaration[P, R]):
         return refuses_or_conjugate
 
     def examine(self, arguments: Arguments) -> tuple[str, str | None, bool]:
-        """Make `arguments` what kernels take, and check their metadata: what a call does before it looks for a kernel.
+        """Convert `arguments` in place for kernels, and check their metadata. A call does this before it chooses a kernel.
 
         Returns the device type, why no kernel of any language takes the call (or None), and whether autocast is on.
         """
@@ -262,12 +263,12 @@ class Op(Declaration[P, R]):
         """The candidate that runs a call. `arguments` are checked already.
 
         Raises:
-            Unsupported: none may run.
+            Unsupported: no candidate may run.
         """
         return resolve.decide(resolve.resolve(self.plan_once(device, demand), self, arguments, refusal))
 
     def plan_once(self, device: str, demand: str | None) -> resolve.Resolution:
-        """The candidates on a device, found now or before."""
+        """The candidates on a device, remembered or looked up now."""
         plan = self._plans.get((device, demand))
         return self.plan(device, demand) if plan is None else plan
 
@@ -275,7 +276,7 @@ class Op(Declaration[P, R]):
         """Find, and remember, the candidates on a device.
 
         Raises:
-            Unsupported: the language that is requested has no kernel there. This is not remembered.
+            Unsupported: the requested language has no kernel there. This is not remembered.
         """
         plan = resolve.plan(self, device, demand)
         if plan.chosen is None and not plan.falls_back:
@@ -284,8 +285,8 @@ class Op(Declaration[P, R]):
         return plan
 
     def forget_plans(self) -> None:
-        """Look again at what is installed and asked for, at the next call."""
-        # New ones: a call in another thread may be about to remember what it found in the old ones.
+        """Forget the plans: the next call looks again at the installed and the requested languages."""
+        # New dicts: a call in another thread may be about to write to the old ones.
         self._plans, self._ready = {}, {}
 
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> None:
@@ -296,7 +297,7 @@ class Op(Declaration[P, R]):
 
 
 class OverloadedOp(Op[P, R], Generic[P, R, C]):
-    """An op whose flags decide what it returns. For type checkers: calling it is calling a `C`, which has overloads."""
+    """An op whose flags decide its result type. Type checkers take it for a `C`, whose ``__call__`` has overloads."""
 
     if TYPE_CHECKING:
 
@@ -305,14 +306,14 @@ class OverloadedOp(Op[P, R], Generic[P, R, C]):
 
 
 def remember(calls: dict[Any, Ready], key: Any, ready: Ready) -> None:
-    """Add a call to those that an op remembers, which are at most `MOST_REMEMBERED`."""
+    """Add a call to an op's remembered calls, at most `MOST_REMEMBERED`."""
     if len(calls) >= MOST_REMEMBERED:
         calls.clear()
     calls[key] = ready
 
 
 def _python_number(option: Any) -> Any:
-    """A number of Python's for one of NumPy's; anything else, a tensor too, as it is."""
+    """A Python number for a NumPy number. Anything else, including a tensor, is returned as it is."""
     if type(option) is tuple:
         return tuple(map(_python_number, cast("tuple[Any, ...]", option)))
     return option.item() if getattr(option, "shape", None) == () and not isinstance(option, Tensor) else option
@@ -324,7 +325,7 @@ def plan_while_tracing(op: str, device: str, demand: str | None) -> bool:
     return True
 
 
-# What torch.compiler.assume_constant_result does, without importing Dynamo for it.
+# The effect of torch.compiler.assume_constant_result, without importing Dynamo for it.
 plan_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -338,7 +339,7 @@ def by_name(name: str | Op[..., Any]) -> Op[..., Any]:
 
 
 class BoundOp(Generic[P, R]):
-    """An op held to a device and a language: what `get_op` returns. Call it like the op."""
+    """An op bound to a device and a language, as `get_op` returns it. Call it like the op."""
 
     def __init__(self, op: Op[P, R], device: str | None, language: str | None) -> None:
         functools.update_wrapper(self, op.reference)
@@ -368,14 +369,14 @@ def get_op(
 def get_op(name: Any, *, device: str | torch.device | None = None, language: str | None = None) -> BoundOp[..., Any]:
     """The callable that runs an op on a device in a language; either may be left out.
 
-    `name` is the op or its name. Of the op itself, an editor knows the signature.
+    `name` is the op or its name. With the op itself, an editor knows the signature.
 
-    Without `language` it chooses as the op itself does, now: `BoundOp.language` tells what it found (None where the
-    tensors' device decides).
+    Without `language`, this call chooses a language as the op does: `BoundOp.language` is that language, or None if the tensors'
+    device decides.
 
     Raises:
         Unsupported: the language can't run the op there.
-        ValueError: an op or a device that doesn't exist, or what can't be a language's name.
+        ValueError: an op or a device that doesn't exist, or a string that can't be a language's name.
     """
     op = by_name(name)
     device = None if device is None else type_of(device)

@@ -1,6 +1,4 @@
-"""Results that nobody saves for backward, since the op recomputes them from what its own backward saves; and `lean`, which turns
-that on.
-"""
+"""`lean`: cheap results of ops are not saved for backward. Ops recompute them from the tensors that they save themselves."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -28,9 +26,9 @@ class Recompute:
     """A declaration of how an op's cheap results are recomputed: the op runs again, from the same arguments.
 
     Args:
-        *kept: the arguments that the backward of every kernel saves. Another one, such as rope's q, has to be a result that
+        *kept: the arguments that the backward of every kernel saves. Another argument, such as rope's q, has to be a result that
             can be recomputed itself.
-        **instead: functions of the tuple of results, whose values take the place of arguments. Only the first result is then
+        **instead: functions of the tuple of results. Their values take the place of arguments, and then only the first result is
             recomputed.
     """
 
@@ -39,7 +37,7 @@ class Recompute:
 
 
 class LeanState:
-    """Whether `lean` is on, for torch.compile, which guards on it while it traces. In eager mode the hooks tell."""
+    """Whether `lean` is on, for torch.compile, which guards on it while it traces. In eager mode the hooks show it."""
 
     lean: bool = False
 
@@ -48,9 +46,9 @@ state = LeanState()
 
 
 def recomputing() -> Any:
-    """The `context_fn` of a checkpointed region, of which Inductor's partitioner saves nothing that it can recompute.
+    """The `context_fn` of a checkpointed region: Inductor's partitioner saves nothing there that it can recompute.
 
-    Without one, torch before 2.13 marks what stands in the region, but not the kernels inside of an `autograd.Function` there.
+    Without it, torch before 2.13 marks the region's own operators, but not the kernels inside of an `autograd.Function`.
     """
     from torch.utils import checkpoint
 
@@ -61,13 +59,13 @@ def recomputing() -> Any:
 
 
 def lean_hooks_of(hooks: Hooks | None) -> LeanHooks | None:
-    """The `LeanHooks` whose hooks these are, or None."""
+    """The `LeanHooks` that these hooks belong to, or None."""
     lean_hooks = None if hooks is None else getattr(hooks[0], "__self__", None)
     return lean_hooks if isinstance(lean_hooks, LeanHooks) else None
 
 
 def innermost() -> Hooks | None:
-    """This thread's hooks that autograd calls."""
+    """The hooks that autograd calls in this thread."""
     return _top_saved_tensors_default_hooks(True)
 
 
@@ -77,10 +75,10 @@ def active() -> LeanHooks | None:
 
 
 def checkpointed() -> bool:
-    """Whether non-reentrant activation checkpointing keeps what autograd saves, around `lean` or not.
+    """Whether non-reentrant activation checkpointing takes the tensors that autograd saves, around `lean` or not.
 
-    It runs a region again only until everything that was saved has been saved once more. If a policy chooses what is kept
-    (selective checkpointing), it is False: then products may be kept.
+    It runs a region again only until each tensor that was saved has been saved once more. The answer is False for selective
+    checkpointing, whose policy may save products.
     """
     if torch_state.compiling():
         return False
@@ -115,11 +113,11 @@ class RecomputableResult(NamedTuple):
 
 
 class LeanHooks:
-    """The hooks of one `lean`: they save tensors, but for the results that an op can recompute.
+    """The hooks of a `lean` block. They save tensors, except results that an op can recompute.
 
     Attributes:
-        outer: the hooks around it, which get the tensors that are saved.
-        results: by the address of their storage, which stays taken while a weak reference to it lives.
+        outer: the hooks around the block. They get the tensors that are saved.
+        results: the recomputable results by their storage's address. A weak reference to a storage keeps its address taken.
     """
 
     def __init__(self, outer: Hooks | None) -> None:
@@ -134,14 +132,14 @@ class LeanHooks:
         result: Any,
         run: Callable[..., Any],
     ) -> None:
-        """Record a call's results, unless they can't be recomputed.
+        """Remember a call's results, if they can be recomputed.
 
         Args:
             recompute: the op's declaration.
             tensors: the call's tensors by name, in the order of the signature.
             options: its other arguments.
             result: its result.
-            run: makes the result, from all arguments by name.
+            run: a function of all arguments by name that returns the result.
         """
         for storage in [key for key, known in self.results.items() if known.storage.expired()]:
             del self.results[storage]
@@ -173,16 +171,16 @@ class LeanHooks:
         return known if same and not tensor.is_neg() else None
 
     def pack(self, tensor: Tensor) -> SavedTensor | Placeholder:
-        """Pack a tensor: autograd, or a `RecordedCall`, holds the result in its place."""
+        """Pack a tensor. Autograd, or a `RecordedCall`, holds the packed one in its place."""
         if (known := self._known(tensor)) is not None:
             return known.call.placeholder(known.number, tensor)
         strides = tensor.stride() if self.outer is not None and tensor.layout is torch.strided else ()
-        # Undetached, the result that an attention saves would hold the node that saves it: a cycle that only backward undoes.
+        # If an attention saves its own result undetached, result and node hold each other: a cycle that only backward breaks.
         packed = tensor.detach() if self.outer is None else self.outer[0](tensor)
         return SavedTensor(packed, tensor._version, strides)
 
     def unpack(self, packed: SavedTensor | Placeholder) -> Tensor:
-        """The tensor again."""
+        """The tensor that was packed."""
         if isinstance(packed, Placeholder):
             return packed.tensor()
         tensor, version, strides = packed
@@ -197,7 +195,7 @@ class LeanHooks:
 
 
 class RecordedCall:
-    """A call of an op whose results can be recomputed: once in a backward, for all placeholders of them."""
+    """A call of an op whose results can be recomputed. A backward recomputes them once, for all placeholders."""
 
     def __init__(
         self,
@@ -214,13 +212,13 @@ class RecordedCall:
         self._lock = threading.Lock()
 
     def placeholder(self, number: int, tensor: Tensor) -> Placeholder:
-        """A placeholder of `tensor`, which shares the memory of a result."""
+        """A placeholder for `tensor`, which shares the memory of a result."""
         placeholder = Placeholder(self, number, tensor)
         self._placeholders.add(placeholder)
         return placeholder
 
     def result(self, number: int, placeholder: Placeholder) -> Tensor:
-        """A result. The results are freed when each placeholder has had its own."""
+        """A result. The results are freed when every placeholder has received its result."""
         with self._lock:
             if self._results is None:
                 self._results = self._recompute()
@@ -235,17 +233,17 @@ class RecordedCall:
         tensors = {n: None if packed is None else self._lean_hooks.unpack(packed) for n, packed in self._inputs.items()}
         device = next(t.device.type for t in tensors.values() if t is not None)
         with torch.no_grad():
-            if _is_any_autocast_enabled():  # forward ran without, too
+            if _is_any_autocast_enabled():  # forward ran without autocast as well
                 with torch.autocast(device, enabled=False):
                     result = self._run(**tensors)
             else:
                 result = self._run(**tensors)
         results = _as_tuple(result)
-        return [_as_it_was(y, *layout) for y, layout in zip(results, self._layouts)]  # noqa: B905  the first alone, where the others are kept
+        return [_as_it_was(y, *layout) for y, layout in zip(results, self._layouts)]  # noqa: B905  with `instead`, only the first
 
 
 class Placeholder:
-    """Stands for a saved tensor that shares the memory of a result, such as a view of it."""
+    """A stand-in for a saved tensor that shares the memory of a result, such as a view of it."""
 
     __slots__ = ("__weakref__", "_call", "_number", "_view")
 
@@ -264,16 +262,16 @@ def _as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 
 def _as_it_was(tensor: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-    """A result with its first layout, which hooks of other code may have changed in what it is made from."""
+    """A recomputed result in the layout of the first one. Hooks of other code may have changed the layout of its inputs."""
     if tensor.stride() == strides and tensor.storage_offset() == 0:
         return tensor
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A tensor with its dimensions in memory as they are in one of these `strides`; without gaps, if it isn't it already.
+    """The tensor itself if it has these `strides`; otherwise a copy without gaps whose dimensions lie in memory in their order.
 
-    Hooks of saved tensors, such as those that offload, may return another layout than they got.
+    Saved-tensor hooks, such as those that offload, may return another layout than they got.
     """
     if tensor.stride() == strides:
         return tensor
@@ -285,12 +283,12 @@ def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 def lean() -> Generator[None]:
     """Save less for backward: cheap results of ops, such as a norm's, are recomputed instead of saved by their users.
 
-    A linear layer, an attention or any other code that saves such a result in here gets a placeholder: when backward needs it,
-    the op's forward kernel runs once more. Gradients are equal to the bit. Other tensors are saved as always.
+    Code in the block that saves such a result, such as a linear layer or an attention, gets a placeholder. When backward needs
+    the result, the op's forward kernel runs once more. Gradients are equal to the bit. Other tensors are saved as always.
 
-    It changes what autograd saves in this thread; backward may run anywhere. Ops declare how their results are
-    recomputed (`Op.recompute`). It works inside of what activation checkpointing runs again, and inside of other
-    hooks of saved tensors, such as `torch.autograd.graph.save_on_cpu`; where such hooks are innermost, only they run.
+    `lean` changes the tensors that autograd saves in this thread. Backward may run in any thread. Ops declare how their results
+    are recomputed (`Op.recompute`). `lean` works inside of a checkpointed region, and inside of other saved-tensor hooks, such as
+    `torch.autograd.graph.save_on_cpu`. If such hooks are innermost, only they run.
 
     Raises:
         RuntimeError: in backward, if a saved tensor was changed in place.
@@ -315,8 +313,8 @@ def lean() -> Generator[None]:
             with torch.autograd.graph.saved_tensors_hooks(lean_hooks.pack, lean_hooks.unpack):
                 yield
         finally:
-            # Results refer to their hooks: a cycle, which would hold tensors until Python looks for cycles. An exception comes by
-            # here whenever a checkpointed region has run again as far as backward needs it.
+            # Results refer to their hooks: a cycle, which would hold tensors until Python collects cycles. Checkpointing ends a
+            # region that runs again by an exception, which passes here.
             lean_hooks.results.clear()
     finally:
         state.lean = before

@@ -1,4 +1,4 @@
-"""Which kernel runs a call, and why no other does: one value, which a call runs and `explain` prints."""
+"""`Resolution`: the kernel that runs a call, and why no other does. A call runs it and `explain` prints it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Candidate(NamedTuple):
         language: its name; "torch" is the reference.
         why_not: why it can't run the call, or None.
         source: ``file:line`` of its code, or None if there is none.
-        refuses: asks its kernel why it can't take a call, if the kernel says so.
-        run: runs its kernel. The reference has none, nor has a language without a kernel.
+        refuses: the kernel's function that returns why it can't take a call, or None if it has none.
+        run: a function that runs the kernel; None for the reference, and for a language without a kernel.
     """
 
     language: str
@@ -37,17 +37,17 @@ class Candidate(NamedTuple):
 
 
 class Resolution(NamedTuple):
-    """Every candidate for a call, in the order in which they are tried; the reference is the last. `str()` makes a table of it.
+    """The candidates for a call in the order in which they are tried, the reference last. `str()` makes a table of them.
 
     Attributes:
         op: the op's name.
         device: the device type.
         demanded: the language that is requested of the op, or None.
-        candidates: those that a call tries, and the reference. `explain` adds the other languages.
+        candidates: the languages that a call tries, and the reference. `explain` adds the other languages.
         chosen: the candidate that runs. None: the call raises `Unsupported`, since the language that is requested can't run
             it, or since LIGER_STRICT=1 forbids the reference.
         falls_back: whether no kernel takes the call, and none is requested.
-        parts: what a call on tensors that are not plain divides and sends, a line each.
+        parts: lines about what a call on tensors that are not plain divides and sends.
     """
 
     op: str
@@ -76,7 +76,7 @@ class Resolution(NamedTuple):
 def resolution(
     op: str, device: str, demanded: str | None, candidates: Sequence[Candidate], empty: bool = False
 ) -> Resolution:
-    """Choose the first candidate that can run. Of an `empty` call the reference makes the result, whoever is requested."""
+    """Choose the first candidate that can run. For an `empty` call that is the reference, even if a language is requested."""
     chosen = None
     for candidate in candidates:
         if candidate.why_not is None:
@@ -87,7 +87,7 @@ def resolution(
 
 
 def plan(op: Declaration[..., Any], device: str, demand: str | None) -> Resolution:
-    """Look for the kernels of an op on a device, and import them. Of a call's arguments nothing is known yet.
+    """Look for the kernels of an op on a device, and import them. This needs no arguments of a call.
 
     Args:
         op: the op.
@@ -150,7 +150,7 @@ def decide(resolution: Resolution) -> Candidate:
 
 
 def untried(op: Declaration[..., Any], device: str, language: str | None) -> Iterator[Candidate]:
-    """The installed languages that a call doesn't try, each with the reason. A kernel that can't be imported is one."""
+    """The installed languages that a call doesn't try, each with the reason, such as a kernel that can't be imported."""
     tried = tried_backends(device, language)
     asked = f"{language} is demanded" if language else None
     for backend in backends():
@@ -192,7 +192,7 @@ def _candidate(backend: BackendInfo, op: Declaration[..., Any], device: str) -> 
 
 
 def source_of(function: Any, module: ModuleType | None = None) -> str:
-    """``file:line`` of a function; of a kernel `module` whose forward is core's host code, the module's."""
+    """``file:line`` of a function. For a kernel `module` whose forward is core's host code, the module's file."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     file = getattr(module, "__file__", None)
     if code is None or (file is not None and code.co_filename != file):
@@ -201,9 +201,9 @@ def source_of(function: Any, module: ModuleType | None = None) -> str:
 
 
 def on_its_device(run: Run, first: str, module: Any) -> Run:
-    """Launches go to the current device: make the tensors' device current, in a process that has several.
+    """Make the tensors' device current while a kernel runs, in a process with several devices: launches go to the current one.
 
-    Autograd does that for backward by itself, and so does the code that torch.compile makes.
+    Autograd does that for backward by itself, and torch.compile's code does it as well.
     """
 
     def guarded(arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /) -> Any:
@@ -229,9 +229,9 @@ def fall_back(op: str, device: str, reasons: tuple[str, ...]) -> None:
     if strict:
         raise Unsupported(f"{text}, which {dispatch.settings().strict_variable}=1 forbids")
     _logged.add((op, device, reasons))
-    # Nothing is amiss on a CPU without kernels; on an accelerator it costs speed.
+    # On a CPU without kernels this is normal. On an accelerator it costs speed.
     log.log(logging.INFO if device in ("cpu", "meta") else logging.WARNING, text)
 
 
-# What torch.compiler.assume_constant_result does, without importing Dynamo for it.
+# The effect of torch.compiler.assume_constant_result, without importing Dynamo for it.
 fall_back._dynamo_marked_constant = True  # type: ignore[attr-defined]

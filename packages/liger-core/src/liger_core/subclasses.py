@@ -1,6 +1,6 @@
-"""Types of tensors that are not plain: a package that knows one runs the ops on it.
+"""Tensor types that are not plain: a package can handle such a type, and then runs the ops on it.
 
-It has an entry point of the group ``liger.tensors``. The entry point's name is the type's full name, such as
+The package has an entry point of the group ``liger.tensors``. The entry point's name is the type's full name, such as
 ``torch.distributed.tensor.DTensor``, and its object a `Handler`. Nothing is imported before such a tensor arrives.
 """
 
@@ -14,25 +14,25 @@ from torch import Tensor
 from torch.nn import Parameter
 
 Handler = Callable[[Any, "str | None", "dict[str, Any]"], Any]
-"""Runs a call: of the op, the demand, and every argument by name. It returns the op's result.
+"""A function that runs a call. It takes the op, the demand, and every argument by name, and returns the op's result.
 
-It may have an attribute ``explain``, a function of the op and the arguments: lines for `liger_core.explain` that say what the
-call divides and sends."""
+It may have an attribute ``explain``, a function of the op and the arguments. It returns lines for `liger_core.explain` about what
+the call divides and sends."""
 
 DTENSOR = "torch.distributed.tensor.DTensor"
 IN_FLIGHT = "torch.distributed._functional_collectives.AsyncCollectiveTensor"
 
 _handlers: dict[str, Handler | None] = {}
-"""By a type's full name; None where nobody knows it."""
+"""Handlers by a type's full name; None if no package handles it."""
 
 
 def handler_of(tensors: Iterable[Any]) -> Handler | None:
-    """Who runs an op on these, or None where core does."""
+    """The handler that runs an op on these tensors, or None if core runs it."""
     for tensor in tensors:
         kind = type(tensor)
         if kind is not Tensor and kind is not Parameter and isinstance(tensor, Tensor):
             name = full_name(kind)
-            find_once(name)  # before the table is looked at: Dynamo takes it as it then is
+            find_once(name)  # before the table is read: Dynamo takes the table as it is then
             if (handler := _handlers[name]) is not None:
                 return handler
     return None
@@ -50,17 +50,17 @@ def find_once(name: str) -> bool:
     elif name not in _handlers:
         from importlib.metadata import entry_points
 
-        found = next(iter(entry_points(group="liger.tensors", name=name)), None)
-        _handlers[name] = None if found is None else found.load()
+        entry_point = next(iter(entry_points(group="liger.tensors", name=name)), None)
+        _handlers[name] = None if entry_point is None else entry_point.load()
     return True
 
 
-# What torch.compiler.assume_constant_result does, without importing Dynamo for it.
+# The effect of torch.compiler.assume_constant_result, without importing Dynamo for it.
 find_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def redispatch(op: Any, demand: str | None, arguments: dict[str, Any]) -> Any:
-    """Call an op with what collectives in flight arrive as: plain tensors."""
+    """Wait for collectives in flight, and call the op with the plain tensors that arrive."""
     landed = {
         name: arrived(value) if isinstance(value, Tensor) and full_name(type(value)) == IN_FLIGHT else value
         for name, value in arguments.items()
@@ -69,11 +69,11 @@ def redispatch(op: Any, demand: str | None, arguments: dict[str, Any]) -> Any:
 
 
 class _Arrival(torch.autograd.Function):
-    """Waits. Before torch 2.11 its operator for that has no derivative, and the gradient was lost; the method `wait` has none."""
+    """Wait for a tensor in flight. The method `wait` loses the gradient, as does the wait operator before torch 2.11."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        # Another tensor than that inside of what is in flight, which would get this node for its own.
+        # Detached: otherwise the tensor inside of the one in flight would get this node.
         return torch.ops._c10d_functional.wait_tensor(tensor).detach()
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Arrival(torch.autograd.Function):
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """The result of a collective in flight as a plain tensor, which autograd records. This waits for it."""
+    """Wait for a collective in flight, and return its result as a plain tensor. Autograd records this."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         return cast("Any", _Arrival).apply(tensor)
     return torch.ops._c10d_functional.wait_tensor(tensor)
@@ -92,8 +92,8 @@ def refusal(op: str, name: str, kind: type, first: str | None) -> str:
     """Why no kernel takes an argument of a type that is not plain.
 
     Raises:
-        TypeError: it is a DTensor, and the `first` argument isn't. Then it is nearly always a parameter that FSDP has
-            divided, read where each process sees other rows: to take it as whole would give wrong gradients.
+        TypeError: it is a DTensor, and the `first` argument isn't. It is then nearly always a parameter that FSDP has
+            divided. Each process sees other rows, so to take it as a whole would give wrong gradients.
     """
     if full_name(kind) != DTENSOR:
         return f"{name} is a {kind.__name__}; kernels take plain tensors"
@@ -103,7 +103,7 @@ def refusal(op: str, name: str, kind: type, first: str | None) -> str:
 
 
 def mixed(op: str, first: str, name: str) -> str:
-    """What to tell somebody who gives an op a plain tensor first, and a DTensor beside it."""
+    """The error text for a plain tensor as first argument beside a DTensor."""
     return (
         f"{op}: {first} is a plain tensor and {name} a DTensor; it takes both of one kind. If fully_shard divided {name}, "
         f"read it inside its module's forward, or in a method named to register_fsdp_forward_method. If {first} is the same "
@@ -112,10 +112,10 @@ def mixed(op: str, first: str, name: str) -> str:
 
 
 def refuse_partitioned(op: str, tensors: dict[str, Any]) -> None:
-    """Called where an op refuses its arguments, which are `tensors` by name.
+    """Raise a clearer error if an op refuses its arguments, `tensors` by name, because ZeRO-3 has divided one.
 
     Raises:
-        ValueError: one is a parameter that DeepSpeed's ZeRO-3 has divided. It is empty where its module doesn't run.
+        ValueError: one is a parameter that DeepSpeed's ZeRO-3 has divided. It is empty outside of its module's forward.
     """
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and hasattr(tensor, "ds_id") and tensor.numel() == 0:

@@ -1,7 +1,7 @@
-"""What PyTorch does around a call: traces it, records it, transforms it. Only this thread's own state is asked.
+"""PyTorch's state around a call: tracing, recording, transforms. Only this thread's state counts.
 
-`torch.compiler.is_compiling` and the level of forward-mode differentiation are the process's: true in one thread while
-another one exports.
+`torch.compiler.is_compiling` and the level of forward-mode differentiation belong to the process: they are set in one thread
+while another one exports.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def remembered(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of sizes and the like that keeps its last results. While Dynamo traces, sizes may be symbols: none is kept."""
-    kept = functools.lru_cache(maxsize=1024)(function)
+    """Remember the last results of a function of sizes. Not while Dynamo traces: then sizes may be symbols."""
+    cached = functools.lru_cache(maxsize=1024)(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return function(*args, **kwargs) if compiling() else kept(*args, **kwargs)
+        return function(*args, **kwargs) if compiling() else cached(*args, **kwargs)
 
     return call
 
 
 def plain() -> bool:
-    """Whether nothing that `recording` or `transforming` tells of can be active. Quick: each call asks."""
+    """Whether nothing is active that `recording` or `transforming` could report. It is fast: each call of an op asks."""
     return not (
         _len_torch_dispatch_stack()
         or _is_tracing()
@@ -60,7 +60,7 @@ def plain() -> bool:
 
 
 def recording() -> str | None:
-    """What records PyTorch's operators, and would miss a launch: then a kernel's results are memory that nothing wrote."""
+    """The reason if something records PyTorch's operators and would miss a launch: results would be memory that nothing wrote."""
     if _is_tracing():
         return "torch.jit.trace is active, which records no launch"
     ahead = _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
@@ -80,29 +80,29 @@ def symbolic_tracer(arguments: Iterable[Any]) -> TracerBase | None:
 
 
 def transforming(tensors: Iterable[Tensor | None]) -> str | None:
-    """What differentiates or maps by other means than autograd's graph, which is all that kernels have."""
+    """The reason if something differentiates or maps by other means than autograd's graph. Kernels have only that."""
     if _are_functorch_transforms_active():
         return "a torch.func transform is active; kernels take plain tensors"
     level = forward_ad._current_level
-    # The level is the process's. Only a tensor knows whether it is part of what a thread differentiates.
+    # The level belongs to the process. Only a tensor shows whether a thread differentiates it.
     if level >= 0 and any(t is not None and torch._VF._unpack_dual(t, level=level)[1] is not None for t in tensors):
         return "forward-mode automatic differentiation is active; kernels take plain tensors"
     return None
 
 
 def without_values(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether the tensors' data can't be looked at, since they stand for those of later calls."""
+    """Whether the tensors' data can't be read, because they stand for the tensors of later calls."""
     if recording() is not None or torch._C._get_dispatch_mode(_FUNCTIONAL) is not None:
         return True
     return _are_functorch_transforms_active() or any(isinstance(t, FakeTensor) for t in tensors)
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor stands for several, as those of ``is_grads_batched=True`` do: it has no memory of its own."""
+    """Whether a tensor stands for several, as with ``is_grads_batched=True``: it has no memory."""
     return tensor.layout is torch.strided and not _has_storage(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
 def resolved(tensor: Tensor) -> Tensor:
     """The tensor as it is, or a copy of a negative or conjugate view, whose memory has other values than it has itself."""
-    # Dynamo can't ask. What these methods leave as it is, AOTAutograd takes out of the graph.
+    # Dynamo can't test for such views. If these methods change nothing, AOTAutograd removes them from the graph.
     return tensor.resolve_neg().resolve_conj()

@@ -85,15 +85,15 @@ def fused_linear_grouped_loss(
     if groups == 0:
         raise ValueError(f"{NAME}: x has shape {tuple(x.shape)}; it takes at least one group")
     checks.shape(NAME, "target", target, tuple(x.shape[:-1]), "that of x without its last dimension")
-    for place, given in enumerate(inputs):
-        if given is not None and tuple(given.shape[:1]) != (groups,):
+    for place, tensor in enumerate(inputs):
+        if tensor is not None and tuple(tensor.shape[:1]) != (groups,):
             raise ValueError(
-                f"{NAME}: input {place} has shape {tuple(given.shape)}; it takes ({groups}, ...), a row per group"
+                f"{NAME}: input {place} has shape {tuple(tensor.shape)}; it takes ({groups}, ...), a row per group"
             )
     call = _Call(
         loss,
         target,
-        tuple(None if given is None else given.detach() for given in inputs),
+        tuple(None if tensor is None else tensor.detach() for tensor in inputs),
         {
             "temperature": temperature,
             "softcap": softcap,
@@ -122,15 +122,15 @@ class _Call(NamedTuple):
         self, x: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None, **options: Any
     ) -> tuple[Tensor, ...]:
         """Log-probabilities, and on request entropies, of target's shape."""
-        given = x.flatten(0, -2), linear_weight, target.flatten(), bias
-        found = fused_linear_token_logprobs(*given, **{**self.options, **options})
-        fields = (found,) if isinstance(found, Tensor) else (found.logprobs, found.entropy)
+        flat = x.flatten(0, -2), linear_weight, target.flatten(), bias
+        output = fused_linear_token_logprobs(*flat, **{**self.options, **options})
+        fields = (output,) if isinstance(output, Tensor) else (output.logprobs, output.entropy)
         return tuple(field.view(target.shape) for field in fields if field is not None)
 
-    def of_group(self, group: int, found: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The loss of a group and what it returns beside, from the group's log-probabilities and entropies."""
-        logprobs = TokenLogprobsOutput(found[0], found[1], None, None) if len(found) > 1 else found[0]
-        returned = self.loss(logprobs, *(None if given is None else given[group] for given in self.inputs))
+    def of_group(self, group: int, fields: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The values that the loss returns for a group: from `fields`, the group's log-probabilities and maybe entropies."""
+        logprobs = TokenLogprobsOutput(fields[0], fields[1], None, None) if len(fields) > 1 else fields[0]
+        returned = self.loss(logprobs, *(None if tensor is None else tensor[group] for tensor in self.inputs))
         parts: tuple[Any, ...] = tuple(returned) if issubclass(type(returned), tuple) else (returned,)
         if not parts or not isinstance(parts[0], Tensor) or parts[0].dim() > 0:
             shown = f"shape {tuple(parts[0].shape)}" if parts and isinstance(parts[0], Tensor) else f"{returned!r}"
@@ -138,9 +138,9 @@ class _Call(NamedTuple):
         self.kind[:] = [type(returned)]
         return parts
 
-    def of_logprobs(self, found: Sequence[Tensor]) -> Any:
-        """The loss of all groups, from their log-probabilities and entropies."""
-        rows = [self.of_group(group, [field[group] for field in found]) for group in range(len(found[0]))]
+    def of_logprobs(self, fields: Sequence[Tensor]) -> Any:
+        """The loss of all groups, from `fields`, their log-probabilities and maybe entropies."""
+        rows = [self.of_group(group, [field[group] for field in fields]) for group in range(len(fields[0]))]
         return self.like_the_loss(_joined(rows))
 
     def like_the_loss(self, parts: Sequence[Any]) -> Any:
@@ -157,13 +157,13 @@ def _joined(rows: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 
 def _at_once(x: Tensor, linear_weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether forward makes the gradients: if it can differentiate, and what a group holds stays where it is."""
+    """Whether forward computes the gradients: if it can differentiate, and no hook moves a group's saved tensors."""
     if torch_state.compiling() or not (torch.is_grad_enabled() and linear_weight.requires_grad):
         return False
-    given = x, linear_weight, bias
-    if any(type(t) not in (Tensor, torch.nn.Parameter, type(None)) for t in given):
+    tensors = x, linear_weight, bias
+    if any(type(t) not in (Tensor, torch.nn.Parameter, type(None)) for t in tensors):
         return False
-    if torch_state.recording() is not None or torch_state.transforming(given) is not None:
+    if torch_state.recording() is not None or torch_state.transforming(tensors) is not None:
         return False
     hooks = recompute.innermost()
     lean_hooks = recompute.lean_hooks_of(hooks)
@@ -188,31 +188,31 @@ class _Gradients(torch.autograd.Function):
         rows, factors = list[tuple[Any, ...]](), list[Tensor]()
         for group in range(x.shape[0]):
             with torch.enable_grad():
-                given = [
+                inputs = [
                     None if t is None else t.detach().requires_grad_(need)
                     for t, need in zip((x[group], linear_weight, bias), needs, strict=True)
                 ]
-                hidden, weight, added = given
+                hidden, weight, added = inputs
                 assert hidden is not None
                 assert weight is not None
-                found = call.logprobs(hidden, weight, call.target[group], added, memory_budget=budget)
-                leaves = [field.detach().requires_grad_() for field in found]
+                fields = call.logprobs(hidden, weight, call.target[group], added, memory_budget=budget)
+                leaves = [field.detach().requires_grad_() for field in fields]
                 parts = call.of_group(group, leaves)
                 if group == 0:
                     _check_depends_on(leaves, parts[0])
             rows.append(tuple(part.detach() if isinstance(part, Tensor) else part for part in parts))
-            flowing = _flowing(parts[0], leaves)
-            power = _power_above(flowing)
+            incoming = _incoming(parts[0], leaves)
+            power = _power_above(incoming)
             factors.append(power)
-            wanted = [t for t, need in zip(given, needs, strict=True) if t is not None and need]
-            scaled = [None if g is None else g / power for g in flowing]
-            made = iter(torch.autograd.grad(found, wanted, scaled))
+            differentiable = [t for t, need in zip(inputs, needs, strict=True) if t is not None and need]
+            scaled: list[Any] = [None if g is None else g / power for g in incoming]
+            grads = iter(torch.autograd.grad(fields, differentiable, scaled))
             if dx is not None:
-                dx[group] = next(made)
+                dx[group] = next(grads)
             for total in sums:
                 if total is not None:
-                    total.addcmul_(next(made), power.to(total.dtype))
-            del found, made
+                    total.addcmul_(next(grads), power.to(total.dtype))
+            del fields, grads
         ctx.save_for_backward(dx, torch.cat(factors), *sums)
         ctx.dtypes = [None if t is None else t.dtype for t in (linear_weight, bias)]
         ctx.set_materialize_grads(False)
@@ -230,20 +230,22 @@ class _Gradients(torch.autograd.Function):
             if dx is not None:
                 factors = (factors * dloss).view(-1, *[1] * (dx.dim() - 1))
                 dx = torch.mul(dx, factors, out=torch.empty_like(dx))
-            found = [dx]
+            gradients = [dx]
             for total, dtype in zip(sums, ctx.dtypes, strict=True):
-                found.append(
+                gradients.append(
                     None if total is None else torch.mul(total, dloss, out=torch.empty_like(total, dtype=dtype))
                 )
-        return None, *(without_second_derivatives(NO_DOUBLE, found, (dloss,)) if torch.is_grad_enabled() else found)
+        if torch.is_grad_enabled():
+            return None, *without_second_derivatives(NO_DOUBLE, gradients, (dloss,))
+        return None, *gradients
 
 
-def _flowing(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+def _incoming(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of log-probabilities and entropies; zeros if the loss depends on none of them."""
     if not loss.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    found: list[Tensor | None] = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-    return found if any(g is not None for g in found) else [torch.zeros_like(leaf) for leaf in leaves]
+    grads: list[Tensor | None] = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+    return grads if any(g is not None for g in grads) else [torch.zeros_like(leaf) for leaf in leaves]
 
 
 def _power_above(gradients: Sequence[Tensor | None]) -> Tensor:
@@ -255,8 +257,8 @@ def _power_above(gradients: Sequence[Tensor | None]) -> Tensor:
 
 
 def _check_depends_on(leaves: Sequence[Tensor], loss: Tensor) -> None:
-    """The loss has no other source that wants a gradient: it would get none."""
-    own = {id(leaf) for leaf in leaves}
+    """The loss depends on no other tensor that requires a gradient, or ValueError: such a tensor would get none."""
+    leaf_ids = {id(leaf) for leaf in leaves}
     seen, left = set[Any](), [loss.grad_fn]
     while left:
         node = left.pop()
@@ -264,7 +266,7 @@ def _check_depends_on(leaves: Sequence[Tensor], loss: Tensor) -> None:
             continue
         seen.add(node)
         source = getattr(node, "variable", None)
-        if source is not None and id(source) not in own:
+        if source is not None and id(source) not in leaf_ids:
             raise ValueError(
                 f"{NAME}: the loss depends on a tensor of shape {tuple(source.shape)} that requires a gradient; it takes "
                 "x, linear_weight and bias alone as sources of gradients, so detach the other"

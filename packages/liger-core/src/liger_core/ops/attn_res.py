@@ -16,7 +16,7 @@ def attn_res(blocks: Tensor, partial: Tensor | None, query: Tensor, weight: Tens
 
     Finished blocks are stacked once, when one is added. The current block's sum changes at every sub-layer. So it is given apart,
     as `partial`, and nothing is copied for it. Computed in float32 and rounded once. The blocks, and two float32 numbers for each
-    of their rows, are kept for the backward.
+    of their rows, are saved for backward.
 
     Args:
         blocks: ``[N, ..., D]``, any number of blocks; float32, bfloat16 or float16.

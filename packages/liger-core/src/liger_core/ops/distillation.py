@@ -31,7 +31,7 @@ class DistillationOutput(NamedTuple):
 
 
 def with_gradients(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which fields have one. Of a reduced loss it is made in forward, by two products that are the same for all rows."""
+    """The fields that have a gradient. With a reduction this is `loss` alone, whose gradient forward computes."""
     return ("loss", "soft_loss", "hard_loss") if options["reduction"] == "none" else ("loss",)
 
 
@@ -99,8 +99,8 @@ def distillation(
     Source:
         Hinton et al., arXiv 1503.02531; jsd: Agarwal et al., arXiv 2306.13649; tvd: Wen et al., arXiv 2307.15190.
 
-    >>> found = distillation(torch.zeros(1, 2), torch.tensor([[99.0, 0.0]]), torch.tensor([0]), beta=0.0, hard_weight=0.5)
-    >>> found.loss, found.hard_loss
+    >>> output = distillation(torch.zeros(1, 2), torch.tensor([[99.0, 0.0]]), torch.tensor([0]), beta=0.0, hard_weight=0.5)
+    >>> output.loss, output.hard_loss
     (tensor(1.0397), tensor(0.6931))
     """
     return distillation_of_logits(

@@ -39,12 +39,12 @@ def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None
     rows = weight.shape[0]
     # Not by F.embedding: on CUDA, in torch 2.11, its gradient of 1025 to 3072 indices is wrong if one warp is late
     # (pytorch/pytorch#187687).
-    found = upcast(weight)[indices.clamp(0, rows - 1).flatten()].to(weight.dtype)
-    found = found.view(*indices.shape, weight.shape[1])  # Dynamo takes an index without dimensions for a number
+    vectors = upcast(weight)[indices.clamp(0, rows - 1).flatten()].to(weight.dtype)
+    vectors = vectors.view(*indices.shape, weight.shape[1])  # Dynamo takes an index without dimensions for a number
     if padding_idx is not None:
-        found = torch.where((indices == padding_idx % rows)[..., None], found.detach(), found)
+        vectors = torch.where((indices == padding_idx % rows)[..., None], vectors.detach(), vectors)
     outside = (indices < 0) | (indices >= rows)
-    return found.masked_fill(outside[..., None], torch.nan)
+    return vectors.masked_fill(outside[..., None], torch.nan)
 
 
 @embedding.checks

@@ -10,8 +10,8 @@ from liger_core.ops.rms_norm import CASTING_MODES, rms_norm
 @op(
     differentiable=("x", "residual", "weight"),
     dimensions="x: ... H, residual: ... H, weight: H -> ... H, ... H",
-    # y is made again from h. Its residual is −0, which adds nothing.
-    recompute=Recompute("weight", x=lambda made: made[1], residual=lambda made: _negative_zeros(made[1])),
+    # y is recomputed from h. Its residual is −0, which adds nothing.
+    recompute=Recompute("weight", x=lambda results: results[1], residual=lambda results: _negative_zeros(results[1])),
 )
 def fused_add_rms_norm(
     x: Tensor,

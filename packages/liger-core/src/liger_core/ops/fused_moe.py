@@ -43,7 +43,7 @@ def fused_moe(
         activation: ``"silu"`` or ``"gelu_tanh"``.
         limit: or None. Before the activation, the gate is clamped to at most limit, and the other factor to ±limit.
         memory_budget: bytes that a kernel may allocate beyond its inputs, result and gradients, at least `least_memory`.
-            None is `temporary_memory`, which includes both factors of all tokens, kept for backward. Less memory costs
+            None is `temporary_memory`, which includes both factors of all tokens, saved for backward. Less memory costs
             time: backward computes them again. The reference ignores it and holds all of them.
 
     Returns:
@@ -163,12 +163,12 @@ def _(
     if memory_budget is not None:
         checks.integer(name, least=1, memory_budget=memory_budget)
         grad = torch.is_grad_enabled()
-        wanted = (x, gate_up_weight, down_weight, expert_weights)
+        tensors = (x, gate_up_weight, down_weight, expert_weights)
         least = least_memory(
             x,
             gate_up_weight,
             expert_indices,
-            differentiable=grad and any(tensor.requires_grad for tensor in wanted),
+            differentiable=grad and any(tensor.requires_grad for tensor in tensors),
             x_grad=grad and x.requires_grad,
         )
         if memory_budget < least:

@@ -34,13 +34,13 @@ def gated_mlp(
     The products are in x's dtype with float32 accumulation, under autocast in its dtype. The gate and up branches are rounded
     to x's dtype, and the activation is computed in float32 and rounded once, as by `swiglu` and `geglu`.
 
-    Without a budget, or if everything fits it, the two branches are kept for the backward. Otherwise only x is kept, and the
+    Without a budget, or if everything fits it, the two branches are saved for backward. Otherwise only x is saved, and the
     branches are computed twice: that is the work of 22 products instead of 18. Then the forward goes by rows. The backward goes
     by columns of the branches with all rows at a time: each weight's gradient is made in one piece, and x's gradient is added
     up, in float32. Or it goes by rows, if that moves less memory: x's gradient is made in one piece, and the weights' are added
     up.
 
-    In activation checkpointing without reentrance, only x is kept, with any budget, and before the forward runs. If nothing in
+    In activation checkpointing without reentrance, only x is saved, with any budget, and before the forward runs. If nothing in
     the region keeps a tensor after this op, its forward isn't run again: the branches are computed twice, as by any other code.
 
     Args:

@@ -88,10 +88,10 @@ def logit_statistics(
     Source:
         log-sum-exp of shards: Shoeybi et al., Megatron-LM, arXiv 1909.08053; softcap: Gemma 2, arXiv 2408.00118.
 
-    >>> found = logit_statistics(torch.tensor([[0.0, 2.0], [1.0, 1.0]]), torch.tensor([1, -100]), return_best=True)
-    >>> found.picked - found.lse
+    >>> output = logit_statistics(torch.tensor([[0.0, 2.0], [1.0, 1.0]]), torch.tensor([1, -100]), return_best=True)
+    >>> output.picked - output.lse
     tensor([-0.1269,  0.0000])
-    >>> found.best_index
+    >>> output.best_index
     tensor([ 1, -1])
     """
     return statistics_of_logits(

@@ -11,7 +11,7 @@ from liger_core.contract import Recompute, op, upcast
 def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
     """Square the positive elements: y = max(x, 0)², times up if it is given.
 
-    Computed in float32 and rounded once. Only x and up are kept for the backward. A NaN stays one.
+    Computed in float32 and rounded once. Only x and up are saved for backward. A NaN stays one.
 
     Args:
         x: ``[..., H]``; float32, bfloat16 or float16.

@@ -11,7 +11,7 @@ from liger_core.contract import Recompute, op, upcast
 def swiglu(gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
     """Scale one branch by the SiLU of the other: y = silu(gate · gate_multiplier) · up · down_multiplier.
 
-    Computed in float32 and rounded once. Only gate and up are kept for the backward.
+    Computed in float32 and rounded once. Only gate and up are saved for backward.
 
     Args:
         gate: ``[..., H]``; float32, bfloat16 or float16.

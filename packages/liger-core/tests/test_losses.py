@@ -85,31 +85,31 @@ def test_dpo_is_the_formula(kind: str, divergence: str, reference: bool) -> None
     refs = [logps(5), logps(5)] if reference else [None, None]
     options: dict[str, Any] = {"beta": 0.4, "loss_type": kind, "label_smoothing": 0.2, "f_divergence": divergence}
     options |= {"bco_delta": 0.3}
-    found = losses.dpo_loss(c, r, *refs, **options, reduction="none")
+    actual = losses.dpo_loss(c, r, *refs, **options, reduction="none")
     constants = [[0.0] * 5 if t is None else t.tolist() for t in refs]
     rows = zip(c.tolist(), r.tolist(), *constants, strict=True)
     expected = [pair_loss(kind, *row, 0.4, 0.2, DIVERGENCES[divergence]) for row in rows]
-    torch.testing.assert_close(found.loss, torch.tensor(expected, dtype=WIDE), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found.chosen_rewards, 0.4 * (c - torch.tensor(constants[0])).detach())
-    torch.testing.assert_close(found.rejected_rewards, 0.4 * (r - torch.tensor(constants[1])).detach())
-    assert not found.chosen_rewards.requires_grad
+    torch.testing.assert_close(actual.loss, torch.tensor(expected, dtype=WIDE), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual.chosen_rewards, 0.4 * (c - torch.tensor(constants[0])).detach())
+    torch.testing.assert_close(actual.rejected_rewards, 0.4 * (r - torch.tensor(constants[1])).detach())
+    assert not actual.chosen_rewards.requires_grad
     assert_gradient(lambda c, r: losses.dpo_loss(c, r, *refs, **options, reduction="sum").loss, c, r)
     if reference:
-        got = torch.autograd.grad(found.loss.sum(), refs, allow_unused=True)
+        got = torch.autograd.grad(actual.loss.sum(), refs, allow_unused=True)
         assert got == (None, None)
 
 
 @pytest.mark.parametrize("kind", ["aot", "aot_unpaired"])
 def test_dpo_by_optimal_transport(kind: str) -> None:
     c, r, ref_c, ref_r = logps(6), logps(6), logps(6, grad=False), logps(6, grad=False)
-    found = losses.dpo_loss(c, r, ref_c, ref_r, beta=0.4, loss_type=kind, label_smoothing=0.1, reduction="none")
+    actual = losses.dpo_loss(c, r, ref_c, ref_r, beta=0.4, loss_type=kind, label_smoothing=0.1, reduction="none")
     rows = list(zip(c.tolist(), r.tolist(), ref_c.tolist(), ref_r.tolist(), strict=True))
     if kind == "aot":
         first, second = sorted(row[0] - row[1] for row in rows), sorted(row[2] - row[3] for row in rows)
     else:
         first, second = sorted(row[0] - row[2] for row in rows), sorted(row[1] - row[3] for row in rows)
     expected = [smoothed(0.4 * (x - y), 0.1) for x, y in zip(first, second, strict=True)]
-    torch.testing.assert_close(found.loss.tolist(), expected)
+    torch.testing.assert_close(actual.loss.tolist(), expected)
     assert_gradient(lambda c, r: losses.dpo_loss(c, r, ref_c, ref_r, loss_type=kind, label_smoothing=0.1).loss, c, r)
 
 
@@ -141,13 +141,13 @@ def test_dpo_far_from_the_reference_is_finite(kind: str, divergence: str) -> Non
 
 def test_orpo_is_the_formula() -> None:
     c, r = logps(5), logps(5)
-    found = losses.orpo_loss(c, r, beta=0.7, reduction="none")
+    actual = losses.orpo_loss(c, r, beta=0.7, reduction="none")
     odds = [
         math.log(math.exp(x) / (1 - math.exp(x))) - math.log(math.exp(y) / (1 - math.exp(y)))
         for x, y in zip(c.tolist(), r.tolist(), strict=True)
     ]
-    torch.testing.assert_close(found.log_odds.tolist(), odds)
-    torch.testing.assert_close(found.loss.tolist(), [-0.7 * log_sigmoid(o) for o in odds])
+    torch.testing.assert_close(actual.log_odds.tolist(), odds)
+    torch.testing.assert_close(actual.loss.tolist(), [-0.7 * log_sigmoid(o) for o in odds])
     assert_gradient(lambda c, r: losses.orpo_loss(c, r, beta=0.7).loss, c, r)
 
 
@@ -155,18 +155,18 @@ def test_orpo_of_a_sure_completion_is_finite() -> None:
     """log(1 − e^t) is −inf in float32 from t = −6e-8 on, unless t is kept away from 0."""
     c = torch.tensor([0.0, -1e-9, -100.0], requires_grad=True)
     r = torch.tensor([-1.0, 0.0, -1e-3], requires_grad=True)
-    found = losses.orpo_loss(c, r)
-    assert found.log_odds.isfinite().all()
-    for gradient in torch.autograd.grad(found.loss, (c, r)):
+    actual = losses.orpo_loss(c, r)
+    assert actual.log_odds.isfinite().all()
+    for gradient in torch.autograd.grad(actual.loss, (c, r)):
         assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_simpo_is_the_formula(smoothing: float) -> None:
     c, r = logps(5), logps(5)
-    found = losses.simpo_loss(c, r, beta=2.5, gamma=0.6, label_smoothing=smoothing, reduction="none")
+    actual = losses.simpo_loss(c, r, beta=2.5, gamma=0.6, label_smoothing=smoothing, reduction="none")
     rows = zip(c.tolist(), r.tolist(), strict=True)
-    torch.testing.assert_close(found.loss.tolist(), [smoothed(2.5 * (x - y) - 0.6, smoothing) for x, y in rows])
+    torch.testing.assert_close(actual.loss.tolist(), [smoothed(2.5 * (x - y) - 0.6, smoothing) for x, y in rows])
     assert_gradient(lambda c, r: losses.simpo_loss(c, r, label_smoothing=smoothing).loss, c, r)
 
 
@@ -182,9 +182,9 @@ def test_cpo_is_the_formula(kind: str) -> None:
             0.3 * ((1 - math.exp(-0.4 * x)) / 0.4 - (1 - math.exp(-0.4 * y)) / 0.4) - 0.2, 0.1
         ),
     }
-    found = losses.cpo_loss(c, r, **options, reduction="none")
+    actual = losses.cpo_loss(c, r, **options, reduction="none")
     rows = zip(c.tolist(), r.tolist(), strict=True)
-    torch.testing.assert_close(found.loss.tolist(), [formula[kind](x, y) for x, y in rows])
+    torch.testing.assert_close(actual.loss.tolist(), [formula[kind](x, y) for x, y in rows])
     assert_gradient(lambda c, r: losses.cpo_loss(c, r, **options).loss, c, r)
 
 
@@ -203,16 +203,16 @@ def test_kto_is_the_formula(kind: str, kl: tuple[int, ...] | None) -> None:
     desirable = torch.tensor([True, False, True, True, False, False])
     estimate = None if kl is None else torch.rand(kl, dtype=WIDE)
     options: dict[str, Any] = {"beta": 0.4, "loss_type": kind, "desirable_weight": 1.5, "undesirable_weight": 0.5}
-    found = losses.kto_loss(t, ref, desirable, estimate, **options, reduction="none")
+    actual = losses.kto_loss(t, ref, desirable, estimate, **options, reduction="none")
     used = torch.zeros(6) if estimate is None or kind != "kto" else estimate.expand(6)
     expected = [
         1.5 * (1 - sigmoid(0.4 * (x - y - k))) if good else 0.5 * (1 - sigmoid(-0.4 * (x - y - k)))
         for x, y, good, k in zip(t.tolist(), ref.tolist(), desirable.tolist(), used.tolist(), strict=True)
     ]
-    torch.testing.assert_close(found.loss.tolist(), expected)
-    torch.testing.assert_close(found.rewards, 0.4 * (t - ref).detach())
+    torch.testing.assert_close(actual.loss.tolist(), expected)
+    torch.testing.assert_close(actual.rewards, 0.4 * (t - ref).detach())
     assert_gradient(lambda t: losses.kto_loss(t, ref, desirable, estimate, **options).loss, t)
-    assert torch.autograd.grad(found.loss.sum(), ref, allow_unused=True) == (None,)
+    assert torch.autograd.grad(actual.loss.sum(), ref, allow_unused=True) == (None,)
 
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -239,9 +239,9 @@ def test_reductions(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
     c, r = logps(4, grad=False).to(dtype), logps(4, grad=False).to(dtype)
-    found = CALLS[name](c, r).loss
-    assert found.dtype is torch.float32
-    torch.testing.assert_close(found, CALLS[name](c.float(), r.float()).loss)
+    actual = CALLS[name](c, r).loss
+    assert actual.dtype is torch.float32
+    torch.testing.assert_close(actual, CALLS[name](c.float(), r.float()).loss)
 
 
 @pytest.mark.parametrize(
@@ -301,9 +301,9 @@ def test_sequence_logprobs_of_what_is_masked_or_empty() -> None:
     logprobs = torch.tensor([[-1.0, torch.nan, -2.0], [torch.inf, -1.0, -3.0], [torch.nan] * 3], requires_grad=True)
     mask = torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0]])
     for average, expected in ((False, [-3.0, -4.0, 0.0]), (True, [-1.5, -2.0, 0.0])):
-        found = losses.sequence_logprobs(logprobs, mask, average=average)
-        assert found.tolist() == expected
-        (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+        actual = losses.sequence_logprobs(logprobs, mask, average=average)
+        assert actual.tolist() == expected
+        (gradient,) = torch.autograd.grad(actual.sum(), logprobs)
         assert gradient.isfinite().all()
         assert not gradient[mask == 0].any()
 
@@ -312,7 +312,7 @@ def test_sequence_logprobs_of_what_is_masked_or_empty() -> None:
 def test_sequences_of_a_packed_row_are_those_of_padded_ones(average: bool) -> None:
     lengths = torch.tensor([3, 0, 5, 1])
     packed, mask = logps(11), torch.rand(11) < 0.6
-    found = losses.sequence_logprobs(packed, mask, lengths=lengths, average=average)
+    actual = losses.sequence_logprobs(packed, mask, lengths=lengths, average=average)
     padded, padded_mask = torch.zeros(4, 5, dtype=WIDE), torch.zeros(4, 5)
     start = 0
     for row, length in enumerate(lengths.tolist()):
@@ -320,8 +320,8 @@ def test_sequences_of_a_packed_row_are_those_of_padded_ones(average: bool) -> No
         padded_mask[row, :length] = mask[start : start + length]
         start += length
     expected = losses.sequence_logprobs(padded, padded_mask, average=average)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(t.sum(), packed)[0] for t in (found, expected)))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(t.sum(), packed)[0] for t in (actual, expected)))
 
 
 @pytest.mark.parametrize("tail", [False, True])
@@ -330,7 +330,7 @@ def test_topk_kl_is_the_formula(tail: bool) -> None:
     teacher = torch.randn(3, 9, dtype=WIDE).log_softmax(-1)
     top = teacher.topk(4)
     chosen = student.gather(1, top.indices).requires_grad_()
-    found = losses.topk_kl(chosen, top.values, torch.tensor([1, 0, 1]), tail=tail)
+    actual = losses.topk_kl(chosen, top.values, torch.tensor([1, 0, 1]), tail=tail)
     for row in range(3):
         expected = 0.0
         for i in top.indices[row].tolist():
@@ -339,7 +339,7 @@ def test_topk_kl_is_the_formula(tail: bool) -> None:
             rest = 1 - sum(math.exp(t) for t in top.values[row].tolist())
             mine = 1 - sum(math.exp(student[row, i]) for i in top.indices[row].tolist())
             expected += rest * math.log(rest / mine)
-        torch.testing.assert_close(found[row].item(), expected if row != 1 else 0.0)
+        torch.testing.assert_close(actual[row].item(), expected if row != 1 else 0.0)
     assert_gradient(lambda lp: losses.topk_kl(lp, top.values, tail=tail), chosen)
 
 
@@ -369,22 +369,22 @@ def test_token_logprobs_are_those_of_log_softmax(linear: bool, many: bool) -> No
     entropy = -(log_p.exp() * log_p).sum(-1).masked_fill(~row, 0.0)
     lse = z.logsumexp(-1).masked_fill(~row, 0.0)
     if linear:
-        found = losses.fused_linear_token_logprobs(x, weight, target, bias, **options, **flags)
+        actual = losses.fused_linear_token_logprobs(x, weight, target, bias, **options, **flags)
     else:
-        found = losses.token_logprobs(logits, target, **options, **flags)
-    assert isinstance(found, losses.TokenLogprobsOutput)
-    torch.testing.assert_close((found.logprobs, found.entropy, found.lse), (picked, entropy, lse))
-    assert found.predicted_tokens.tolist() == logits.argmax(-1).masked_fill(~row, -1).tolist()
-    for mine, theirs in ((found.logprobs, picked), (found.entropy, entropy), (found.lse, lse)):
+        actual = losses.token_logprobs(logits, target, **options, **flags)
+    assert isinstance(actual, losses.TokenLogprobsOutput)
+    torch.testing.assert_close((actual.logprobs, actual.entropy, actual.lse), (picked, entropy, lse))
+    assert actual.predicted_tokens.tolist() == logits.argmax(-1).masked_fill(~row, -1).tolist()
+    for mine, theirs in ((actual.logprobs, picked), (actual.entropy, entropy), (actual.lse, lse)):
         incoming = torch.randn_like(theirs)
         got = torch.autograd.grad(mine, (x, weight, bias), incoming, retain_graph=True)
         torch.testing.assert_close(got, torch.autograd.grad(theirs, (x, weight, bias), incoming, retain_graph=True))
 
 
 def test_token_logprobs_alone_are_a_tensor() -> None:
-    found = losses.token_logprobs(torch.zeros(2, 4), torch.tensor([[0, 1], [2, -100]]))
-    assert isinstance(found, Tensor)
-    torch.testing.assert_close(found, torch.tensor([[0.25, 0.25], [0.25, 1.0]]).log())
+    actual = losses.token_logprobs(torch.zeros(2, 4), torch.tensor([[0, 1], [2, -100]]))
+    assert isinstance(actual, Tensor)
+    torch.testing.assert_close(actual, torch.tensor([[0.25, 0.25], [0.25, 1.0]]).log())
 
 
 @pytest.mark.parametrize("token", [-1, 4])
@@ -394,7 +394,7 @@ def test_a_target_that_is_no_token(token: int) -> None:
 
 
 def test_ratio_of_equal_policies_is_one() -> None:
-    """Of bfloat16 operands: logits that are rounded to bfloat16 near 20 would be off by percents."""
+    """Operands are bfloat16: logits that are rounded to bfloat16 near 20 would be off by percents."""
     x, weight = torch.randn(64, 32, dtype=torch.bfloat16) * 4, torch.randn(50, 32, dtype=torch.bfloat16)
     target = torch.randint(50, (64,))
     old = losses.fused_linear_token_logprobs(x, weight, target)
@@ -420,62 +420,62 @@ def policy_inputs(rows: int = 3, length: int = 5) -> dict[str, Any]:
 @pytest.mark.parametrize("ratio", [None, (3,), (3, 1), (3, 5)])
 @pytest.mark.parametrize("num_items", [None, 7, 2.5, torch.tensor(9)])
 def test_vespo_is_the_formula(ratio: tuple[int, ...] | None, num_items: Any) -> None:
-    given = policy_inputs()
-    given["advantages"] = torch.tensor([1.5, -0.5, 0.0], dtype=WIDE)
+    inputs = policy_inputs()
+    inputs["advantages"] = torch.tensor([1.5, -0.5, 0.0], dtype=WIDE)
     importance = None if ratio is None else torch.rand(ratio, dtype=WIDE) + 0.5
     if ratio == (3, 5):
-        importance = importance.masked_fill(~given["completion_mask"], torch.nan)
-    found = losses.policy_loss(
-        **given, beta=0.0, loss_type="vespo", importance_sampling_ratio=importance, num_items_in_batch=num_items
+        importance = importance.masked_fill(~inputs["completion_mask"], torch.nan)
+    actual = losses.policy_loss(
+        **inputs, beta=0.0, loss_type="vespo", importance_sampling_ratio=importance, num_items_in_batch=num_items
     )
-    total, mask = 0.0, given["completion_mask"]
+    total, mask = 0.0, inputs["completion_mask"]
     for row in range(3):
-        lp, old = given["logprobs"][row].tolist(), given["old_logps"][row].tolist()
+        lp, old = inputs["logprobs"][row].tolist(), inputs["old_logps"][row].tolist()
         log_w = sum(x - y for x, y, counts in zip(lp, old, mask[row].tolist(), strict=True) if counts)
         if importance is not None:
             of_row = importance.view(3, -1)[row]
             log_w += sum(math.log(v) for v in (of_row if len(of_row) == 1 else of_row[mask[row]]).tolist())
-        advantage = given["advantages"][row].item()
+        advantage = inputs["advantages"][row].item()
         k, rate = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
         phi = math.exp(rate + k * log_w - rate * math.exp(log_w))
         total += sum(-phi * advantage * x for x, counts in zip(lp, mask[row].tolist(), strict=True) if counts)
     divisor = mask.sum().item() if num_items is None else max(float(num_items), 1.0)
-    torch.testing.assert_close(found.loss.item(), total / divisor)
-    assert found.clip_ratio.item() == 0.0
+    torch.testing.assert_close(actual.loss.item(), total / divisor)
+    assert actual.clip_ratio.item() == 0.0
 
 
 def test_vespo_weight_is_a_constant() -> None:
-    given = policy_inputs()
-    loss = losses.policy_loss(**given, beta=0.0, loss_type="vespo", reduction="none").loss
-    (gradient,) = torch.autograd.grad(loss.sum(), given["logprobs"])
-    torch.testing.assert_close(gradient * given["logprobs"].detach(), loss.detach())
+    inputs = policy_inputs()
+    loss = losses.policy_loss(**inputs, beta=0.0, loss_type="vespo", reduction="none").loss
+    (gradient,) = torch.autograd.grad(loss.sum(), inputs["logprobs"])
+    torch.testing.assert_close(gradient * inputs["logprobs"].detach(), loss.detach())
 
 
 def test_an_advantage_per_token() -> None:
     """Equal advantages of a row's tokens are the row's."""
-    given = policy_inputs()
+    inputs = policy_inputs()
     for kind in policy.LOSS_TYPES:
         if kind != "vespo":
-            expected = losses.policy_loss(**given, loss_type=kind)
-            each = given | {"advantages": given["advantages"][:, None].expand(3, 5)}
+            expected = losses.policy_loss(**inputs, loss_type=kind)
+            each = inputs | {"advantages": inputs["advantages"][:, None].expand(3, 5)}
             torch.testing.assert_close(losses.policy_loss(**each, loss_type=kind), expected)
-    first = given | {"advantages": torch.eye(3, 5, dtype=WIDE)}
+    first = inputs | {"advantages": torch.eye(3, 5, dtype=WIDE)}
     loss = losses.policy_loss(**first, beta=0.0, reduction="none").loss
     assert not loss[torch.eye(3, 5) == 0].any()
 
 
 @pytest.mark.parametrize("kind", policy.LOSS_TYPES)
 def test_what_is_masked_may_hold_anything(kind: str) -> None:
-    given = policy_inputs()
-    mask = given["completion_mask"]
+    inputs = policy_inputs()
+    mask = inputs["completion_mask"]
     options: dict[str, Any] = {"loss_type": kind, "reduction": "none"}
-    expected = losses.policy_loss(**given, **options)
+    expected = losses.policy_loss(**inputs, **options)
     for name in ("logprobs", "old_logps", "ref_logps"):
-        given[name] = given[name].detach().masked_fill(~mask, torch.nan)
-    given["logprobs"].requires_grad_()
-    found = losses.policy_loss(**given, **options)
-    torch.testing.assert_close(found, expected)
-    (gradient,) = torch.autograd.grad(found.loss.sum(), given["logprobs"])
+        inputs[name] = inputs[name].detach().masked_fill(~mask, torch.nan)
+    inputs["logprobs"].requires_grad_()
+    actual = losses.policy_loss(**inputs, **options)
+    torch.testing.assert_close(actual, expected)
+    (gradient,) = torch.autograd.grad(actual.loss.sum(), inputs["logprobs"])
     assert not gradient[~mask].any()
 
 
@@ -484,21 +484,21 @@ def test_what_is_masked_may_hold_anything(kind: str) -> None:
 def test_grpo_loss_is_log_probabilities_and_the_policy_loss(kind: str, reduction: str) -> None:
     """To the bit."""
     logits, ids = torch.randn(3, 6, 7, requires_grad=True), torch.randint(7, (3, 5))
-    given = {n: t.detach().float() for n, t in policy_inputs().items() if n not in ("logprobs", "completion_mask")}
+    inputs = {n: t.detach().float() for n, t in policy_inputs().items() if n not in ("logprobs", "completion_mask")}
     options: dict[str, Any] = {"loss_type": kind, "reduction": reduction}
-    found = grpo_loss(logits, completion_ids=ids, temperature=0.8, **given, **options)
+    actual = grpo_loss(logits, completion_ids=ids, temperature=0.8, **inputs, **options)
     lp = losses.token_logprobs(logits[:, :-1].flatten(0, 1), ids.flatten(), temperature=0.8)
     assert isinstance(lp, Tensor)
-    expected = losses.policy_loss(lp.view(3, 5), **given, **options)
-    for mine, theirs in zip(found, expected, strict=True):
+    expected = losses.policy_loss(lp.view(3, 5), **inputs, **options)
+    for mine, theirs in zip(actual, expected, strict=True):
         assert torch.equal(mine, theirs)
-    got = [torch.autograd.grad(t.loss.sum(), logits)[0] for t in (found, expected)]
+    got = [torch.autograd.grad(t.loss.sum(), logits)[0] for t in (actual, expected)]
     assert torch.equal(*got)
 
 
 @pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "cpo", "kto", "policy", "sequence", "topk"])
 def test_compiles_whole_for_sizes_that_change(name: str) -> None:
-    """One graph, made at the first call: other shapes don't compile again."""
+    """The first call compiles one graph: other shapes don't compile again."""
     calls: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "dpo": lambda a, b: losses.dpo_loss(a[:, 0], b[:, 0]).loss,
         "orpo": lambda a, b: losses.orpo_loss(a[:, 0], b[:, 0]).loss,
@@ -515,9 +515,9 @@ def test_compiles_whole_for_sizes_that_change(name: str) -> None:
     graphs = []
     for rows, length in ((4, 6), (5, 9), (7, 3)):
         a, b = logps(rows, length), logps(rows, length, grad=False)
-        found, expected = compiled(a, b), calls[name](a, b)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad(found, a), torch.autograd.grad(expected, a))
+        actual, expected = compiled(a, b), calls[name](a, b)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(torch.autograd.grad(actual, a), torch.autograd.grad(expected, a))
         graphs.append(counter.frame_count)
     assert graphs[0] == graphs[-1]
 
@@ -542,11 +542,11 @@ def test_statistics_of_shards_make_those_of_the_whole() -> None:
         "entropy": entropy,
         "total": sum(p.total for p in parts),
     }
-    for name, found in joined.items():
+    for name, actual in joined.items():
         expected = getattr(whole, name)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
         incoming = torch.randn_like(expected)
-        got = torch.autograd.grad(found, logits, incoming, retain_graph=True)
+        got = torch.autograd.grad(actual, logits, incoming, retain_graph=True)
         torch.testing.assert_close(got, torch.autograd.grad(expected, logits, incoming, retain_graph=True))
     best = torch.stack([p.best for p in parts]).max(0)
     assert torch.equal(best.values, whole.best)
@@ -558,7 +558,7 @@ def test_statistics_with_their_gradients_are_the_formula() -> None:
     """dz = g_lse p + Σ g_picked [target] + g_total w − g_entropy p (log p + entropy), times softcap's derivative."""
     logits, weight = torch.randn(4, 6, dtype=WIDE, requires_grad=True), torch.rand(6, dtype=WIDE)
     target = torch.tensor([[7, 7], [5, 99], [10, -100], [-100, -100]])
-    found = logit_statistics(
+    actual = logit_statistics(
         logits,
         target,
         weight,
@@ -573,10 +573,10 @@ def test_statistics_with_their_gradients_are_the_formula() -> None:
     z = (2.0 * torch.tanh(logits / 2.0) / 0.5).detach()
     p = z.softmax(-1)
     entropy = -(p * p.log()).sum(-1, keepdim=True)
-    torch.testing.assert_close(found.log_sum_squares, p.square().sum(-1).log().masked_fill(~row[:, 0], 0.0))
-    torch.testing.assert_close(found.total, (weight * z).sum(-1).masked_fill(~row[:, 0], 0.0))
-    g = {n: torch.randn_like(t) for n, t in zip(found._fields[:4], found[:4], strict=True)}
-    (gradient,) = torch.autograd.grad(found[:4], logits, list(g.values()))
+    torch.testing.assert_close(actual.log_sum_squares, p.square().sum(-1).log().masked_fill(~row[:, 0], 0.0))
+    torch.testing.assert_close(actual.total, (weight * z).sum(-1).masked_fill(~row[:, 0], 0.0))
+    g = {n: torch.randn_like(t) for n, t in zip(actual._fields[:4], actual[:4], strict=True)}
+    (gradient,) = torch.autograd.grad(actual[:4], logits, list(g.values()))
     dz = g["lse"][:, None] * p + g["total"][:, None] * weight - g["entropy"][:, None] * p * (p.log() + entropy)
     for i, k in ((0, 0), (0, 1), (1, 0), (2, 0)):
         dz[i, target[i, k] - 5] += g["picked"][i, k]
@@ -588,10 +588,10 @@ def test_statistics_with_their_gradients_are_the_formula() -> None:
 def test_forbidden_tokens(hidden: float) -> None:
     """A logit of −inf: its log-probability is −inf; entropy and gradients stay finite."""
     logits = torch.tensor([[1.0, hidden, 0.5], [0.0, 0.0, 0.0]], dtype=WIDE, requires_grad=True)
-    found = losses.token_logprobs(logits, torch.tensor([[1, 0], [2, 2]]), return_entropy=True)
-    assert isinstance(found, losses.TokenLogprobsOutput)
-    assert found.logprobs[0, 0] == hidden
-    assert found.entropy is not None
-    (gradient,) = torch.autograd.grad(found.entropy.sum() + found.logprobs[:, 1].sum(), logits)
+    actual = losses.token_logprobs(logits, torch.tensor([[1, 0], [2, 2]]), return_entropy=True)
+    assert isinstance(actual, losses.TokenLogprobsOutput)
+    assert actual.logprobs[0, 0] == hidden
+    assert actual.entropy is not None
+    (gradient,) = torch.autograd.grad(actual.entropy.sum() + actual.logprobs[:, 1].sum(), logits)
     assert gradient.isfinite().all()
     assert gradient[0, 1] == 0

@@ -40,7 +40,7 @@ def test_every_reference_is_tested(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ops))
 def test_every_docstring_has_its_sections(name: str) -> None:
-    """What each argument takes, what is returned, what is refused, and where the formula is from: none of them empty."""
+    """Arguments, result, errors and the formula's source: none of these sections is empty."""
     text = ops[name].reference.__doc__ or ""
     for section in ("Args", "Returns", "Raises", "Source"):
         assert re.search(rf"^    {section}:\n        \S", text, re.M), f"{name}'s docstring lacks {section}:"
@@ -59,9 +59,9 @@ def test_fused_linear_logit_statistics_is_logit_statistics_of_the_product() -> N
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other)
-    total, expected = (sum(r.square().sum() for r in found if r is not None) for found in (fused, parts))
-    gradients, wanted = (torch.autograd.grad(value, (x, weight)) for value in (total, expected))
-    for one, other in zip(gradients, wanted, strict=True):
+    total, expected = (sum(r.square().sum() for r in actual if r is not None) for actual in (fused, parts))
+    gradients, expected_gradients = (torch.autograd.grad(value, (x, weight)) for value in (total, expected))
+    for one, other in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -93,11 +93,11 @@ def test_fused_moe_is_a_loop_over_tokens(activation: str, limit: float | None) -
                 row = row + weights[t, k] * (second[e] @ (gate * up))
         rows.append(row)
     leaves = (x, first, second, weights)
-    expected, found = torch.stack(rows), fused_moe.reference(*arguments, activation=activation, limit=limit)
-    torch.testing.assert_close(found, expected)
+    expected, actual = torch.stack(rows), fused_moe.reference(*arguments, activation=activation, limit=limit)
+    torch.testing.assert_close(actual, expected)
     incoming = torch.linspace(-1.0, 2.0, 30, dtype=torch.float64).view(5, 6)
     torch.testing.assert_close(
-        torch.autograd.grad(found, leaves, incoming), torch.autograd.grad(expected, leaves, incoming)
+        torch.autograd.grad(actual, leaves, incoming), torch.autograd.grad(expected, leaves, incoming)
     )
     assert torch.autograd.gradcheck(lambda *four: fused_moe.reference(*four[:3], indices, four[3]), leaves)
 

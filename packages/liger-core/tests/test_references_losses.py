@@ -117,7 +117,7 @@ def test_cross_entropy_is_the_formula(weighted: bool, softcap: float | None, tok
         ("sum", sum(losses) + sum(z_losses), sum(z_losses)),
         ("none", [a + b for a, b in zip(losses, z_losses, strict=True)], z_losses),
     ):
-        found = fused_linear_cross_entropy(
+        actual = fused_linear_cross_entropy(
             x,
             linear_weight,
             target,
@@ -128,14 +128,14 @@ def test_cross_entropy_is_the_formula(weighted: bool, softcap: float | None, tok
             token_scaling=token_scaling,
             **options,
         )
-        assert isinstance(found, CrossEntropyOutput)
-        assert found.z_loss is not None
-        torch.testing.assert_close(found.loss, torch.tensor(loss, dtype=WIDE))
-        torch.testing.assert_close(found.z_loss, torch.tensor(z_loss, dtype=WIDE))
-        assert not found.z_loss.requires_grad
+        assert isinstance(actual, CrossEntropyOutput)
+        assert actual.z_loss is not None
+        torch.testing.assert_close(actual.loss, torch.tensor(loss, dtype=WIDE))
+        torch.testing.assert_close(actual.z_loss, torch.tensor(z_loss, dtype=WIDE))
+        assert not actual.z_loss.requires_grad
         if not token_scaling:
             again = cross_entropy(torch.tensor(logits, dtype=WIDE), target, weight, reduction=reduction, **options)
-            torch.testing.assert_close(found.loss, again)
+            torch.testing.assert_close(actual.loss, again)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -146,9 +146,9 @@ def test_fused_linear_cross_entropy_gradient(reduction: str, token_scaling: bool
     options: dict[str, Any] = {"class_weight": weight, "label_smoothing": 0.2, "lse_square_scale": 0.3, "softcap": 1.5}
 
     def call(x: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor) -> Tensor:
-        found = fused_linear_cross_entropy(x, linear_weight, target, bias, reduction=reduction, **options)
+        actual = fused_linear_cross_entropy(x, linear_weight, target, bias, reduction=reduction, **options)
         if not token_scaling:
-            return found
+            return actual
         # The probability is a constant: the gradient is that of the loss times a number.
         with torch.no_grad():
             logits = 1.5 * torch.tanh((x0 @ weight0.T + bias0) / 1.5)
@@ -163,20 +163,20 @@ def test_fused_linear_cross_entropy_gradient(reduction: str, token_scaling: bool
     plain = {"lse_square_scale": 0.0}
     x0, weight0, _, bias0 = (t.detach().clone() for t in inputs)
     assert torch.autograd.gradcheck(call, inputs)
-    found = fused_linear_cross_entropy(*inputs, reduction=reduction, token_scaling=token_scaling, **options)
-    assert_same(found, call(*inputs), inputs[0], inputs[1], inputs[3])
+    actual = fused_linear_cross_entropy(*inputs, reduction=reduction, token_scaling=token_scaling, **options)
+    assert_same(actual, call(*inputs), inputs[0], inputs[1], inputs[3])
 
 
 def test_cross_entropy_says_what_the_argmax_is() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 0.0], [0.0, 0.0, 9.0], [3.0, 3.0, 3.0]], requires_grad=True)
     target = torch.tensor([1, 1, NONE, 0])
     flags: dict[str, Any] = {"return_token_accuracy": True, "return_predicted_tokens": True}
-    found = cross_entropy(logits, target, softcap=0.01, **flags)
-    assert isinstance(found, CrossEntropyOutput)
-    assert found.predicted_tokens.tolist() == [1, 0, -1, 0]
-    assert found.predicted_tokens.dtype is torch.int64
-    torch.testing.assert_close(found.token_accuracy, torch.tensor(2 / 3))
-    assert found.z_loss is None
+    actual = cross_entropy(logits, target, softcap=0.01, **flags)
+    assert isinstance(actual, CrossEntropyOutput)
+    assert actual.predicted_tokens.tolist() == [1, 0, -1, 0]
+    assert actual.predicted_tokens.dtype is torch.int64
+    torch.testing.assert_close(actual.token_accuracy, torch.tensor(2 / 3))
+    assert actual.z_loss is None
     assert cross_entropy(logits, target, reduction="none", **flags).token_accuracy.tolist() == [1.0, 0.0, 0.0, 1.0]
     ignored = cross_entropy(logits, torch.full((4,), NONE), return_token_accuracy=True)
     assert ignored.token_accuracy.item() == 0.0
@@ -241,13 +241,13 @@ def test_jsd_of_zero_probabilities(beta: float) -> None:
         )
         wide_student = wide_student.masked_fill(student_absent, absent).requires_grad_()
         loss = jsd(wide_student, wide_teacher, beta=beta)
-        (found,) = gradients(loss, wide_student)
+        (actual,) = gradients(loss, wide_student)
         torch.testing.assert_close(loss.item(), loop_jsd(wide_student, wide_teacher, None, beta))
         if not 0 < beta < 1:
             torch.testing.assert_close(loss, jsd(student, teacher, beta=beta))
-            torch.testing.assert_close(found[:, places], gradients(jsd(student, teacher, beta=beta), student)[0])
-        assert found.isfinite().all()
-        assert not found[:, student_absent & teacher_absent].any()
+            torch.testing.assert_close(actual[:, places], gradients(jsd(student, teacher, beta=beta), student)[0])
+        assert actual.isfinite().all()
+        assert not actual[:, student_absent & teacher_absent].any()
 
 
 def test_jsd_of_probabilities_that_underflow() -> None:
@@ -262,10 +262,10 @@ def test_jsd_of_probabilities_that_underflow() -> None:
 
 def test_jsd_of_impossible_predictions() -> None:
     """KL is infinite where the second distribution lacks what the first has."""
-    some, none = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]]).log()
-    assert jsd(none, some, beta=0.0).item() == torch.inf
-    assert jsd(some, none, beta=1.0).item() == torch.inf
-    torch.testing.assert_close(jsd(none, some, beta=1.0).item(), math.log(2), rtol=1e-6, atol=0)
+    several, none = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]]).log()
+    assert jsd(none, several, beta=0.0).item() == torch.inf
+    assert jsd(several, none, beta=1.0).item() == torch.inf
+    torch.testing.assert_close(jsd(none, several, beta=1.0).item(), math.log(2), rtol=1e-6, atol=0)
     disjoint = torch.tensor([[0.0, 1.0]]).log()
     torch.testing.assert_close(jsd(none, disjoint, beta=0.5).item(), math.log(2), rtol=1e-6, atol=0)
 
@@ -278,8 +278,8 @@ def test_fused_linear_jsd_is_jsd(beta: float, temperature: float) -> None:
     student = F.log_softmax(student_x @ student_weight.T / temperature, -1)
     teacher = F.log_softmax(teacher_x @ teacher_weight.T / temperature, -1)
     expected = jsd(student, teacher, labels, beta=beta)
-    found = fused_linear_jsd(*inputs, beta=beta, temperature=temperature)
-    assert_same(found, expected, student_x, student_weight)
+    actual = fused_linear_jsd(*inputs, beta=beta, temperature=temperature)
+    assert_same(actual, expected, student_x, student_weight)
     frozen = [t.detach().requires_grad_(i < 2) if t.is_floating_point() else t for i, t in enumerate(inputs)]
     assert torch.autograd.gradcheck(lambda *t: fused_linear_jsd(*t, beta=beta, temperature=temperature), frozen)
 
@@ -328,9 +328,9 @@ def test_tvd_is_the_formula(labels: list[int] | None) -> None:
         ("sum", total, 1.0),
         ("none", terms, 1.0),
     ):
-        found = tvd(p, q, target, reduction=reduction)
-        torch.testing.assert_close(found, torch.tensor(value, dtype=WIDE))
-        (gradient,) = torch.autograd.grad(found, p, torch.full_like(found, -3.0))
+        actual = tvd(p, q, target, reduction=reduction)
+        torch.testing.assert_close(actual, torch.tensor(value, dtype=WIDE))
+        (gradient,) = torch.autograd.grad(actual, p, torch.full_like(actual, -3.0))
         torch.testing.assert_close(gradient, -3.0 * scale * torch.tensor(signs, dtype=WIDE))
     assert torch.autograd.grad(tvd(p, q, target), p)[0][0, 0] == 0
 
@@ -459,12 +459,12 @@ def test_grpo_loss_is_the_formula(options: dict[str, Any]) -> None:
         options.get("max_completion_length"),
         None if items is None else float(items),
     )
-    found = grpo_loss(**arguments)
-    torch.testing.assert_close(found.loss.item(), loss)
-    torch.testing.assert_close(found.clip_ratio.item(), clip_ratio)
-    assert (found.kl is None) == (options.get("beta") == 0.0)
-    if found.kl is not None:
-        torch.testing.assert_close(found.kl.item(), kl)
+    actual = grpo_loss(**arguments)
+    torch.testing.assert_close(actual.loss.item(), loss)
+    torch.testing.assert_close(actual.clip_ratio.item(), clip_ratio)
+    assert (actual.kl is None) == (options.get("beta") == 0.0)
+    if actual.kl is not None:
+        torch.testing.assert_close(actual.kl.item(), kl)
     rows = grpo_loss(**arguments, reduction="none")
     torch.testing.assert_close(rows.loss, torch.tensor(per_token, dtype=WIDE))
     assert rows.clip_ratio.shape == (4, 3)
@@ -473,7 +473,7 @@ def test_grpo_loss_is_the_formula(options: dict[str, Any]) -> None:
     if old is not None and options.get("loss_type") != "cispo":
         rest = {name: value for name, value in arguments.items() if name != "logits"}
         assert torch.autograd.gradcheck(lambda logits: grpo_loss(logits, **rest).loss, (logits,))
-    (gradient,) = torch.autograd.grad(found.loss, logits, torch.tensor(-2.0, dtype=WIDE))
+    (gradient,) = torch.autograd.grad(actual.loss, logits, torch.tensor(-2.0, dtype=WIDE))
     assert gradient.any()
     assert not gradient[:, -1].any()
 
@@ -493,8 +493,8 @@ def test_grpo_loss_gradient_of_constants() -> None:
         (ratio, {"loss_type": "cispo", "eps_high": 1.1}),
     ):
         expected = -(factor * advantages * logps() * mask).sum() / mask.sum()
-        found = grpo_loss(**(arguments | options)).loss
-        torch.testing.assert_close(gradients(found, logits), gradients(expected, logits))
+        actual = grpo_loss(**(arguments | options)).loss
+        torch.testing.assert_close(gradients(actual, logits), gradients(expected, logits))
 
 
 def test_grpo_loss_ignores_what_is_masked() -> None:
@@ -516,9 +516,9 @@ def test_grpo_loss_ignores_what_is_masked() -> None:
         for name in ("old_logps", "ref_logps"):
             if arguments[name] is not None:
                 arguments[name] = arguments[name].masked_fill(hidden, torch.nan)
-        found = grpo_loss(**arguments)
-        torch.testing.assert_close(found, clean)
-        torch.testing.assert_close(gradients(found.loss, logits), expected)
+        actual = grpo_loss(**arguments)
+        torch.testing.assert_close(actual, clean)
+        torch.testing.assert_close(gradients(actual.loss, logits), expected)
 
 
 def test_grpo_loss_of_ids_out_of_range() -> None:
@@ -527,9 +527,9 @@ def test_grpo_loss_of_ids_out_of_range() -> None:
         arguments["completion_ids"][0, 0], arguments["completion_ids"][1, 1] = 5, -1
         with pytest.raises(IndexError, match="grpo_loss: completion_ids holds 5; it takes 0 to 4"):
             grpo_loss(**arguments)
-        found = grpo_loss.reference(**arguments, reduction="none")
-        assert found.loss.isnan().nonzero().tolist() == [[0, 0], [1, 1]]
-        (gradient,) = torch.autograd.grad(found.loss.sum(), arguments["logits"])
+        actual = grpo_loss.reference(**arguments, reduction="none")
+        assert actual.loss.isnan().nonzero().tolist() == [[0, 0], [1, 1]]
+        (gradient,) = torch.autograd.grad(actual.loss.sum(), arguments["logits"])
         assert gradient.isnan().all(-1).nonzero().tolist() == [[0, 0], [1, 1]]
         assert gradient.isnan().any(-1).nonzero().tolist() == [[0, 0], [1, 1]]
 
@@ -593,8 +593,8 @@ def test_only_what_is_differentiable_gets_a_gradient(name: str) -> None:
     op, arguments = arguments_of(name)
     floats = {n: t for n, t in arguments.items() if t.is_floating_point()}
     assert all(t.requires_grad for t in floats.values())
-    found = torch.autograd.grad(loss_of(op(**arguments)), list(floats.values()), allow_unused=True)
-    for (n, tensor), gradient in zip(floats.items(), found, strict=True):
+    actual = torch.autograd.grad(loss_of(op(**arguments)), list(floats.values()), allow_unused=True)
+    for (n, tensor), gradient in zip(floats.items(), actual, strict=True):
         assert (gradient is not None) == (n in op.differentiable), n
         assert gradient is None or (gradient.dtype, gradient.shape) == (tensor.dtype, tensor.shape)
 
@@ -655,7 +655,10 @@ def test_compiles_whole(name: str) -> None:
         arguments["memory_budget"] = 1 << 20
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda **given: loss_of(op(**given)), fullgraph=True, dynamic=name == "grpo_loss", backend="aot_eager"
+        lambda **call_inputs: loss_of(op(**call_inputs)),
+        fullgraph=True,
+        dynamic=name == "grpo_loss",
+        backend="aot_eager",
     )
     inputs = [arguments[n] for n in op.differentiable]
     loss, expected = compiled(**arguments), loss_of(op(**arguments))
@@ -670,17 +673,17 @@ def test_none_reductions_of_elements_have_the_inputs_dtype() -> None:
 
 
 def test_grpo_output_names() -> None:
-    found = grpo_loss(**grpo_inputs())
-    assert isinstance(found, GRPOOutput)
-    assert found.loss.requires_grad
-    assert not found.kl.requires_grad
-    assert not found.clip_ratio.requires_grad
+    actual = grpo_loss(**grpo_inputs())
+    assert isinstance(actual, GRPOOutput)
+    assert actual.loss.requires_grad
+    assert not actual.kl.requires_grad
+    assert not actual.clip_ratio.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("teacher", [False, True])
 def test_memory_budget(dtype: torch.dtype, teacher: bool) -> None:
-    """One byte below the least is an error that names it; the least itself, and anything above it, gives a chunk."""
+    """A byte below the least is an error that names it; the least itself, and anything above it, gives a chunk."""
     x, weight = randn(9, 4, dtype=dtype), randn(7, 4, dtype=dtype)
     sizes: dict[str, Any] = {"accum_dtype": torch.float32, "weight_grad": True, "teacher_x": x if teacher else None}
     least = least_memory(x, weight, **sizes)
@@ -710,8 +713,8 @@ def test_the_least_budget_makes_no_long_sums(dtype: torch.dtype, teacher: bool) 
     x, weight = (torch.empty(size, 4, device="meta", dtype=dtype) for size in (100_000, 200_000))
     sizes: dict[str, Any] = {"accum_dtype": torch.float32, "weight_grad": True}
     sizes |= {"teacher_x": x if teacher else None}
-    given: Any = {"accum_dtype": torch.float32, "memory_budget": least_memory(x, weight, **sizes)}
-    plan = linear.plan_of((True, True, True), x, weight, teacher_x=sizes["teacher_x"], **given)
+    inputs: Any = {"accum_dtype": torch.float32, "memory_budget": least_memory(x, weight, **sizes)}
+    plan = linear.plan_of((True, True, True), x, weight, teacher_x=sizes["teacher_x"], **inputs)
     assert plan.columns is not None or 100_000 / plan.chunk <= MOST_CHUNKS  # with columns, no sum is over chunks
     assert not teacher or plan.columns is None
 
@@ -721,8 +724,8 @@ def test_the_least_budget_makes_no_long_sums(dtype: torch.dtype, teacher: bool) 
 def test_the_least_budget_of_statistics_makes_no_long_sums(dtype: torch.dtype, rows: int, vocabulary: int) -> None:
     x, weight = (torch.empty(size, 4, device="meta", dtype=dtype) for size in (rows, vocabulary))
     least = least_statistics_memory(x, weight, accum_dtype=torch.float32, weight_grad=True)
-    given: Any = {"accum_dtype": torch.float32, "memory_budget": least, "picked_alone": False}
-    plan = statistics.plan_of((True, True, True), x, weight, **given)
+    inputs: Any = {"accum_dtype": torch.float32, "memory_budget": least, "picked_alone": False}
+    plan = statistics.plan_of((True, True, True), x, weight, **inputs)
     assert (vocabulary / plan.columns if plan.by_columns else rows / plan.rows) <= MOST_CHUNKS
 
 

@@ -80,7 +80,7 @@ def test_a_line_is_a_case(op: str) -> None:
     """What is reported can be pasted: it has the same values, and the same tensors."""
     for number in range(20):
         call, found, legal = drawn(op, number, lane="passed")
-        (case,) = eval(f"({call.line(found, legal)}\n)", {"Case": Case, "How": CallMode, "torch": torch})
+        (case,) = eval(f"({call.line(found, legal)}\n)", {"Case": Case, "CallMode": CallMode, "torch": torch})
         assert case == call.case(found, legal)
 
 
@@ -109,9 +109,9 @@ def test_calls_vary() -> None:
 def test_the_smallest_call_is_found() -> None:
     """Each thing that the failure does not need goes; each size goes down to the least that fails."""
     _, found, call = drawn("rms_norm", 0)
-    how = CallMode({"x": "padded", "incoming": "shifted"}, ("x",), True)
+    mode = CallMode({"x": "padded", "incoming": "shifted"}, ("x",), True)
     values = {"rows": (37, 11), "hidden": 3000, "eps": 0.5, "offset": 1.0, "weight": True}
-    call = replace(call, dtype=torch.bfloat16, how=how, values=values)
+    call = replace(call, dtype=torch.bfloat16, mode=mode, values=values)
 
     def fails(other: Call) -> bool:
         rows = torch.Size(other.values["rows"]).numel()

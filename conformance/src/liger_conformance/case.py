@@ -100,12 +100,12 @@ class CallMode:
     autocast: bool = False
 
     def __repr__(self) -> str:
-        given = [
+        changed = [
             f"{f.name}={value!r}"
             for f in fields(self)
             if (value := getattr(self, f.name)) != getattr(DEFAULT_MODE, f.name)
         ]
-        return f"How({', '.join(given)})"
+        return f"CallMode({', '.join(changed)})"
 
 
 DEFAULT_MODE = CallMode()

@@ -170,24 +170,24 @@ def check_case(target: Target, case: Case, dtype: torch.dtype, call: Callable[..
     Raises:
         Mismatch, WrongRoute: as `check`.
     """
-    op, how = target.op, case.mode
+    op, mode = target.op, case.mode
     incoming = None
-    layout = how.layouts.get("incoming")
+    layout = mode.layouts.get("incoming")
     if layout or "incoming" in case.by_row:
         arguments = complete(op, arguments_of(target, case, dtype))
-        incoming = incoming_of(op, cast(op, arguments) if how.autocast else arguments)
+        incoming = incoming_of(op, cast(op, arguments) if mode.autocast else arguments)
     if incoming is not None and "incoming" in case.by_row:
         incoming = {name: uneven(value) for name, value in incoming.items()}
     if incoming is not None and layout:
         incoming = {name: LAYOUTS[layout].apply(value) if value.dim() else value for name, value in incoming.items()}
-    with torch.set_grad_enabled(how.wanted != ()):
+    with torch.set_grad_enabled(mode.grads != ()):
         return check(
             target,
             lambda draw: arguments_of(target, case, dtype, draw),
-            how.wanted,
+            mode.grads,
             incoming,
             call,
-            autocast=how.autocast,
+            autocast=mode.autocast,
             infinite=bool(case.holds),
             by_row=bool(case.by_row),
         )

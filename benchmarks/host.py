@@ -34,7 +34,7 @@ from traffic import FULL
 
 import liger_core
 from liger_conformance.case import Case, cases_of
-from liger_conformance.running import kept_gradients
+from liger_conformance.evaluate import kept_gradients
 from liger_core.backend import backends
 from liger_core.contract import Op, Saved, SavedOnce, ops
 

@@ -10,7 +10,7 @@ import torch
 
 from liger_conformance.case import MetaMake, cases_of
 from liger_conformance.dividing import check_divided, declared, divisible, ends_of, place_of_rows, select_rows
-from liger_conformance.running import complete
+from liger_conformance.evaluate import complete
 from liger_core import rms_norm
 from liger_core.contract import Op, ops
 from liger_core.dimensions import independent, parse

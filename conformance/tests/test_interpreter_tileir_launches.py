@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import liger_core
-from liger_conformance import interpreters, running
+from liger_conformance import interpreters
 from liger_conformance.interpreters import cutile, tileir
 from liger_conformance.interpreters.tileir import capture
 from liger_conformance.interpreters.triton import Launch
-from liger_conformance.running import Target
+from liger_conformance.route import only
+from liger_conformance.target import Target
 from liger_core import BackendInfo
 
 ct = pytest.importorskip("cuda.tile")
@@ -71,7 +72,7 @@ def test_the_suite_watches_host_code():
     op = liger_core.rms_norm
     target = Target(op, "cutile", "cpu", pytest.importorskip("liger_cutile").backend, "interpreted")
     x = torch.ones(3, 16)
-    with running.only(target):
+    with only(target):
         op(x, None)
         with pytest.raises(tileir.KernelBug, match="uninitialised: argument 1"):
             ct.launch(0, (3, 1), add, (x, torch.empty(3, 16), 16))

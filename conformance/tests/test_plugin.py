@@ -20,7 +20,7 @@ import liger_conformance.suite
 from liger_conformance import plugin
 from liger_conformance.case import cases_of
 from liger_conformance.report import Report
-from liger_conformance.running import Target
+from liger_conformance.target import Target
 from liger_core.contract import ops
 
 pytest.importorskip("triton")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from liger_conformance import reach, running
+from liger_conformance import reach, route
 from liger_conformance.known import KnownUnreached
 
 pytest.importorskip("triton")
@@ -269,6 +269,6 @@ def test_what_a_package_remembered_before_is_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, module.__name__, module)
     look_up("cpu")
     for op in ("rope", "rope", "dyt"):  # once an op
-        running._forget_before(op, "liger_remembers")
+        route._forget_before(op, "liger_remembers")
         look_up("cpu")
     assert calls == ["cpu"] * 3

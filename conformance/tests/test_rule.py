@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,26 +11,18 @@ import pytest
 import torch
 
 from liger_conformance.case import Case, cases_of, uneven
-from liger_conformance.compare import Mismatch, compare, largest_error
-from liger_conformance.running import (
-    Outcome,
-    baseline_and_truth,
-    complete,
-    errors_nearby,
-    evaluate,
-    has_rows,
-    incoming_of,
-    without_overflow,
-)
+from liger_conformance.compare import Mismatch, compare
+from liger_conformance.evaluate import Outcome, baseline_and_truth, complete, evaluate, has_rows, incoming_of
+from liger_conformance.rounding import Samples, largest_error
 from liger_core.contract import ops
 
 
 def hold(op: str, arguments: dict[str, Any], actual: Outcome) -> None:
     """Hold what a kernel would have given against the reference, as the suite does."""
     baseline, truth = baseline_and_truth(ops[op], arguments)
-    nearby = errors_nearby(ops[op], arguments)
+    samples = Samples(ops[op], arguments)
     for name, value in actual.items().items():
-        compare(name, value, baseline.items()[name], truth.items()[name], lambda name=name: nearby[name])
+        compare(name, value, baseline.items()[name], truth.items()[name], samples)
 
 
 class Draws:
@@ -73,7 +66,7 @@ def test_a_baseline_that_is_right_by_luck_is_no_measure() -> None:
         dy = incoming_of(op, arguments)["result"]
         dx = gradient_of_x(arguments["x"], arguments["weight"], arguments["eps"], dy)
         baseline, truth = (outcome.gradients["x"] for outcome in baseline_and_truth(op, arguments))
-        compare("x", dx, baseline, truth, lambda a=arguments: errors_nearby(op, a)["gradient of x"])
+        compare("gradient of x", dx, baseline, truth, Samples(op, arguments))
         draws.see("x", dx, baseline, truth)
 
 
@@ -108,9 +101,9 @@ def test_one_infinity_of_the_truth_excuses_nothing(odd: float) -> None:
     compare("y", baseline.clone(), baseline, truth)
     with pytest.raises(Mismatch, match="error 1e\\+30 is more than"):
         compare("y", torch.full_like(baseline, 1e30), baseline, truth)
-    nearby = [largest_error(baseline, truth)]
+    samples: Any = types.SimpleNamespace(errors={"y": [largest_error(baseline, truth)]})
     with pytest.raises(Mismatch, match="error 1e\\+30 is more than"):
-        compare("y", torch.full_like(baseline, 1e30), baseline, truth, lambda: nearby)
+        compare("y", torch.full_like(baseline, 1e30), baseline, truth, samples)
 
 
 def test_a_kernel_may_be_right_where_the_reference_overflows() -> None:
@@ -128,10 +121,12 @@ def test_a_kernel_may_be_right_where_the_reference_overflows() -> None:
     else:
         raise AssertionError("the reference overflows nowhere: the test shows nothing")
 
+    samples = Samples(op, arguments)
+
     def check(place: int, value: float) -> None:
         actual = truth.half()
         actual[place] = value
-        compare("dx", actual, baseline, truth, lambda: errors_nearby(op, arguments)["gradient of x"])
+        compare("gradient of x", actual, baseline, truth, samples)
 
     right = truth[7].item()
     check(7, baseline[7].item())
@@ -150,21 +145,22 @@ def test_the_digits_of_a_reference_that_overflows_are_its_dtypes() -> None:
         case = Case("digits", "extreme", rows=(9,), hidden=7, scale=scale, offset=1.0, casting_mode="none")
         arguments = complete(op, cases_of("rms_norm").build(case, torch.float16, "cpu"))
         baseline, truth = (outcome.items()["gradient of x"] for outcome in baseline_and_truth(op, arguments))
-        found = without_overflow(op, arguments).items()["gradient of x"]
+        samples = Samples(op, arguments)
+        unbounded = samples.without_overflow["gradient of x"]
         assert baseline is not None
         assert truth is not None
-        assert found is not None
-        assert found.isfinite().all()
+        assert unbounded is not None
+        assert unbounded.isfinite().all()
         assert bool(baseline.isfinite().all()) is not overflows
         if not overflows:
-            assert (found - baseline.double()).abs().max() <= 2e-3 * truth.abs().max()
+            assert (unbounded - baseline.double()).abs().max() <= 2e-3 * truth.abs().max()
             continue
-        near = truth + (found - truth).abs().max()
-        compare("dx", near.half(), baseline, truth, unbounded=lambda found=found: found)
+        near = truth + (unbounded - truth).abs().max()
+        compare("gradient of x", near.half(), baseline, truth, samples)
         with pytest.raises(Mismatch):
-            compare("dx", near.half(), baseline, truth)
+            compare("gradient of x", near.half(), baseline, truth)
         with pytest.raises(Mismatch):
-            compare("dx", (truth * 1.05).half(), baseline, truth, unbounded=lambda found=found: found)
+            compare("gradient of x", (truth * 1.05).half(), baseline, truth, samples)
 
 
 def test_where_the_reference_overflows_no_bound_is_measured() -> None:
@@ -257,14 +253,14 @@ def test_tensor_cores_add_up_products_as_they_do(sizes: dict[str, Any]) -> None:
         case = Case("deep", "edge", **sizes)
         arguments = complete(ops[name], cases_of(name).build(case, torch.float16, "cpu", draw))
         baseline, truth = (outcome.results["lse"] for outcome in baseline_and_truth(ops[name], arguments))
-        nearby = errors_nearby(ops[name], arguments)["lse"]
+        samples = Samples(ops[name], arguments)
 
         def lse(digits: int, arguments: dict[str, Any] = arguments) -> torch.Tensor:
             return products(arguments["x"], arguments["linear_weight"], digits).logsumexp(1)
 
-        compare("lse", lse(24), baseline, truth, lambda nearby=nearby: nearby)
+        compare("lse", lse(24), baseline, truth, samples)
         with pytest.raises(Mismatch):
-            compare("lse", lse(19), baseline, truth, lambda nearby=nearby: nearby)
+            compare("lse", lse(19), baseline, truth, samples)
         draws.see("lse", lse(24), baseline, truth)
 
 
@@ -276,7 +272,7 @@ def test_a_log_sum_exp_may_be_rounded() -> None:
         case = Case("near", "edge", rows=3, hidden=1, vocabulary=1596, scale=0.01, absent=0.652)
         arguments = complete(ops[name], cases_of(name).build(case, torch.float32, "cpu", draw))
         baseline, truth = (outcome.results["result"] for outcome in baseline_and_truth(ops[name], arguments))
-        nearby = errors_nearby(ops[name], arguments)["result"]
+        samples = Samples(ops[name], arguments)
 
         def loss(units: int, arguments: dict[str, Any] = arguments) -> torch.Tensor:
             """With log-sum-exps that are rounded to float32, and then off by some units."""
@@ -284,9 +280,9 @@ def test_a_log_sum_exp_may_be_rounded() -> None:
             lse = z.logsumexp(1, keepdim=True).float().double() + units * 2.0**-21
             return (y * (y.clamp(min=1e-10).log() - z + lse)).sum().float() / y.shape[0]
 
-        compare("result", loss(0), baseline, truth, lambda nearby=nearby: nearby)
+        compare("result", loss(0), baseline, truth, samples)
         with pytest.raises(Mismatch):
-            compare("result", loss(8), baseline, truth, lambda nearby=nearby: nearby)
+            compare("result", loss(8), baseline, truth, samples)
         draws.see("result", loss(0), baseline, truth)
 
 
@@ -300,10 +296,10 @@ def test_a_sum_may_have_any_order() -> None:
         baseline, truth = (outcome.gradients["bias"] for outcome in baseline_and_truth(op, arguments))
         dy = incoming_of(op, arguments)["result"]
         dbias = torch.from_numpy(np.cumsum(dy.numpy(), 0, dtype=np.float32))[-1]  # PyTorch's would have float64 inside
-        nearby = errors_nearby(op, arguments)["gradient of bias"]
-        compare("bias", dbias, baseline, truth, lambda nearby=nearby: nearby)
+        samples = Samples(op, arguments)
+        compare("gradient of bias", dbias, baseline, truth, samples)
         with pytest.raises(Mismatch):
-            compare("bias", dbias.bfloat16().float(), baseline, truth, lambda nearby=nearby: nearby)
+            compare("gradient of bias", dbias.bfloat16().float(), baseline, truth, samples)
         draws.see("bias", dbias, baseline, truth)
 
 
@@ -315,7 +311,7 @@ def test_a_product_may_be_added_up_one_by_one() -> None:
         case = Case("deep", "edge", rows=3, hidden=4096, vocabulary=1, decided=True)
         arguments = complete(ops[name], cases_of(name).build(case, torch.float32, "cpu", draw))
         baseline, truth = (outcome.results["lse"] for outcome in baseline_and_truth(ops[name], arguments))
-        nearby = errors_nearby(ops[name], arguments)["lse"]
+        samples = Samples(ops[name], arguments)
 
         def lse(dtype: type, arguments: dict[str, Any] = arguments) -> torch.Tensor:
             terms = (arguments["x"].double() * arguments["linear_weight"].double()).numpy()
@@ -324,12 +320,12 @@ def test_a_product_may_be_added_up_one_by_one() -> None:
                 total = (total + column).astype(dtype)
             return torch.from_numpy(total.astype(np.float32))
 
-        compare("lse", lse(np.float32), baseline, truth, lambda nearby=nearby: nearby)
+        compare("lse", lse(np.float32), baseline, truth, samples)
         with pytest.raises(Mismatch):
-            compare("lse", lse(np.float16), baseline, truth, lambda nearby=nearby: nearby)
+            compare("lse", lse(np.float16), baseline, truth, samples)
         narrow = {n: (arguments[n].view(torch.int32) & ~0x1FFF).view(torch.float32) for n in ("x", "linear_weight")}
         with pytest.raises(Mismatch):
-            compare("lse", lse(np.float32, narrow), baseline, truth, lambda nearby=nearby: nearby)
+            compare("lse", lse(np.float32, narrow), baseline, truth, samples)
         draws.see("lse", lse(np.float32), baseline, truth)
 
 
@@ -383,7 +379,7 @@ def test_rounding_decides_nothing() -> None:
     arguments = complete(op, cases_of("sparsemax").build(case, torch.float32, "cpu"))
     wrong = {**arguments, "x": arguments["x"] * (1 + 1e-4 * torch.rand(arguments["x"].shape))}
     given = incoming_of(op, arguments)
-    assert max(errors_nearby(op, arguments)["gradient of x"]).item() < 1e-5
+    assert max(Samples(op, arguments).errors["gradient of x"]).item() < 1e-5
     actual = evaluate(op, op.reference, wrong, None, given)
     with pytest.raises(Mismatch):
         hold("sparsemax", arguments, actual)

@@ -10,7 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import liger_core
-from liger_conformance import compare, running
+from liger_conformance import compare, evaluate
+from liger_conformance.route import only
+from liger_conformance.target import Target
 from liger_core.backend import BackendInfo
 from liger_core.contract import ops
 
@@ -18,16 +20,16 @@ from liger_core.contract import ops
 def test_truth_is_computed_on_the_cpu_where_a_device_has_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def evaluate(op: Any, call: Any, arguments: dict[str, Any], wanted: Any, incoming: dict[str, torch.Tensor]) -> None:
+    def see(op: Any, call: Any, arguments: dict[str, Any], grads: Any, incoming: dict[str, torch.Tensor]) -> None:
         tensors = [v for v in (*arguments.values(), *incoming.values()) if isinstance(v, torch.Tensor)]
         seen.append({(tensor.device.type, tensor.dtype) for tensor in tensors})
 
-    monkeypatch.setattr(running, "WITHOUT_FLOAT64", ("cuda",))
-    monkeypatch.setattr(running, "evaluate", evaluate)
+    monkeypatch.setattr(evaluate, "WITHOUT_FLOAT64", ("cuda",))
+    monkeypatch.setattr(evaluate, "evaluate", see)
     with FakeTensorMode():
         indices = torch.zeros(4, dtype=torch.int64, device="cuda")
         weight = torch.zeros(16, 8, dtype=torch.bfloat16, device="cuda")
-        running.baseline_and_truth(ops["embedding"], {"indices": indices, "weight": weight})
+        evaluate.baseline_and_truth(ops["embedding"], {"indices": indices, "weight": weight})
     assert seen == [
         {("cuda", torch.int64), ("cuda", torch.bfloat16)},
         {("cpu", torch.int64), ("cpu", torch.float64)},
@@ -58,9 +60,9 @@ def test_comparison_is_made_where_the_truth_is() -> None:
 def test_functions_of_a_watched_kernel_do_not_hold_what_they_saw(acme: BackendInfo) -> None:
     """cuda.tile keeps what a kernel's module held when it was compiled: so did tensors of gigabytes stay until the end."""
     device = liger_core.infer_device()
-    target = running.Target(ops["rms_norm"], acme.language, device, acme, "passed")
+    target = Target(ops["rms_norm"], acme.language, device, acme, "passed")
     x, weight = (torch.ones(shape, device=device, requires_grad=True) for shape in ((2, 8), (8,)))
-    with running.only(target) as observed:
+    with only(target) as observed:
         target.op(x, weight).sum().backward()
         kept = target.kernel.forward, target.kernel.backward
     assert len(observed.saved) == len(observed.gradients) == 1

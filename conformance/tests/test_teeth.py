@@ -18,8 +18,8 @@ import torch
 import liger_core
 from liger_conformance.case import QUICK, TIMED, Case, cases_of
 from liger_conformance.compare import Mismatch
-from liger_conformance.running import Target
 from liger_conformance.suite import test_interface, test_layouts, test_purity, test_values
+from liger_conformance.target import Target
 from liger_core import BackendInfo
 from liger_core.contract import Op, ops
 

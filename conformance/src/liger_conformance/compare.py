@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-DRAWS = 16
-"""How many samples of the baseline's error are taken, in each way, where one may be small by luck."""
+from liger_conformance.rounding import Samples, error_and_scale
 
 
 class Mismatch(AssertionError):
@@ -20,8 +17,7 @@ def compare(
     actual: Tensor | None,
     baseline: Tensor | None,
     truth: Tensor | None,
-    nearby: Callable[[], list[Tensor]] | None = None,
-    unbounded: Callable[[], Tensor | None] | None = None,
+    samples: Samples | None = None,
     *,
     units: int = 1,
     infinite: bool = False,
@@ -38,15 +34,15 @@ def compare(
     Integers are equal.
 
     One baseline can be right by luck: where few roundings decide, as in a scalar, or in the one row of many that is badly
-    conditioned. Where the kernel is over the bound, its error is the largest of several: see `errors_nearby`.
+    conditioned. Where the kernel is over the bound, its error is the largest of several: see `Samples.errors`.
 
     Args:
         name: of the output, for the message.
         actual: what the kernel gave.
         baseline: what the reference gives in the same dtype.
         truth: what the reference gives in float64, there or on the CPU.
-        nearby: gives other samples of what roundings do to the reference. Asked for where one baseline allows too little.
-        unbounded: gives the baseline without a largest number. Asked for where it overflows and the kernel doesn't.
+        samples: of what roundings do to the reference, with an entry of this name. Other errors are asked for where one
+            baseline allows too little, and the baseline without a largest number where it overflows and the kernel doesn't.
         units: of rounding that are allowed beside the baseline's error, for what is known to round more often.
         infinite: an argument holds an infinity: whether infinities cancel, to NaN, is up to the order of a sum, so where
             the baseline has either the kernel has either.
@@ -60,9 +56,9 @@ def compare(
             raise Mismatch(f"{name} is {_is(actual)}; the contract says {_is(baseline)}")
         return
     for what in ("shape", "dtype", "device"):
-        got, wanted = getattr(actual, what), getattr(baseline, what)
-        if got != wanted:
-            raise Mismatch(f"{name} has {what} {got}; the contract says {wanted}")
+        actually, contract = getattr(actual, what), getattr(baseline, what)
+        if actually != contract:
+            raise Mismatch(f"{name} has {what} {actually}; the contract says {contract}")
     if actual.numel() == 0:
         return
     if not baseline.is_floating_point():
@@ -74,6 +70,40 @@ def compare(
     dtype, kind = baseline.dtype, torch.finfo(baseline.dtype)
     if not infinite:
         actual, baseline = _bounded(actual, baseline, truth, kind, units)
+    finite, overflowed = _finite(name, actual, baseline, truth, kind, infinite)
+    # A baseline that is finite where the truth isn't has no error to measure there, and leaves no bound elsewhere.
+    finite = finite & truth.isfinite()
+    base, _ = error_and_scale(baseline, truth, finite, by_row)
+    for judged in (finite, overflowed) if overflowed.any() else (finite,):
+        if judged is overflowed and samples is not None and (value := samples.without_overflow[name]) is not None:
+            base = torch.maximum(base, error_and_scale(value.to(truth.device), truth, overflowed, by_row)[0])
+        error, _ = error_and_scale(actual, truth, judged, by_row)
+        _, scale = error_and_scale(actual, truth, finite | judged, by_row)
+        rounding = units * kind.eps * scale.clamp(min=kind.smallest_normal)
+        allowed = 2 * base + rounding
+        if samples is not None and not bool((error <= allowed).all()):
+            errors = [sample.to(base.device) for sample in samples.errors[name]]
+            allowed = 2 * torch.stack([base, *errors]).amax(0) + rounding
+        if bool((error <= allowed).all()):
+            continue
+        row = int((error - allowed).argmax())
+        where = f"of row {row} " if by_row else ""
+        at = _worst(actual, truth, judged, row if by_row else None)
+        raise Mismatch(
+            f"{name}: error {where}{error[row].item():.3g} is more than the {allowed[row].item():.3g} allowed "
+            f"(the reference's own in {dtype}: {base[row].item():.3g}, largest value {scale[row].item():.3g}); "
+            f"worst at {at}: {actual[at].item():.9g}, truth {truth[at].item():.9g}"
+        )
+
+
+def _finite(
+    name: str, actual: Tensor, baseline: Tensor, truth: Tensor, kind: torch.finfo, infinite: bool
+) -> tuple[Tensor, Tensor]:
+    """Where the baseline is finite, and where it overflows on its way to a truth that the kernel may have right.
+
+    Raises:
+        Mismatch: the kernel has infinities or NaN where the baseline has none, or the other way round.
+    """
     finite = baseline.isfinite()
     overflowed = ~finite
     if overflowed.any():
@@ -91,35 +121,15 @@ def compare(
             f"{name}: {int(odd.sum())} of {actual.numel()} elements are NaN or infinite where the reference's are not, or "
             f"the other way round; first at {at}: {actual[at].item()}, not {baseline[at].item()}"
         )
-    # A baseline that is finite where the truth isn't has no error to measure there, and leaves no bound elsewhere.
-    finite = finite & truth.isfinite()
-    base, _ = _error(baseline, truth, finite, by_row)
-    samples: list[Tensor] = []
-    for judged in (finite, overflowed) if overflowed.any() else (finite,):
-        if judged is overflowed and unbounded is not None and (value := unbounded()) is not None:
-            base = torch.maximum(base, _error(value.to(truth.device), truth, overflowed, by_row)[0])
-        error, _ = _error(actual, truth, judged, by_row)
-        _, scale = _error(actual, truth, finite | judged, by_row)
-        rounding = units * kind.eps * scale.clamp(min=kind.smallest_normal)
-        allowed = 2 * base + rounding
-        if bool((error <= allowed).all()):
-            continue
-        if nearby is not None:
-            samples = samples or [sample.to(base.device) for sample in nearby()]
-            allowed = 2 * torch.stack([base, *samples]).amax(0) + rounding
-            if bool((error <= allowed).all()):
-                continue
-        row = int((error - allowed).argmax())
-        where = f"of row {row} " if by_row else ""
-        off = (actual.double() - truth).abs().where(judged, torch.zeros((), dtype=torch.float64, device=actual.device))
-        if by_row:
-            off[:row], off[row + 1 :] = 0, 0
-        at = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
-        raise Mismatch(
-            f"{name}: error {where}{error[row].item():.3g} is more than the {allowed[row].item():.3g} allowed "
-            f"(the reference's own in {dtype}: {base[row].item():.3g}, largest value {scale[row].item():.3g}); "
-            f"worst at {at}: {actual[at].item():.9g}, truth {truth[at].item():.9g}"
-        )
+    return finite, overflowed
+
+
+def _worst(actual: Tensor, truth: Tensor, judged: Tensor, row: int | None) -> tuple[int, ...]:
+    """The place of the largest error among the judged elements, of one row or of all."""
+    distance = (actual.double() - truth).abs().where(judged, torch.zeros((), dtype=torch.float64, device=actual.device))
+    if row is not None:
+        distance[:row], distance[row + 1 :] = 0, 0
+    return tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
 
 
 def check_reference(name: str, actual: Tensor | None, truth: Tensor | None, eps: float) -> None:
@@ -139,22 +149,11 @@ def check_reference(name: str, actual: Tensor | None, truth: Tensor | None, eps:
     if actual is None or truth is None or not actual.is_floating_point() or actual.numel() == 0:
         return
     actual = actual.to(truth.device)
-    error, scale = (value.item() for value in _error(actual, truth, actual.isfinite() & truth.isfinite()))
+    error, scale = (value.item() for value in error_and_scale(actual, truth, actual.isfinite() & truth.isfinite()))
     if not error <= 64 * eps * scale:
         raise Mismatch(
             f"{name}: error {error:.3g} is more than {64 * eps * scale:.3g}, 64 units of rounding of {scale:.3g}"
         )
-
-
-def largest_error(baseline: Tensor | None, truth: Tensor | None, by_row: bool = False) -> Tensor:
-    """The largest distance of the reference, in some dtype, from the truth; 0 for what has no values or is no float.
-
-    One number, or with `by_row` one for each row of the first dimension.
-    """
-    if baseline is None or truth is None or not baseline.is_floating_point() or baseline.numel() == 0:
-        return torch.zeros(1, dtype=torch.float64)
-    baseline = baseline.to(truth.device)
-    return _error(baseline, truth, baseline.isfinite() & truth.isfinite(), by_row)[0]
 
 
 def _bounded(actual: Tensor, baseline: Tensor, truth: Tensor, kind: torch.finfo, units: int) -> tuple[Tensor, Tensor]:
@@ -162,7 +161,7 @@ def _bounded(actual: Tensor, baseline: Tensor, truth: Tensor, kind: torch.finfo,
     if actual.isfinite().all() and baseline.isfinite().all():
         return actual, baseline
     least = kind.max * (1 + kind.eps / 4)
-    error, scale = _error(baseline, truth, baseline.isfinite() & truth.isfinite())
+    error, scale = error_and_scale(baseline, truth, baseline.isfinite() & truth.isfinite())
     near = (truth.abs() - least).abs() <= 2 * error + units * kind.eps * scale
     bound = least * truth.sign()
 
@@ -170,14 +169,6 @@ def _bounded(actual: Tensor, baseline: Tensor, truth: Tensor, kind: torch.finfo,
         return bound.where(near & value.isinf() & (value.sign() == truth.sign()), value.double())
 
     return bounded(actual), bounded(baseline)
-
-
-def _error(value: Tensor, truth: Tensor, finite: Tensor, by_row: bool = False) -> tuple[Tensor, Tensor]:
-    """The largest distance from the truth, and the largest magnitude of the truth, where the reference is finite."""
-    zero = torch.zeros((), dtype=torch.float64, device=value.device)
-    rows = truth.shape[0] if by_row else 1
-    distance = (value.double() - truth).where(finite, zero).abs().reshape(rows, -1).amax(1)
-    return distance, truth.where(finite, zero).double().abs().reshape(rows, -1).amax(1)
 
 
 def _is(value: Tensor | None) -> str:

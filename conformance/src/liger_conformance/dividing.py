@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_conformance.running import Arguments, Outcome, complete, evaluate, has_rows, incoming_of, widen
+from liger_conformance.evaluate import Arguments, Outcome, complete, evaluate, has_rows, incoming_of, widen
 from liger_core.contract import Op
 from liger_core.dimensions import Dimensions, independent
 

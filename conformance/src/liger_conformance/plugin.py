@@ -19,7 +19,7 @@ import torch
 from platformdirs import user_cache_path
 
 import liger_core
-from liger_conformance import interpreters, reach, running
+from liger_conformance import interpreters, reach
 from liger_conformance.case import QUICK, Case, cases_of
 from liger_conformance.compilers import compiler_of, cutile, executor_of, results
 from liger_conformance.compilers.host_code import compiled_cases
@@ -27,7 +27,7 @@ from liger_conformance.compilers.results import Results
 from liger_conformance.interpreters.tileir import capture
 from liger_conformance.known import AnySpills, KnownFailures, KnownSpills, KnownUnreached, Unclaimed, matches
 from liger_conformance.report import Report, classify
-from liger_conformance.running import Target
+from liger_conformance.target import Target
 from liger_conformance.vary import DTYPES, RandomCall, lane_of
 from liger_core.backend import BackendInfo, backends, not_installed
 from liger_core.contract import ops
@@ -595,7 +595,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     result = yield
     if item.stash.get(failed_key, False) and _of_suite(item):
         target = parameters(item).get("target")
-        if isinstance(target, Target) and running.is_lost(target):
+        if isinstance(target, Target) and target.is_lost():
             if os.environ.get("PYTEST_XDIST_WORKER"):
                 os._exit(1)
             item.session.shouldstop = (

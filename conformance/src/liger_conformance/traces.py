@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_conformance import layouts
 from liger_conformance.case import Make, cases_of
-from liger_conformance.running import complete, incoming_for, kept_gradients, name_results, present, with_leaves
+from liger_conformance.evaluate import complete, incoming_for, kept_gradients, name_results, present, with_leaves
 from liger_core import BackendInfo, torch_state
 from liger_core.autograd import differentiable
 from liger_core.contract import ops

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_conformance.case import DEFAULT_MODE, QUICK, CallMode, Case, MetaMake, OpCases
 from liger_conformance.layouts import LAYOUTS
-from liger_conformance.running import Target
+from liger_conformance.target import Target
 from liger_core.contract import Op, ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,6 +1,5 @@
 """Cases that depend on how this package divides an op's work into tiles, and that the suite's sizes don't reach."""
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,16 +11,10 @@ from liger_conformance import interpreters
 from liger_conformance.case import Make, cases_of
 from liger_conformance.cases.fused_moe import with_one_large_term
 from liger_conformance.compare import compare
-from liger_conformance.running import (
-    Target,
-    baseline_and_truth,
-    complete,
-    errors_nearby,
-    evaluate,
-    incoming_for,
-    name_results,
-    only,
-)
+from liger_conformance.evaluate import baseline_and_truth, complete, evaluate, incoming_for, name_results
+from liger_conformance.rounding import Samples
+from liger_conformance.route import only
+from liger_conformance.target import Target
 from liger_conformance.traces import LAYOUTS, check_memory_of_gradients
 from liger_core.contract import ops
 from liger_core.host.cross_entropy import CrossEntropyKernelOptions, CrossEntropyResults, inputs_of
@@ -438,9 +431,9 @@ def check(name: str, build: Build, dtype: torch.dtype, incoming: dict[str, torch
     with only(Target(op, "cutile", DEVICE, backend, lane)):
         actual = evaluate(op, op, arguments, None, incoming)
     baseline, truth = baseline_and_truth(op, arguments, None, incoming)
-    nearby = functools.cache(lambda: errors_nearby(op, arguments, None, incoming))
+    samples = Samples(op, arguments, None, incoming)
     for what, value in actual.items().items():
-        compare(what, value, baseline.items()[what], truth.items()[what], lambda what=what: nearby()[what])
+        compare(what, value, baseline.items()[what], truth.items()[what], samples)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -16,7 +16,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 import liger_cutile
 from liger_conformance.case import cases_of
-from liger_conformance.running import complete, kept_gradients, present
+from liger_conformance.evaluate import complete, kept_gradients, present
 from liger_conformance.traces import GRADIENTS, as_traced, check_copies_no_gradient
 from liger_core.contract import ops
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import liger_core
 from liger_conformance.case import Make, cases_of
 from liger_conformance.dividing import divisible, names_of
-from liger_conformance.running import complete, incoming_of, name_results
+from liger_conformance.evaluate import complete, incoming_of, name_results
 from liger_core.contract import Op, ops
 from liger_core.dimensions import independent
 
@@ -558,8 +558,8 @@ def by_the_suites_rule(name: str, over: str) -> int:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     from liger_conformance import interpreters
-    from liger_conformance.running import Target
     from liger_conformance.suite.test_values import check
+    from liger_conformance.target import Target
     from liger_core.backend import backends
     from liger_distributed.rules import RULES
 

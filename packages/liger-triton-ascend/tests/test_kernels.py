@@ -1,6 +1,5 @@
 """Kernels with sizes and strides that the suite's cases don't reach."""
 
-import functools
 from importlib.util import find_spec
 
 import pytest
@@ -14,8 +13,11 @@ from liger_conformance import interpreters
 from liger_conformance.case import Make
 from liger_conformance.cases.fused_moe import with_one_large_term
 from liger_conformance.compare import compare
+from liger_conformance.evaluate import baseline_and_truth, evaluate
 from liger_conformance.interpreters.triton_bounds import OutOfBounds
-from liger_conformance.running import Target, baseline_and_truth, errors_nearby, evaluate, only
+from liger_conformance.rounding import Samples
+from liger_conformance.route import only
+from liger_conformance.target import Target
 from liger_core.contract import Op, ops
 from liger_triton_ascend import backend
 
@@ -33,9 +35,9 @@ def check(op: Op, arguments: dict[str, torch.Tensor]) -> None:
     with only(Target(op, "triton-ascend", DEVICE, backend, "interpreted" if INTERPRETED else "passed")):
         actual = evaluate(op, op, arguments)
     baseline, truth = baseline_and_truth(op, arguments)
-    nearby = functools.cache(lambda: errors_nearby(op, arguments))
+    samples = Samples(op, arguments)
     for what, value in actual.items().items():
-        compare(what, value, baseline.items()[what], truth.items()[what], lambda what=what: nearby()[what])
+        compare(what, value, baseline.items()[what], truth.items()[what], samples)
 
 
 def far(x: torch.Tensor) -> torch.Tensor:

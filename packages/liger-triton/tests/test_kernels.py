@@ -1,6 +1,5 @@
 """Cases that depend on how this package divides an op's work into programs, and that the suite's sizes don't reach."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,8 @@ from liger_conformance.cases.logit_statistics import ALL
 from liger_conformance.cases.logit_statistics import build as build_logit_statistics
 from liger_conformance.cases.mhc_pre import build as build_mhc_pre
 from liger_conformance.compare import compare
-from liger_conformance.running import baseline_and_truth, errors_nearby, evaluate
+from liger_conformance.evaluate import baseline_and_truth, evaluate
+from liger_conformance.rounding import Samples
 from liger_conformance.traces import LAYOUTS, check_memory_of_gradients
 from liger_core.contract import Op, ops
 from liger_core.host.cross_entropy import CrossEntropyKernelOptions, CrossEntropyResults
@@ -225,9 +225,9 @@ def check(op: Op[..., Any], arguments: dict[str, Any], wanted: tuple[str, ...] |
     baseline, truth = baseline_and_truth(op, arguments, wanted)
     with liger_core.use("triton"):
         actual = evaluate(op, op, arguments, wanted)
-    nearby = functools.cache(lambda: errors_nearby(op, arguments, wanted))
+    samples = Samples(op, arguments, wanted)
     for what, value in actual.items().items():
-        compare(what, value, baseline.items()[what], truth.items()[what], lambda what=what: nearby()[what])
+        compare(what, value, baseline.items()[what], truth.items()[what], samples)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, torch.bfloat16], ids=str)

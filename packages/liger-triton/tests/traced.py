@@ -24,8 +24,8 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 import liger_triton
 from liger_conformance.case import cases_of
 from liger_conformance.compilers.triton import TritonCompiler
+from liger_conformance.evaluate import complete, kept_gradients, present
 from liger_conformance.layouts import LAYOUTS
-from liger_conformance.running import complete, kept_gradients, present
 from liger_conformance.traces import GRADIENTS, as_traced, backward_operators, check_copies_no_gradient
 from liger_core.contract import ops
 

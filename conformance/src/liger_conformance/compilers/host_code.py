@@ -11,8 +11,10 @@ from torch import Tensor
 
 from liger_conformance.case import TIMED, Case, MetaMake, cases_of
 from liger_conformance.compilers import Compiler, compiler_of
+from liger_conformance.evaluate import Arguments, complete, kept_gradients, present
 from liger_conformance.layouts import LAYOUTS
-from liger_conformance.running import Arguments, Target, WrongRoute, complete, kept_gradients, only, present
+from liger_conformance.route import WrongRoute, only
+from liger_conformance.target import Target
 from liger_core import Unsupported
 from liger_core.contract import Needs
 

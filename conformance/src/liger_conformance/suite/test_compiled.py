@@ -15,7 +15,8 @@ from liger_conformance.case import Case, MetaMake, cases_of
 from liger_conformance.compilers import Compiled, compiler_of
 from liger_conformance.compilers.host_code import call, compiled_cases
 from liger_conformance.known import KnownSpills, matches
-from liger_conformance.running import Target, is_empty
+from liger_conformance.route import is_empty
+from liger_conformance.target import Target
 from liger_core import Unsupported
 
 

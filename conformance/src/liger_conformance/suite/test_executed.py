@@ -1,7 +1,5 @@
 """What is compiled for a chip computes what it should, run on the CPU: under ``--compile --execute``, and nothing else."""
 
-import functools
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,21 +7,20 @@ from torch import Tensor
 from liger_conformance.case import Case, cases_of
 from liger_conformance.compare import compare
 from liger_conformance.compilers import CannotExecute, executor_of
-from liger_conformance.report import NOT_CLAIMED
-from liger_conformance.running import (
+from liger_conformance.evaluate import (
     Outcome,
-    Target,
     baseline_and_truth,
     complete,
-    errors_nearby,
     incoming_for,
     kept_gradients,
     name_results,
-    only,
     present,
-    refusal,
     require,
 )
+from liger_conformance.report import NOT_CLAIMED
+from liger_conformance.rounding import Samples
+from liger_conformance.route import only
+from liger_conformance.target import Target, refusal
 
 
 def execute(target: Target, case: Case, dtype: torch.dtype) -> Outcome:
@@ -66,9 +63,9 @@ def test_executed(target: Target, case: Case, dtype: torch.dtype) -> None:
         pytest.skip(f"{target.op.name} can't be executed: {error}")
     arguments = complete(target.op, cases_of(target.op.name).build(case, dtype, "cpu"))
     baseline, truth = baseline_and_truth(target.op, arguments, case.mode.grads)
-    nearby = functools.cache(lambda: errors_nearby(target.op, arguments, case.mode.grads))
+    samples = Samples(target.op, arguments, case.mode.grads)
     same = actual.items().keys() == baseline.items().keys()
     require(same, f"there are {', '.join(actual.items())}; the contract says {', '.join(baseline.items())}")
     for name, value in actual.items().items():
         units = 64 if value is not None and value.dtype is torch.float32 else 1
-        compare(name, value, baseline.items()[name], truth.items()[name], lambda name=name: nearby()[name], units=units)
+        compare(name, value, baseline.items()[name], truth.items()[name], samples, units=units)

@@ -16,22 +16,21 @@ from liger_conformance import interpreters
 from liger_conformance.case import QUICK, BadCall, Case, Make, cases_of
 from liger_conformance.compare import compare, same_bits
 from liger_conformance.dividing import ends_of, place_of_rows, select_rows
-from liger_conformance.known import KnownFailures, Unclaimed
-from liger_conformance.running import (
+from liger_conformance.evaluate import (
     Arguments,
     Outcome,
-    Target,
     baseline_and_truth,
     complete,
     evaluate,
     incoming_for,
     name_results,
-    only,
     present,
-    refusal,
     require,
 )
+from liger_conformance.known import KnownFailures, Unclaimed
+from liger_conformance.route import only
 from liger_conformance.suite.test_values import arguments_of, check, traced
+from liger_conformance.target import Target, refusal
 from liger_core import dispatch
 from liger_core.contract import Op, ops
 

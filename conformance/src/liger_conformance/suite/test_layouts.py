@@ -11,18 +11,11 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from liger_conformance.case import QUICK, Case
 from liger_conformance.compare import same_bits
 from liger_conformance.dividing import place_of_rows
+from liger_conformance.evaluate import Arguments, complete, evaluate, incoming_for, name_results, require
 from liger_conformance.layouts import expanded, outermost_last, padded, shifted, sliced, transposed
-from liger_conformance.running import (
-    Arguments,
-    Target,
-    complete,
-    evaluate,
-    incoming_for,
-    name_results,
-    only,
-    require,
-)
+from liger_conformance.route import only
 from liger_conformance.suite.test_values import arguments_of, check
+from liger_conformance.target import Target
 from liger_core.contract import Op
 
 

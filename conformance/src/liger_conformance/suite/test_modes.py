@@ -19,9 +19,11 @@ import liger_core
 from liger_conformance import interpreters
 from liger_conformance.case import QUICK, Case
 from liger_conformance.compare import same_bits
-from liger_conformance.running import Target, complete, evaluate, name_results, only, present, require
+from liger_conformance.evaluate import complete, evaluate, name_results, present, require
+from liger_conformance.route import only
 from liger_conformance.suite.test_interface import check_compiled, check_graph_capture
 from liger_conformance.suite.test_values import arguments_of
+from liger_conformance.target import Target
 from liger_core import resolve
 
 KERNEL = "the kernel runs"

@@ -13,21 +13,21 @@ from torch.autograd.graph import saved_tensors_hooks
 import liger_core
 from liger_conformance.case import QUICK, Case
 from liger_conformance.compare import same_bits
+from liger_conformance.dispatch import Poison
 from liger_conformance.dividing import place_of_rows
-from liger_conformance.running import (
-    Poison,
-    Target,
+from liger_conformance.evaluate import (
     complete,
     differentiable_results,
     evaluate,
     incoming_for,
     name_results,
-    only,
     present,
     require,
     with_leaves,
 )
+from liger_conformance.route import only
 from liger_conformance.suite.test_values import arguments_of, need_accelerator
+from liger_conformance.target import Target
 from liger_core import lean
 from liger_core.contract import Recompute
 from liger_core.recompute import active

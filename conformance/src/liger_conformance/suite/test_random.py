@@ -8,12 +8,11 @@ import traceback
 import pytest
 import torch
 
-from liger_conformance import running
 from liger_conformance.case import cases_of
 from liger_conformance.known import KnownSpills
-from liger_conformance.running import Target
 from liger_conformance.suite.test_compiled import check_launches
 from liger_conformance.suite.test_values import check_case, traced
+from liger_conformance.target import Target
 from liger_conformance.vary import Call, RandomCall, lane_of, smallest
 from liger_core import Unsupported
 
@@ -66,7 +65,7 @@ def test_random(
     def fails(call: Call) -> bool:
         nonlocal last
         assert last is not None
-        if not isinstance(last, kind) or time.time() > until or running.is_lost(target):
+        if not isinstance(last, kind) or time.time() > until or target.is_lost():
             return False
         error = failure(call)
         if isinstance(error, kind):

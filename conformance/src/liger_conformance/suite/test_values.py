@@ -11,27 +11,24 @@ import torch
 import liger_core
 from liger_conformance.case import QUICK, TIMED, Case, cases_of, uneven
 from liger_conformance.compare import check_reference, compare, same_bits
-from liger_conformance.layouts import LAYOUTS
-from liger_conformance.running import (
+from liger_conformance.dispatch import Poison
+from liger_conformance.evaluate import (
     Arguments,
-    Observed,
     Outcome,
-    Poison,
-    Target,
     baseline_and_truth,
     complete,
-    errors_nearby,
     evaluate,
     has_rows,
     incoming_for,
     incoming_of,
     name_results,
-    only,
     present,
-    refusal,
     require,
-    without_overflow,
 )
+from liger_conformance.layouts import LAYOUTS
+from liger_conformance.rounding import Samples
+from liger_conformance.route import Observed, only
+from liger_conformance.target import Target, refusal
 from liger_core.contract import Op
 
 
@@ -90,15 +87,13 @@ def check(
         pytest.skip("the float64 reference doesn't fit this device's memory")
     baseline, truth = expected
     rows = seen[target.op.names[0]].shape[0] if by_row else None
-    nearby = functools.cache(lambda: errors_nearby(target.op, seen, wanted, incoming, rows))
-    unbounded = functools.cache(lambda: without_overflow(target.op, seen, wanted, incoming).items())
+    samples = Samples(target.op, seen, wanted, incoming, rows)
     same = actual.items().keys() == baseline.items().keys()
     require(same, f"there are {', '.join(actual.items())}; the contract says {', '.join(baseline.items())}")
     for name, value in actual.items().items():
-        two = baseline.items()[name], truth.items()[name]
         each = rows is not None and has_rows(value, rows)
-        others = (lambda name=name: nearby()[name]), (lambda name=name: unbounded()[name])
-        compare(name, value, *two, *others, infinite=infinite, by_row=each)
+        answers = baseline.items()[name], truth.items()[name]
+        compare(name, value, *answers, samples, infinite=infinite, by_row=each)
     return actual
 
 

@@ -152,26 +152,6 @@ class Case:
 
 
 @dataclass(frozen=True)
-class BadCall:
-    """A call that every implementation refuses with the same error, before any kernel runs.
-
-    Attributes:
-        id: what is wrong, in words joined by '-'.
-        error: the exception's type.
-        says: what its message must contain, besides the op's name: the argument's name, and what it got.
-        build: makes the arguments, by name, from a `Make`.
-    """
-
-    id: str
-    error: type[Exception]
-    says: tuple[str, ...]
-    build: Callable[[Make], dict[str, Any]]
-
-    def __str__(self) -> str:
-        return self.id
-
-
-@dataclass(frozen=True)
 class OpCases:
     """The cases of one op, as its file declares them."""
 
@@ -183,8 +163,9 @@ class OpCases:
         return self.module.CASES
 
     @property
-    def bad(self) -> tuple[BadCall, ...]:
-        return self.module.BAD
+    def out_of_range(self) -> tuple[Case, ...]:
+        """Cases with a label or an index that the op's value check refuses with an IndexError."""
+        return getattr(self.module, "OUT_OF_RANGE", ())
 
     @property
     def huge(self) -> Case | None:

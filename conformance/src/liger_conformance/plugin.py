@@ -38,7 +38,7 @@ MODULES = {
     "compiled": ("test_compiled",),
 }
 """The modules of the suite whose tests call ops, by lane."""
-PARAMETERS = ("target", "language", "case", "bad", "dtype")
+PARAMETERS = ("target", "language", "case", "dtype")
 """Of the suite's tests, in the order of a test's name."""
 
 targets_key = pytest.StashKey[list[Target]]()
@@ -368,7 +368,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             slow = is_slow(target, case, dtype, options)
             if slow and not makes_slow:
                 continue
-            values = {"target": target, "case": case, "bad": case, "dtype": dtype}
+            values = {"target": target, "case": case, "dtype": dtype}
             text = [str(target), *([str(case)] if case is not None else []), *([_short(dtype)] if dtype else [])]
             marks = [pytest.mark.slow] if slow else []
             rows.append(pytest.param(*(values[n] for n in names), id="-".join(text), marks=marks))
@@ -443,15 +443,13 @@ def _one_op_of_each(targets: list[Target]) -> list[Target]:
 
 
 def _calls(target: Target, options: dict[str, Any], wants: list[str]) -> list[tuple[Any, torch.dtype | None]]:
-    """The cases, or bad calls, of a target's test, and their dtypes; None for what the test doesn't take."""
+    """The cases of a target's test, and their dtypes; None for what the test doesn't take."""
     cases: list[Any] = [None]
     if "case" in wants:
         if options.get("compiled"):
             return list(compiled_cases(target))
         groups = options.get("groups", QUICK)
         cases = [case for case in cases_of(target.op.name).cases if case.group in groups][: options.get("first")]
-    elif "bad" in wants:
-        cases = list(cases_of(target.op.name).bad)
     dtypes = options.get("dtypes", DTYPES) if "dtype" in wants else [None]
     return [(case, dtype) for case in cases for dtype in dtypes]
 
@@ -466,7 +464,7 @@ def _concerns(target: Target, options: dict[str, Any], config: pytest.Config) ->
         return False
     if options.get("recompute") and target.op.recompute is None:
         return False
-    if options.get("out_of_range") and all(bad.error is not IndexError for bad in cases_of(target.op.name).bad):
+    if options.get("out_of_range") and not cases_of(target.op.name).out_of_range:
         return False
     return not (options.get("huge") and cases_of(target.op.name).huge is None)
 

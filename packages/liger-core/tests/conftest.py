@@ -13,7 +13,8 @@ from liger_core.backend import BackendInfo, BrokenBackend
 
 Install = Callable[..., None]
 
-sys.path.insert(0, str(Path(__file__).parent / "toys"))
+# For `toys`, and for `bad`.
+sys.path[:0] = [str(Path(__file__).parent / "toys"), str(Path(__file__).parent)]
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""The cases of each op: how to build its inputs from sizes, good and bad."""
+"""The cases of each op: how to build its inputs from sizes."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -84,42 +84,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=32768 + 3, hidden=8192, count=9)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    given = {
-        "blocks": make.randn(2, 3, 8),
-        "partial": make.randn(3, 8),
-        "query": make.randn(8),
-        "weight": make.randn(8),
-    }
-    return {**given, **changed}
-
-
-BAD = (
-    BadCall(
-        "integer-blocks", TypeError, ("blocks", "int64"), lambda make: _bad(make, blocks=make.integers(0, 9, 2, 3, 8))
-    ),
-    BadCall("list-of-blocks", TypeError, ("blocks", "list"), lambda make: _bad(make, blocks=[make.randn(3, 8)])),
-    BadCall(
-        "partial-of-another-dtype",
-        TypeError,
-        ("partial", "bfloat16", "float32"),
-        lambda make: _bad(make, partial=make.randn(3, 8, dtype=torch.bfloat16)),
-    ),
-    BadCall(
-        "one-block", ValueError, ("blocks", "1 dimension"), lambda make: _bad(make, blocks=make.randn(8), partial=None)
-    ),
-    BadCall(
-        "nothing",
-        ValueError,
-        ("blocks", "(0, 3, 8)"),
-        lambda make: _bad(make, blocks=make.randn(0, 3, 8), partial=None),
-    ),
-    BadCall(
-        "short-partial", ValueError, ("partial", "(2, 8)", "(3, 8)"), lambda make: _bad(make, partial=make.randn(2, 8))
-    ),
-    BadCall("short-query", ValueError, ("query", "(7,)", "(8,)"), lambda make: _bad(make, query=make.randn(7))),
-    BadCall("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _bad(make, weight=make.randn(7))),
-    BadCall("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
-)

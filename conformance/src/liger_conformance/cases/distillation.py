@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
@@ -124,81 +124,6 @@ CASES = (
     Case("large", "large", rows=8192, vocabulary=128256, ignored=0.0, hard_weight=0.5),
 )
 
-
-def _good(make: Make, **changed: Any) -> dict[str, Any]:
-    return {
-        "student_logits": make.randn(3, 8),
-        "teacher_logits": make.randn(3, 8),
-        "labels": make.integers(0, 8, 3),
-        **changed,
-    }
-
-
-def bad_options(good: Any) -> tuple[BadCall, ...]:
-    """The options that every distillation refuses; `good` makes the arguments of a call."""
-
-    def bad(id: str, error: type[Exception], says: tuple[str, ...], **changed: Any) -> BadCall:
-        return BadCall(id, error, says, lambda make: good(make, **changed))
-
-    return (
-        bad("unknown-divergence", ValueError, ("divergence", "'kl'", "'jsd'"), divergence="kl"),
-        bad("beta-not-a-number", TypeError, ("beta", "'0.5'"), beta="0.5"),
-        bad("negative-beta", ValueError, ("beta", "-0.1"), beta=-0.1),
-        bad("beta-above-one", ValueError, ("beta", "1.1"), beta=1.1),
-        bad("temperature-zero", ValueError, ("temperature", "0.0"), temperature=0.0),
-        bad("temperature-not-a-number", TypeError, ("temperature", "None"), temperature=None),
-        bad("negative-soft-weight", ValueError, ("soft_weight", "-1.0"), soft_weight=-1.0),
-        bad("hard-weight-not-a-number", TypeError, ("hard_weight", "None"), hard_weight=None),
-        bad("hard-weight-without-labels", ValueError, ("hard_weight", "0.5", "labels"), hard_weight=0.5, labels=None),
-        bad("student-softcap-zero", ValueError, ("student_softcap", "0.0"), student_softcap=0.0),
-        bad("teacher-softcap-a-string", TypeError, ("teacher_softcap", "'30'"), teacher_softcap="30"),
-        bad("ignore-index-not-an-int", TypeError, ("ignore_index", "None"), ignore_index=None),
-        bad("unknown-reduction", ValueError, ("reduction", "'batchmean'", "'mean'"), reduction="batchmean"),
-        bad("items-a-string", TypeError, ("num_items_in_batch", "'7'"), num_items_in_batch="7"),
-        bad("items-of-two", ValueError, ("num_items_in_batch", "(2,)"), num_items_in_batch=torch.ones(2)),
-        BadCall("float-labels", TypeError, ("labels", "float32"), lambda make: good(make, labels=make.randn(3))),
-        BadCall(
-            "short-labels",
-            ValueError,
-            ("labels", "(2,)", "(3,)"),
-            lambda make: good(make, labels=make.integers(0, 8, 2)),
-        ),
-    )
-
-
-BAD = (
-    *bad_options(_good),
-    *(
-        BadCall(
-            f"integer-{name.replace('_', '-')}",
-            TypeError,
-            (name, "int64"),
-            lambda make, name=name: _good(make, **{name: _good(make)[name].long()}),
-        )
-        for name in ("student_logits", "teacher_logits")
-    ),
-    BadCall(
-        "vector-student-logits",
-        ValueError,
-        ("student_logits", "1 dimensions"),
-        lambda make: _good(make, student_logits=make.randn(8)),
-    ),
-    BadCall(
-        "teacher-of-another-vocabulary",
-        ValueError,
-        ("teacher_logits", "(3, 9)", "(3, 8)", "slice"),
-        lambda make: _good(make, teacher_logits=make.randn(3, 9)),
-    ),
-    BadCall(
-        "no-columns",
-        ValueError,
-        ("student_logits", "(3, 0)"),
-        lambda make: _good(make, student_logits=make.randn(3, 0), teacher_logits=make.randn(3, 0)),
-    ),
-    BadCall(
-        "label-too-large",
-        IndexError,
-        ("labels", "8", "0 to 7"),
-        lambda make: _good(make, labels=make.integers(8, 9, 3), hard_weight=1.0),
-    ),
+OUT_OF_RANGE = (
+    Case("label-too-large", "edge", rows=3, vocabulary=8, ignored=0.0, hard_weight=1.0, holds={"labels": 8}),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Size, Vary
 
 
@@ -53,20 +53,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"x": make.randn(2, 8), "alpha": make.randn(1), "gamma": make.randn(8), "beta": make.randn(8), **changed}
-
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 8))),
-    BadCall("alpha-not-a-tensor", TypeError, ("alpha", "float"), lambda make: _bad(make, alpha=0.5)),
-    BadCall("integer-alpha", TypeError, ("alpha", "int64"), lambda make: _bad(make, alpha=make.integers(0, 9, 1))),
-    BadCall("integer-gamma", TypeError, ("gamma", "int64"), lambda make: _bad(make, gamma=make.integers(0, 9, 8))),
-    BadCall("integer-beta", TypeError, ("beta", "int64"), lambda make: _bad(make, beta=make.integers(0, 9, 8))),
-    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
-    BadCall("scalar-alpha", ValueError, ("alpha", "()", "(1,)"), lambda make: _bad(make, alpha=make.randn())),
-    BadCall("short-gamma", ValueError, ("gamma", "(7,)", "(8,)"), lambda make: _bad(make, gamma=make.randn(7))),
-    BadCall("short-beta", ValueError, ("beta", "(7,)", "(8,)"), lambda make: _bad(make, beta=make.randn(7))),
-)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.vary import Size, Vary
 
 
@@ -59,37 +59,8 @@ CASES = (
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 5, hidden=8192, vocabulary=(1 << 18) + 3)
 
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"indices": make.integers(0, 5, 3), "weight": make.randn(5, 8), **changed}
-
-
-BAD = (
-    BadCall("float-indices", TypeError, ("indices", "float32"), lambda make: _bad(make, indices=make.randn(3))),
-    BadCall(
-        "integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 5, 8))
-    ),
-    BadCall("vector-weight", ValueError, ("weight", "1 dimensions"), lambda make: _bad(make, weight=make.randn(8))),
-    BadCall("no-rows", ValueError, ("weight", "(0, 8)", "one row"), lambda make: _bad(make, weight=make.randn(0, 8))),
-    BadCall("padding-not-an-int", TypeError, ("padding_idx", "1.0"), lambda make: _bad(make, padding_idx=1.0)),
-    BadCall("padding-too-large", ValueError, ("padding_idx", "5", "-5 to 4"), lambda make: _bad(make, padding_idx=5)),
-    BadCall("padding-too-small", ValueError, ("padding_idx", "-6", "-5 to 4"), lambda make: _bad(make, padding_idx=-6)),
-    BadCall(
-        "index-too-large",
-        IndexError,
-        ("indices", "5", "0 to 4"),
-        lambda make: _bad(make, indices=torch.tensor([1, 5, 0], device=make.device)),
-    ),
-    BadCall(
-        "negative-index",
-        IndexError,
-        ("indices", "-1", "0 to 4"),
-        lambda make: _bad(make, indices=torch.tensor([1, -1, 0], device=make.device)),
-    ),
-    BadCall(
-        "negative-padding-index",
-        IndexError,
-        ("indices", "-2", "0 to 4"),
-        lambda make: _bad(make, indices=torch.tensor([1, -2, 0], device=make.device), padding_idx=-2),
-    ),
+OUT_OF_RANGE = (
+    Case("index-too-large", "edge", rows=3, hidden=8, vocabulary=5, holds={"indices": 5}),
+    Case("negative-index", "edge", rows=3, hidden=8, vocabulary=5, holds={"indices": -1}),
+    Case("negative-padding-index", "edge", rows=3, hidden=8, vocabulary=5, padding_idx=-2, holds={"indices": -2}),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 from liger_core.ops.rms_norm import CASTING_MODES
 
@@ -71,38 +71,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"x": make.randn(2, 8), "residual": make.randn(2, 8), "weight": make.randn(8), **changed}
-
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 8))),
-    BadCall("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 8))),
-    BadCall("no-weight", TypeError, ("weight", "NoneType"), lambda make: _bad(make, weight=None)),
-    BadCall(
-        "residual-of-another-dtype",
-        TypeError,
-        ("residual", "bfloat16", "float32"),
-        lambda make: _bad(make, residual=make.randn(2, 8, dtype=torch.bfloat16)),
-    ),
-    BadCall(
-        "scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn(), residual=make.randn())
-    ),
-    BadCall(
-        "broadcast-residual",
-        ValueError,
-        ("residual", "(1, 8)", "(2, 8)"),
-        lambda make: _bad(make, residual=make.randn(1, 8)),
-    ),
-    BadCall("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _bad(make, weight=make.randn(7))),
-    BadCall("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
-    BadCall("offset-not-a-number", TypeError, ("offset", "None"), lambda make: _bad(make, offset=None)),
-    BadCall(
-        "unknown-casting-mode",
-        ValueError,
-        ("casting_mode", "'lama'", "'llama'"),
-        lambda make: _bad(make, casting_mode="lama"),
-    ),
-)

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.cases.cross_entropy import labels
-from liger_conformance.cases.distillation import CAPPED, MIXED, OPTIONS, bad_options, items
+from liger_conformance.cases.distillation import CAPPED, MIXED, OPTIONS, items
 from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
 from liger_conformance.cases.fused_linear_jsd import PADDED, budgets
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
@@ -122,89 +122,16 @@ CASES = (
     ),
 )
 
-
-def _good(make: Make, **changed: Any) -> dict[str, Any]:
-    return {
-        "student_x": make.randn(3, 4),
-        "student_weight": make.randn(8, 4),
-        "teacher_x": make.randn(3, 5),
-        "teacher_weight": make.randn(8, 5),
-        "labels": make.integers(0, 8, 3),
-        **changed,
-    }
-
-
-def _chunks(make: Make, memory_budget: object) -> dict[str, Any]:
-    return {**_good(make), "student_weight": make.randn(8, 4).requires_grad_(), "memory_budget": memory_budget}
-
-
-BAD = (
-    *bad_options(_good),
-    *(
-        BadCall(
-            f"integer-{name.replace('_', '-')}",
-            TypeError,
-            (name, "int64"),
-            lambda make, name=name: _good(make, **{name: _good(make)[name].long()}),
-        )
-        for name in ("student_x", "student_weight", "teacher_x", "teacher_weight")
-    ),
-    BadCall(
-        "student-weight-of-another-dtype",
-        TypeError,
-        ("student_weight", "float16", "student_x", "float32"),
-        lambda make: _good(make, student_weight=make.randn(8, 4, dtype=torch.float16)),
-    ),
-    BadCall(
-        "vector-teacher-x",
-        ValueError,
-        ("teacher_x", "1 dimensions"),
-        lambda make: _good(make, teacher_x=make.randn(5)),
-    ),
-    BadCall(
-        "narrow-student-weight",
-        ValueError,
-        ("student_weight", "(8, 3)", "(8, 4)"),
-        lambda make: _good(make, student_weight=make.randn(8, 3)),
-    ),
-    BadCall(
-        "no-classes",
-        ValueError,
-        ("student_weight", "(0, 4)"),
-        lambda make: _good(make, student_weight=make.randn(0, 4)),
-    ),
-    BadCall(
-        "teacher-of-a-longer-vocabulary",
-        ValueError,
-        ("teacher_weight", "(9, 5)", "(8, 5)", "teacher_weight[:V]"),
-        lambda make: _good(make, teacher_weight=make.randn(9, 5)),
-    ),
-    BadCall(
-        "short-teacher-x",
-        ValueError,
-        ("teacher_x", "(2, 5)", "(3, 5)"),
-        lambda make: _good(make, teacher_x=make.randn(2, 5)),
-    ),
-    BadCall(
-        "short-student-bias",
-        ValueError,
-        ("student_bias", "(7,)", "(8,)"),
-        lambda make: _good(make, student_bias=make.randn(7)),
-    ),
-    BadCall(
-        "integer-teacher-bias",
-        TypeError,
-        ("teacher_bias", "int64"),
-        lambda make: _good(make, teacher_bias=make.integers(0, 8, 8)),
-    ),
-    BadCall(
+OUT_OF_RANGE = (
+    Case(
         "label-too-large",
-        IndexError,
-        ("labels", "8", "0 to 7"),
-        lambda make: _good(make, labels=make.integers(8, 9, 3), hard_weight=1.0),
+        "edge",
+        rows=3,
+        hidden=4,
+        teacher_hidden=5,
+        vocabulary=8,
+        ignored=0.0,
+        hard_weight=1.0,
+        holds={"labels": 8},
     ),
-    BadCall("accum-dtype-a-string", TypeError, ("accum_dtype", "'fp32'"), lambda make: _good(make, accum_dtype="fp32")),
-    BadCall("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _chunks(make, 1e6)),
-    # One row at a time: 3 · 8 · 4 bytes of logits, 4 · 8 and 32 · 3 as in fused_linear_cross_entropy.
-    BadCall("budget-too-small", ValueError, ("memory_budget", "223", "at least 224"), lambda make: _chunks(make, 223)),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
@@ -130,102 +130,4 @@ CASES = (
     Case("small", "small", rows=1024, hidden=1024, teacher_hidden=2048, vocabulary=32000),
     Case("medium", "medium", rows=4096, hidden=2048, teacher_hidden=4096, vocabulary=128256),
     Case("large", "large", rows=8192, hidden=2048, teacher_hidden=4096, vocabulary=128256),
-)
-
-
-def _good(make: Make, **changed: Any) -> dict[str, Any]:
-    return {
-        "student_x": make.randn(3, 4),
-        "student_weight": make.randn(8, 4),
-        "teacher_x": make.randn(3, 5),
-        "teacher_weight": make.randn(8, 5),
-        **changed,
-    }
-
-
-def _chunks(make: Make, memory_budget: object) -> dict[str, Any]:
-    return {**_good(make), "student_weight": make.randn(8, 4).requires_grad_(), "memory_budget": memory_budget}
-
-
-def _integers(name: str) -> BadCall:
-    return BadCall(
-        f"integer-{name.replace('_', '-')}",
-        TypeError,
-        (name, "int64"),
-        lambda make: _good(make, **{name: _good(make)[name].long()}),
-    )
-
-
-def _dimensions(name: str) -> BadCall:
-    return BadCall(
-        f"vector-{name.replace('_', '-')}",
-        ValueError,
-        (name, "1 dimensions"),
-        lambda make: _good(make, **{name: _good(make)[name][0]}),
-    )
-
-
-BAD = (
-    *(_integers(name) for name in ("student_x", "student_weight", "teacher_x", "teacher_weight")),
-    *(_dimensions(name) for name in ("student_x", "student_weight", "teacher_x", "teacher_weight")),
-    BadCall("x-not-a-tensor", TypeError, ("student_x", "list"), lambda make: _good(make, student_x=[[1.0] * 4] * 3)),
-    BadCall(
-        "student-weight-of-another-dtype",
-        TypeError,
-        ("student_weight", "float16", "student_x", "float32"),
-        lambda make: _good(make, student_weight=make.randn(8, 4, dtype=torch.float16)),
-    ),
-    BadCall(
-        "teacher-weight-of-another-dtype",
-        TypeError,
-        ("teacher_weight", "float16", "teacher_x", "float32"),
-        lambda make: _good(make, teacher_weight=make.randn(8, 5, dtype=torch.float16)),
-    ),
-    BadCall(
-        "narrow-student-weight",
-        ValueError,
-        ("student_weight", "(8, 3)", "(8, 4)"),
-        lambda make: _good(make, student_weight=make.randn(8, 3)),
-    ),
-    BadCall(
-        "no-classes",
-        ValueError,
-        ("student_weight", "(0, 4)"),
-        lambda make: _good(make, student_weight=make.randn(0, 4)),
-    ),
-    BadCall(
-        "short-teacher-x",
-        ValueError,
-        ("teacher_x", "(2, 5)", "(3, 5)"),
-        lambda make: _good(make, teacher_x=make.randn(2, 5)),
-    ),
-    BadCall(
-        "teacher-of-another-vocabulary",
-        ValueError,
-        ("teacher_weight", "(7, 5)", "(8, 5)"),
-        lambda make: _good(make, teacher_weight=make.randn(7, 5)),
-    ),
-    BadCall("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
-    BadCall(
-        "short-labels", ValueError, ("labels", "(2,)", "(3,)"), lambda make: _good(make, labels=make.integers(0, 8, 2))
-    ),
-    BadCall(
-        "ignore-index-not-an-int", TypeError, ("ignore_index", "None"), lambda make: _good(make, ignore_index=None)
-    ),
-    BadCall("beta-not-a-number", TypeError, ("beta", "'0.5'"), lambda make: _good(make, beta="0.5")),
-    BadCall("negative-beta", ValueError, ("beta", "-0.1"), lambda make: _good(make, beta=-0.1)),
-    BadCall("beta-above-one", ValueError, ("beta", "1.1"), lambda make: _good(make, beta=1.1)),
-    BadCall("temperature-not-a-number", TypeError, ("temperature", "None"), lambda make: _good(make, temperature=None)),
-    BadCall("temperature-zero", ValueError, ("temperature", "0.0"), lambda make: _good(make, temperature=0.0)),
-    BadCall("accum-dtype-a-string", TypeError, ("accum_dtype", "'fp32'"), lambda make: _good(make, accum_dtype="fp32")),
-    BadCall(
-        "integer-accum-dtype",
-        ValueError,
-        ("accum_dtype", "torch.int32", "torch.float32"),
-        lambda make: _good(make, accum_dtype=torch.int32),
-    ),
-    BadCall("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _chunks(make, 1e6)),
-    BadCall("budget-zero", ValueError, ("memory_budget", "0", "at least 1"), lambda make: _chunks(make, 0)),
-    # One row at a time: 3 · 8 · 4 bytes of logits, 4 · 8 and 32 · 3 as in fused_linear_cross_entropy.
-    BadCall("budget-too-small", ValueError, ("memory_budget", "223", "at least 224"), lambda make: _chunks(make, 223)),
 )

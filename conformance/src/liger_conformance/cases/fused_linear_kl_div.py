@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.fused_linear_cross_entropy import (
     CHUNKS,
@@ -144,73 +144,4 @@ CASES = (
     Case("small", "small", rows=1024, hidden=1024, vocabulary=32000),
     Case("medium", "medium", rows=4096, hidden=2048, vocabulary=128256),
     Case("large", "large", rows=8192, hidden=2048, vocabulary=128256),
-)
-
-
-def _good(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"x": make.randn(3, 4), "linear_weight": make.randn(8, 4), "target": make.uniform(3, 8), **changed}
-
-
-def _chunks(make: Make, memory_budget: object) -> dict[str, Any]:
-    return {**_good(make), "linear_weight": make.randn(8, 4).requires_grad_(), "memory_budget": memory_budget}
-
-
-BAD = (
-    *(
-        BadCall(
-            f"integer-{name.replace('_', '-')}",
-            TypeError,
-            (name, "int64"),
-            lambda make, name=name: _good(make, **{name: _good(make)[name].long()}),
-        )
-        for name in ("x", "linear_weight", "target")
-    ),
-    BadCall(
-        "weight-of-another-dtype",
-        TypeError,
-        ("linear_weight", "float16", "x", "float32"),
-        lambda make: _good(make, linear_weight=make.randn(8, 4, dtype=torch.float16)),
-    ),
-    BadCall("target-not-a-tensor", TypeError, ("target", "list"), lambda make: _good(make, target=[[1.0] * 8] * 3)),
-    BadCall("vector-x", ValueError, ("x", "1 dimensions"), lambda make: _good(make, x=make.randn(4))),
-    BadCall(
-        "narrow-linear-weight",
-        ValueError,
-        ("linear_weight", "(8, 3)", "(8, 4)"),
-        lambda make: _good(make, linear_weight=make.randn(8, 3)),
-    ),
-    BadCall(
-        "no-classes",
-        ValueError,
-        ("linear_weight", "(0, 4)"),
-        lambda make: _good(make, linear_weight=make.randn(0, 4)),
-    ),
-    BadCall(
-        "narrow-target", ValueError, ("target", "(3, 7)", "(3, 8)"), lambda make: _good(make, target=make.randn(3, 7))
-    ),
-    BadCall(
-        "short-target", ValueError, ("target", "(2, 8)", "(3, 8)"), lambda make: _good(make, target=make.randn(2, 8))
-    ),
-    BadCall("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
-    BadCall(
-        "short-labels", ValueError, ("labels", "(2,)", "(3,)"), lambda make: _good(make, labels=make.integers(0, 8, 2))
-    ),
-    BadCall("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _good(make, bias=make.randn(7))),
-    BadCall("integer-bias", TypeError, ("bias", "int64"), lambda make: _good(make, bias=make.integers(0, 8, 8))),
-    BadCall("log-target-not-a-bool", TypeError, ("log_target", "1"), lambda make: _good(make, log_target=1)),
-    BadCall("temperature-zero", ValueError, ("temperature", "0.0"), lambda make: _good(make, temperature=0.0)),
-    BadCall("negative-softcap", ValueError, ("softcap", "-1.0"), lambda make: _good(make, softcap=-1.0)),
-    BadCall("eps-not-a-number", TypeError, ("eps", "None"), lambda make: _good(make, eps=None)),
-    BadCall("negative-eps", ValueError, ("eps", "-1e-10"), lambda make: _good(make, eps=-1e-10)),
-    BadCall(
-        "unknown-reduction",
-        ValueError,
-        ("reduction", "'average'", "'batchmean'"),
-        lambda make: _good(make, reduction="average"),
-    ),
-    BadCall("ignore-index-a-float", TypeError, ("ignore_index", "1.5"), lambda make: _good(make, ignore_index=1.5)),
-    BadCall("accum-dtype-a-string", TypeError, ("accum_dtype", "'fp32'"), lambda make: _good(make, accum_dtype="fp32")),
-    BadCall("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda make: _chunks(make, 1e6)),
-    # As in fused_linear_cross_entropy: all three rows are 2 · 3 · 8 · 4 bytes of logits, or one column of them is less.
-    BadCall("budget-too-small", ValueError, ("memory_budget", "1;", "at least"), lambda make: _chunks(make, 1)),
 )

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.cases.fused_linear_cross_entropy import answers, few_chunks
-from liger_conformance.cases.logit_statistics import ALL, bad_options, bad_targets, targets
+from liger_conformance.cases.logit_statistics import ALL, targets
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.budget import least_chunk, padded_columns
 
@@ -224,56 +224,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, hidden=64, vocabulary=1 << 17)
-
-
-def _good(make: Make, **changed: Any) -> dict[str, Any]:
-    return {
-        "x": make.randn(3, 4),
-        "linear_weight": make.randn(8, 4),
-        "target": make.integers(0, 8, 3),
-        **changed,
-    }
-
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _good(make, x=make.integers(0, 9, 3, 4))),
-    BadCall("batched-x", ValueError, ("x", "3 dimensions"), lambda make: _good(make, x=make.randn(1, 3, 4))),
-    BadCall(
-        "weight-of-another-dtype",
-        TypeError,
-        ("linear_weight", "float32", "bfloat16"),
-        lambda make: _good(
-            make, x=make.randn(3, 4, dtype=torch.bfloat16), linear_weight=make.randn(8, 4, dtype=torch.float32)
-        ),
-    ),
-    BadCall(
-        "narrow-weight",
-        ValueError,
-        ("linear_weight", "(8, 3)", "(8, 4)"),
-        lambda make: _good(make, linear_weight=make.randn(8, 3)),
-    ),
-    BadCall(
-        "no-classes", ValueError, ("linear_weight", "(0, 4)"), lambda make: _good(make, linear_weight=make.randn(0, 4))
-    ),
-    *bad_targets(_good),
-    BadCall("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _good(make, bias=make.randn(7))),
-    BadCall(
-        "short-class-weight",
-        ValueError,
-        ("class_weight", "(7,)", "(8,)"),
-        lambda make: _good(make, class_weight=make.randn(7)),
-    ),
-    *bad_options(_good),
-    BadCall(
-        "accum-dtype-float64",
-        ValueError,
-        ("accum_dtype", "float64"),
-        lambda make: _good(make, accum_dtype=torch.float64),
-    ),
-    BadCall(
-        "budget-below-the-least",
-        ValueError,
-        ("memory_budget", "at least"),
-        lambda make: _good(make, memory_budget=1),
-    ),
-)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.vary import Number, Size, Vary
 
 
@@ -79,37 +79,3 @@ CASES = (
 DTYPES_APART = True  # wide heads in float32 take tiles of their own
 
 HUGE = Case("huge", "large", batch=(1 << 10) + 3, heads=16, length=1024, head=128, kernel_size=3)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"q": make.randn(2, 3, 5, 8), "k": make.randn(2, 3, 5, 8), "v": make.randn(2, 3, 5, 8), **changed}
-
-
-BAD = (
-    BadCall("integer-q", TypeError, ("q", "int64"), lambda make: _bad(make, q=make.integers(0, 9, 2, 3, 5, 8))),
-    BadCall("integer-k", TypeError, ("k", "int64"), lambda make: _bad(make, k=make.integers(0, 9, 2, 3, 5, 8))),
-    BadCall("integer-v", TypeError, ("v", "int64"), lambda make: _bad(make, v=make.integers(0, 9, 2, 3, 5, 8))),
-    BadCall(
-        "k-of-another-dtype",
-        TypeError,
-        ("k", "bfloat16", "float32"),
-        lambda make: _bad(make, k=make.randn(2, 3, 5, 8, dtype=torch.bfloat16)),
-    ),
-    BadCall(
-        "v-of-another-dtype",
-        TypeError,
-        ("v", "bfloat16", "float32"),
-        lambda make: _bad(make, v=make.randn(2, 3, 5, 8, dtype=torch.bfloat16)),
-    ),
-    BadCall("flat-q", ValueError, ("q", "3 dimensions"), lambda make: _bad(make, q=make.randn(2, 5, 24))),
-    BadCall("fewer-k-heads", ValueError, ("k", "(2, 1, 5, 8)"), lambda make: _bad(make, k=make.randn(2, 1, 5, 8))),
-    BadCall("longer-v", ValueError, ("v", "(2, 3, 6, 8)"), lambda make: _bad(make, v=make.randn(2, 3, 6, 8))),
-    BadCall("kernel-size-not-an-int", TypeError, ("kernel_size", "3.0"), lambda make: _bad(make, kernel_size=3.0)),
-    BadCall("even-kernel-size", ValueError, ("kernel_size", "4", "odd"), lambda make: _bad(make, kernel_size=4)),
-    BadCall(
-        "negative-kernel-size", ValueError, ("kernel_size", "-3", "at least 1"), lambda make: _bad(make, kernel_size=-3)
-    ),
-    BadCall("dilation-not-an-int", TypeError, ("dilation", "1.5"), lambda make: _bad(make, dilation=1.5)),
-    BadCall("no-dilation", ValueError, ("dilation", "0", "at least 1"), lambda make: _bad(make, dilation=0)),
-    BadCall("scale-not-a-number", TypeError, ("scale", "'1'"), lambda make: _bad(make, scale="1")),
-)

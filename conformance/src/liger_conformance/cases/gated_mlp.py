@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.vary import ROWS, Size, Vary
 from liger_core.budget import least_chunk
 from liger_core.ops.gated_mlp import ACTIVATIONS
@@ -93,52 +93,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 16) + 3, hidden=512, inner=32768 + 8)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    given = {
-        "x": make.randn(3, 4),
-        "gate_weight": make.randn(8, 4),
-        "up_weight": make.randn(8, 4),
-        "down_weight": make.randn(5, 8),
-    }
-    return {**given, **changed}
-
-
-def _budget(make: Make, memory_budget: object) -> dict[str, Any]:
-    return _bad(make, x=make.randn(9, 4).requires_grad_(), memory_budget=memory_budget)
-
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 3, 4))),
-    BadCall(
-        "up-of-another-dtype",
-        TypeError,
-        ("up_weight", "bfloat16", "float32"),
-        lambda make: _bad(make, up_weight=make.randn(8, 4, dtype=torch.bfloat16)),
-    ),
-    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
-    BadCall("short-gate", ValueError, ("gate_weight", "(8, 3)"), lambda make: _bad(make, gate_weight=make.randn(8, 3))),
-    BadCall("short-up", ValueError, ("up_weight", "(7, 4)"), lambda make: _bad(make, up_weight=make.randn(7, 4))),
-    BadCall("short-down", ValueError, ("down_weight", "(5, 7)"), lambda make: _bad(make, down_weight=make.randn(5, 7))),
-    BadCall(
-        "flat-gate", ValueError, ("gate_weight", "1 dimension"), lambda make: _bad(make, gate_weight=make.randn(8))
-    ),
-    BadCall(
-        "unknown-activation",
-        ValueError,
-        ("activation", "'gelu'", "'gelu_tanh'"),
-        lambda make: _bad(make, activation="gelu"),
-    ),
-    BadCall(
-        "multiplier-with-gelu",
-        ValueError,
-        ("gate_multiplier", "1.7"),
-        lambda make: _bad(make, activation="gelu_tanh", gate_multiplier=1.7),
-    ),
-    BadCall("budget-not-an-int", TypeError, ("memory_budget", "1000.0"), lambda make: _budget(make, 1000.0)),
-    # 9 rows in float32: 20 · 9 bytes of a column, more than the 96 of a row.
-    BadCall(
-        "budget-below-the-least", ValueError, ("memory_budget", "179", "at least 180"), lambda make: _budget(make, 179)
-    ),
-)

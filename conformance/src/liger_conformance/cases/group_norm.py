@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
 
@@ -108,21 +108,3 @@ CASES = (
 DTYPES_APART = True  # cuTile's kernels that hold a long group take bfloat16 alone
 
 HUGE = Case("huge", "large", samples=(1 << 10) + 3, channels=512, spatial=(4096,), num_groups=32)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"x": make.randn(2, 6, 4), "num_groups": 3, "weight": make.randn(6), "bias": make.randn(6), **changed}
-
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 6, 4))),
-    BadCall("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 6))),
-    BadCall("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 6))),
-    BadCall("vector-x", ValueError, ("x", "1 dimensions", "2 or more"), lambda make: _bad(make, x=make.randn(6))),
-    BadCall("num-groups-not-an-int", TypeError, ("num_groups", "3.0"), lambda make: _bad(make, num_groups=3.0)),
-    BadCall("no-groups", ValueError, ("num_groups", "0", "at least 1"), lambda make: _bad(make, num_groups=0)),
-    BadCall("uneven-groups", ValueError, ("num_groups", "4", "6 channels"), lambda make: _bad(make, num_groups=4)),
-    BadCall("short-weight", ValueError, ("weight", "(3,)", "(6,)"), lambda make: _bad(make, weight=make.randn(3))),
-    BadCall("short-bias", ValueError, ("bias", "(3,)", "(6,)"), lambda make: _bad(make, bias=make.randn(3))),
-    BadCall("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
-)

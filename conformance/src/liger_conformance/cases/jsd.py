@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
@@ -115,51 +115,3 @@ CASES = (
 FLOAT16_APART = True  # in float16 the gradient is made in backward, in bfloat16 in forward
 
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, ignored=0.0, ends=True)
-
-
-def _good(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"student_logprobs": logprobs(make, 3, 8), "teacher_logprobs": logprobs(make, 3, 8), **changed}
-
-
-BAD = (
-    BadCall(
-        "integer-student",
-        TypeError,
-        ("student_logprobs", "int64"),
-        lambda make: _good(make, student_logprobs=make.integers(0, 9, 3, 8)),
-    ),
-    BadCall(
-        "integer-teacher",
-        TypeError,
-        ("teacher_logprobs", "int64"),
-        lambda make: _good(make, teacher_logprobs=make.integers(0, 9, 3, 8)),
-    ),
-    BadCall(
-        "student-not-a-tensor",
-        TypeError,
-        ("student_logprobs", "list"),
-        lambda make: _good(make, student_logprobs=[[1.0] * 8] * 3),
-    ),
-    BadCall(
-        "batched-student",
-        ValueError,
-        ("student_logprobs", "3 dimensions"),
-        lambda make: _good(make, student_logprobs=make.randn(1, 3, 8)),
-    ),
-    BadCall(
-        "narrow-teacher",
-        ValueError,
-        ("teacher_logprobs", "(3, 7)", "(3, 8)"),
-        lambda make: _good(make, teacher_logprobs=make.randn(3, 7)),
-    ),
-    BadCall("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
-    BadCall(
-        "short-labels", ValueError, ("labels", "(2,)", "(3,)"), lambda make: _good(make, labels=make.integers(0, 8, 2))
-    ),
-    BadCall("beta-not-a-number", TypeError, ("beta", "'0.5'"), lambda make: _good(make, beta="0.5")),
-    BadCall("negative-beta", ValueError, ("beta", "-0.1"), lambda make: _good(make, beta=-0.1)),
-    BadCall("beta-above-one", ValueError, ("beta", "1.1"), lambda make: _good(make, beta=1.1)),
-    BadCall(
-        "ignore-index-not-an-int", TypeError, ("ignore_index", "None"), lambda make: _good(make, ignore_index=None)
-    ),
-)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.cases.jsd import logprobs
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.kl_div import REDUCTIONS
@@ -83,36 +83,3 @@ CASES = (
 FLOAT16_APART = True  # in float16 the gradient is made in backward, in bfloat16 in forward
 
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, log_target=True, reduction="none")
-
-
-def _good(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"log_pred": logprobs(make, 3, 8), "target": make.uniform(3, 8), **changed}
-
-
-BAD = (
-    BadCall(
-        "integer-log-pred",
-        TypeError,
-        ("log_pred", "int64"),
-        lambda make: _good(make, log_pred=make.integers(0, 9, 3, 8)),
-    ),
-    BadCall(
-        "integer-target", TypeError, ("target", "int64"), lambda make: _good(make, target=make.integers(0, 9, 3, 8))
-    ),
-    BadCall("target-not-a-tensor", TypeError, ("target", "list"), lambda make: _good(make, target=[[1.0] * 8] * 3)),
-    BadCall(
-        "vector-log-pred", ValueError, ("log_pred", "1 dimensions"), lambda make: _good(make, log_pred=make.randn(8))
-    ),
-    BadCall(
-        "narrow-target", ValueError, ("target", "(3, 7)", "(3, 8)"), lambda make: _good(make, target=make.randn(3, 7))
-    ),
-    BadCall(
-        "unknown-reduction",
-        ValueError,
-        ("reduction", "'average'", "'batchmean'"),
-        lambda make: _good(make, reduction="average"),
-    ),
-    BadCall("log-target-not-a-bool", TypeError, ("log_target", "1"), lambda make: _good(make, log_target=1)),
-    BadCall("eps-not-a-number", TypeError, ("eps", "None"), lambda make: _good(make, eps=None)),
-    BadCall("negative-eps", ValueError, ("eps", "-1e-10"), lambda make: _good(make, eps=-1e-10)),
-)

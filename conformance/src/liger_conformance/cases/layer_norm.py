@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -66,19 +66,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"x": make.randn(2, 8), "weight": make.randn(8), "bias": make.randn(8), **changed}
-
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 8))),
-    BadCall("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 8))),
-    BadCall("no-weight", TypeError, ("weight", "NoneType"), lambda make: _bad(make, weight=None)),
-    BadCall("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 8))),
-    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
-    BadCall("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _bad(make, weight=make.randn(7))),
-    BadCall("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _bad(make, bias=make.randn(7))),
-    BadCall("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
-)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
 
@@ -82,67 +82,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", batch=(1 << 9) + 3, length=1024, q_heads=32, k_heads=8, head=128)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {
-        "q": make.randn(2, 3, 4, 8),
-        "k": make.randn(2, 3, 1, 8),
-        "freqs_cis": make.randn(3, 4, 2),
-        **changed,
-    }
-
-
-BAD = (
-    BadCall("integer-q", TypeError, ("q", "int64"), lambda make: _bad(make, q=make.integers(0, 9, 2, 3, 4, 8))),
-    BadCall("integer-k", TypeError, ("k", "int64"), lambda make: _bad(make, k=make.integers(0, 9, 2, 3, 1, 8))),
-    BadCall(
-        "integer-freqs",
-        TypeError,
-        ("freqs_cis", "int64", "complex64"),
-        lambda make: _bad(make, freqs_cis=make.integers(0, 9, 3, 4, 2)),
-    ),
-    BadCall(
-        "complex128-freqs",
-        TypeError,
-        ("freqs_cis", "complex128", "complex64"),
-        lambda make: _bad(make, freqs_cis=torch.zeros(3, 4, dtype=torch.complex128, device=make.device)),
-    ),
-    BadCall("flat-q", ValueError, ("q", "3 dimensions"), lambda make: _bad(make, q=make.randn(2, 3, 32))),
-    BadCall("flat-k", ValueError, ("k", "3 dimensions"), lambda make: _bad(make, k=make.randn(2, 3, 8))),
-    BadCall(
-        "odd-head-size", ValueError, ("q", "head size 7", "even"), lambda make: _bad(make, q=make.randn(2, 3, 4, 7))
-    ),
-    BadCall("empty-heads", ValueError, ("q", "head size 0", "even"), lambda make: _bad(make, q=make.randn(2, 3, 4, 0))),
-    BadCall("k-of-another-batch", ValueError, ("k", "(1, 3, 1, 8)"), lambda make: _bad(make, k=make.randn(1, 3, 1, 8))),
-    BadCall(
-        "k-of-another-length", ValueError, ("k", "(2, 5, 1, 8)"), lambda make: _bad(make, k=make.randn(2, 5, 1, 8))
-    ),
-    BadCall(
-        "k-of-another-head-size", ValueError, ("k", "(2, 3, 1, 4)"), lambda make: _bad(make, k=make.randn(2, 3, 1, 4))
-    ),
-    BadCall(
-        "freqs-of-another-length",
-        ValueError,
-        ("freqs_cis", "(5, 4, 2)", "(3, 4, 2)"),
-        lambda make: _bad(make, freqs_cis=make.randn(5, 4, 2)),
-    ),
-    BadCall(
-        "freqs-of-a-whole-head",
-        ValueError,
-        ("freqs_cis", "(3, 8, 2)", "(3, 4, 2)"),
-        lambda make: _bad(make, freqs_cis=make.randn(3, 8, 2)),
-    ),
-    BadCall(
-        "real-freqs-of-complex-shape",
-        ValueError,
-        ("freqs_cis", "(3, 4)", "(3, 4, 2)"),
-        lambda make: _bad(make, freqs_cis=make.randn(3, 4)),
-    ),
-    BadCall(
-        "complex-freqs-with-batch",
-        ValueError,
-        ("freqs_cis", "(1, 3, 4)", "(3, 4)"),
-        lambda make: _bad(make, freqs_cis=torch.zeros(1, 3, 4, dtype=torch.complex64, device=make.device)),
-    ),
-)

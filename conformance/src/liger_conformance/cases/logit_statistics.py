@@ -1,11 +1,10 @@
 """Cases of logit_statistics."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
 ALL: dict[str, Any] = {
@@ -144,74 +143,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, return_best=True)
-
-
-def bad_options(arguments: Callable[[Make], dict[str, Any]]) -> tuple[BadCall, ...]:
-    """Each option of the statistics with a value that it doesn't take, beside good `arguments`."""
-
-    def bad(id: str, error: type[Exception], says: tuple[str, ...], **option: Any) -> BadCall:
-        return BadCall(id, error, (*option, *says), lambda make: {**arguments(make), **option})
-
-    return (
-        bad("first-not-an-int", TypeError, ("1.0",), first=1.0),
-        bad("negative-first", ValueError, ("-1",), first=-1),
-        bad("ignore-index-not-an-int", TypeError, ("-1.0",), ignore_index=-1.0),
-        bad("softcap-zero", ValueError, ("0.0",), softcap=0.0),
-        bad("temperature-zero", ValueError, ("0",), temperature=0),
-        bad("temperature-not-a-number", TypeError, ("None",), temperature=None),
-        bad("entropy-flag-not-a-bool", TypeError, ("1",), return_entropy=1),
-        bad("total-flag-not-a-bool", TypeError, ("1",), return_total=1),
-        bad("squares-flag-not-a-bool", TypeError, ("'no'",), return_log_sum_squares="no"),
-        bad("best-flag-not-a-bool", TypeError, ("None",), return_best=None),
-    )
-
-
-def bad_targets(arguments: Callable[..., dict[str, Any]]) -> tuple[BadCall, ...]:
-    """Targets that don't fit the three rows of good `arguments`."""
-    return (
-        BadCall("float-target", TypeError, ("target", "float32"), lambda make: arguments(make, target=make.randn(3))),
-        BadCall(
-            "int32-target",
-            TypeError,
-            ("target", "int32"),
-            lambda make: arguments(make, target=make.integers(0, 8, 3, dtype=torch.int32)),
-        ),
-        BadCall(
-            "short-target",
-            ValueError,
-            ("target", "(2,)", "(3,)"),
-            lambda make: arguments(make, target=make.integers(0, 8, 2)),
-        ),
-        BadCall(
-            "no-target-of-a-row",
-            ValueError,
-            ("target", "(3, 0)", "(3, K)"),
-            lambda make: arguments(make, target=make.integers(0, 8, 3, 0)),
-        ),
-        BadCall(
-            "three-dimensions-of-target",
-            ValueError,
-            ("target", "3 dimensions"),
-            lambda make: arguments(make, target=make.integers(0, 8, 3, 1, 1)),
-        ),
-    )
-
-
-def _good(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"logits": make.randn(3, 8), "target": make.integers(0, 8, 3), **changed}
-
-
-BAD = (
-    BadCall(
-        "integer-logits", TypeError, ("logits", "int64"), lambda make: _good(make, logits=make.integers(0, 9, 3, 8))
-    ),
-    BadCall("logits-not-a-tensor", TypeError, ("logits", "list"), lambda make: _good(make, logits=[[1.0] * 8] * 3)),
-    BadCall(
-        "batched-logits", ValueError, ("logits", "3 dimensions"), lambda make: _good(make, logits=make.randn(1, 3, 8))
-    ),
-    BadCall("no-classes", ValueError, ("logits", "(3, 0)"), lambda make: _good(make, logits=make.randn(3, 0))),
-    *bad_targets(_good),
-    BadCall("integer-weight", TypeError, ("weight", "int64"), lambda make: _good(make, weight=make.integers(0, 9, 8))),
-    BadCall("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _good(make, weight=make.randn(7))),
-    *bad_options(_good),
-)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Size, Vary
 
 
@@ -59,36 +59,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 17) + 3, streams=4, width=4096)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    """Two streams of three columns."""
-    good = {"f": make.randn(4, 3), "x": make.randn(4, 2, 3), "post": make.randn(4, 2), "res": make.randn(4, 2, 2)}
-    return {**good, **changed}
-
-
-BAD = (
-    BadCall("integer-f", TypeError, ("f", "int64"), lambda make: _bad(make, f=make.integers(0, 9, 4, 3))),
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 4, 2, 3))),
-    BadCall("integer-post", TypeError, ("post", "int64"), lambda make: _bad(make, post=make.integers(0, 9, 4, 2))),
-    BadCall("integer-res", TypeError, ("res", "int64"), lambda make: _bad(make, res=make.integers(0, 9, 4, 2, 2))),
-    BadCall("no-res", TypeError, ("res", "NoneType"), lambda make: _bad(make, res=None)),
-    BadCall(
-        "f-of-another-dtype",
-        TypeError,
-        ("f", "float64", "float32"),
-        lambda make: _bad(make, x=make.randn(4, 2, 3, dtype=torch.float32), f=make.randn(4, 3, dtype=torch.float64)),
-    ),
-    BadCall("one-stream-alone", ValueError, ("x", "1 dimensions"), lambda make: _bad(make, x=make.randn(3))),
-    BadCall(
-        "no-streams",
-        ValueError,
-        ("x", "(4, 0, 3)"),
-        lambda make: _bad(make, x=make.randn(4, 0, 3), post=make.randn(4, 0), res=make.randn(4, 0, 0)),
-    ),
-    BadCall("short-f", ValueError, ("f", "(4, 2)", "(4, 3)"), lambda make: _bad(make, f=make.randn(4, 2))),
-    BadCall(
-        "post-of-other-rows", ValueError, ("post", "(3, 2)", "(4, 2)"), lambda make: _bad(make, post=make.randn(3, 2))
-    ),
-    BadCall("flat-res", ValueError, ("res", "(4, 4)", "(4, 2, 2)"), lambda make: _bad(make, res=make.randn(4, 4))),
-)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -89,54 +89,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 17) + 3, streams=4, width=4096, iterations=2)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    """Two streams of three columns."""
-    good = {"x": make.randn(4, 2, 3), "weight": make.randn(8, 6), "bias": make.randn(8), "alpha": make.randn(3)}
-    return {**good, **changed}
-
-
-def _head(make: Make, **changed: Any) -> dict[str, Any]:
-    good = {"x": make.randn(4, 2, 3), "weight": make.randn(2, 6), "bias": make.randn(2), "alpha": make.randn(1)}
-    return {**good, **changed}
-
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 4, 2, 3))),
-    BadCall(
-        "integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 8, 6))
-    ),
-    BadCall("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 8))),
-    BadCall("integer-alpha", TypeError, ("alpha", "int64"), lambda make: _bad(make, alpha=make.integers(0, 9, 3))),
-    BadCall("no-bias", TypeError, ("bias", "NoneType"), lambda make: _bad(make, bias=None)),
-    BadCall("one-stream-alone", ValueError, ("x", "1 dimensions"), lambda make: _bad(make, x=make.randn(6))),
-    BadCall("no-streams", ValueError, ("x", "(4, 0, 3)"), lambda make: _bad(make, x=make.randn(4, 0, 3))),
-    BadCall("no-columns", ValueError, ("x", "(4, 2, 0)"), lambda make: _bad(make, x=make.randn(4, 2, 0))),
-    BadCall("flat-weight", ValueError, ("weight", "1 dimensions"), lambda make: _bad(make, weight=make.randn(48))),
-    BadCall(
-        "weight-of-other-rows",
-        ValueError,
-        ("weight", "7 rows", "8 of them for 2 streams", "2 for the head"),
-        lambda make: _bad(make, weight=make.randn(7, 6), bias=make.randn(7)),
-    ),
-    BadCall(
-        "weight-of-other-columns",
-        ValueError,
-        ("weight", "(8, 3)", "(8, 6)"),
-        lambda make: _bad(make, weight=make.randn(8, 3)),
-    ),
-    BadCall("short-bias", ValueError, ("bias", "(7,)", "(8,)"), lambda make: _bad(make, bias=make.randn(7))),
-    BadCall("alpha-of-the-head", ValueError, ("alpha", "(1,)", "(3,)"), lambda make: _bad(make, alpha=make.randn(1))),
-    BadCall(
-        "alpha-not-of-the-head", ValueError, ("alpha", "(3,)", "(1,)"), lambda make: _head(make, alpha=make.randn(3))
-    ),
-    BadCall("no-iterations", ValueError, ("iterations", "0", "1"), lambda make: _bad(make, iterations=0)),
-    BadCall("iterations-not-an-int", TypeError, ("iterations", "2.0"), lambda make: _bad(make, iterations=2.0)),
-    BadCall("negative-norm-eps", ValueError, ("norm_eps", "-1"), lambda make: _bad(make, norm_eps=-1)),
-    BadCall("sinkhorn-eps-not-a-number", TypeError, ("sinkhorn_eps", "'1'"), lambda make: _bad(make, sinkhorn_eps="1")),
-    BadCall("pre-eps-not-a-number", TypeError, ("pre_eps", "None"), lambda make: _bad(make, pre_eps=None)),
-    BadCall(
-        "multiplier-not-a-number", TypeError, ("post_multiplier", "True"), lambda make: _bad(make, post_multiplier=True)
-    ),
-)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 from liger_core.ops.rms_norm import CASTING_MODES
 
@@ -126,48 +126,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(41, 6401), hidden=8192)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {
-        "x": make.randn(2, 3, 8),
-        "weight": make.randn(8),
-        "scale": make.randn(2, 1, 8),
-        "shift": make.randn(8),
-        **changed,
-    }
-
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 3, 8))),
-    BadCall("integer-scale", TypeError, ("scale", "int64"), lambda make: _bad(make, scale=make.integers(0, 9, 8))),
-    BadCall("no-scale", TypeError, ("scale", "NoneType"), lambda make: _bad(make, scale=None)),
-    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
-    BadCall("short-weight", ValueError, ("weight", "(7,)", "(8,)"), lambda make: _bad(make, weight=make.randn(7))),
-    BadCall(
-        "scale-of-batches",
-        ValueError,
-        ("scale", "(2, 8)", "(2, 3, 8)"),
-        lambda make: _bad(make, scale=make.randn(2, 8)),
-    ),
-    BadCall("one-shift", ValueError, ("shift", "(2, 3, 1)"), lambda make: _bad(make, shift=make.randn(2, 3, 1))),
-    BadCall(
-        "scale-that-enlarges",
-        ValueError,
-        ("scale", "(4, 2, 3, 8)"),
-        lambda make: _bad(make, scale=make.randn(4, 2, 3, 8)),
-    ),
-    BadCall(
-        "shift-that-enlarges",
-        ValueError,
-        ("shift", "(2, 3, 8)", "(1, 3, 8)"),
-        lambda make: _bad(make, x=make.randn(1, 3, 8), scale=make.randn(8), shift=make.randn(2, 3, 8)),
-    ),
-    BadCall(
-        "unknown-casting-mode",
-        ValueError,
-        ("casting_mode", "'lama'", "'llama'"),
-        lambda make: _bad(make, casting_mode="lama"),
-    ),
-    BadCall("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
-)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -60,22 +60,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"x": make.randn(2, 8), "weight": make.randn(3), "bias": make.randn(1), **changed}
-
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 8))),
-    BadCall("integer-weight", TypeError, ("weight", "int64"), lambda make: _bad(make, weight=make.integers(0, 9, 3))),
-    BadCall("integer-bias", TypeError, ("bias", "int64"), lambda make: _bad(make, bias=make.integers(0, 9, 1))),
-    BadCall("no-bias", TypeError, ("bias", "NoneType"), lambda make: _bad(make, bias=None)),
-    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: _bad(make, x=make.randn())),
-    BadCall("long-weight", ValueError, ("weight", "(8,)", "(3,)"), lambda make: _bad(make, weight=make.randn(8))),
-    BadCall("long-bias", ValueError, ("bias", "(8,)", "(1,) or ()"), lambda make: _bad(make, bias=make.randn(8))),
-    BadCall(
-        "square-bias", ValueError, ("bias", "(1, 1)", "(1,) or ()"), lambda make: _bad(make, bias=make.randn(1, 1))
-    ),
-    BadCall("eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: _bad(make, eps="1")),
-)

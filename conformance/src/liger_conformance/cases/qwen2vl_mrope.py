@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
 
@@ -140,57 +140,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", batch=(1 << 9) + 3, length=1024, q_heads=32, k_heads=8, sections=(16, 24, 24), tables=1)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {
-        "q": make.randn(2, 4, 5, 8),
-        "k": make.randn(2, 1, 5, 8),
-        "cos": make.randn(3, 2, 5, 8),
-        "sin": make.randn(3, 2, 5, 8),
-        "mrope_section": (1, 2, 1),
-        **changed,
-    }
-
-
-def _bad_tables(make: Make, *shape: int) -> dict[str, Any]:
-    return _bad(make, cos=make.randn(*shape), sin=make.randn(*shape))
-
-
-BAD = (
-    BadCall("integer-q", TypeError, ("q", "int64"), lambda make: _bad(make, q=make.integers(0, 9, 2, 4, 5, 8))),
-    BadCall("integer-k", TypeError, ("k", "int64"), lambda make: _bad(make, k=make.integers(0, 9, 2, 1, 5, 8))),
-    BadCall("integer-cos", TypeError, ("cos", "int64"), lambda make: _bad(make, cos=make.integers(0, 9, 3, 2, 5, 8))),
-    BadCall("integer-sin", TypeError, ("sin", "int64"), lambda make: _bad(make, sin=make.integers(0, 9, 3, 2, 5, 8))),
-    BadCall(
-        "sin-of-another-dtype",
-        TypeError,
-        ("sin", "bfloat16", "float32"),
-        lambda make: _bad(make, sin=make.randn(3, 2, 5, 8, dtype=torch.bfloat16)),
-    ),
-    BadCall("flat-q", ValueError, ("q", "3 dimensions"), lambda make: _bad(make, q=make.randn(2, 5, 32))),
-    BadCall("flat-k", ValueError, ("k", "3 dimensions"), lambda make: _bad(make, k=make.randn(2, 5, 8))),
-    BadCall(
-        "odd-head-size", ValueError, ("q", "head size 7", "even"), lambda make: _bad(make, q=make.randn(2, 4, 5, 7))
-    ),
-    BadCall("empty-heads", ValueError, ("q", "head size 0", "even"), lambda make: _bad(make, q=make.randn(2, 4, 5, 0))),
-    BadCall("k-of-another-batch", ValueError, ("k", "(1, 1, 5, 8)"), lambda make: _bad(make, k=make.randn(1, 1, 5, 8))),
-    BadCall(
-        "k-of-another-length", ValueError, ("k", "(2, 1, 3, 8)"), lambda make: _bad(make, k=make.randn(2, 1, 3, 8))
-    ),
-    BadCall(
-        "k-of-another-head-size", ValueError, ("k", "(2, 1, 5, 4)"), lambda make: _bad(make, k=make.randn(2, 1, 5, 4))
-    ),
-    BadCall("tables-of-one-plane", ValueError, ("cos", "3 dimensions"), lambda make: _bad_tables(make, 2, 5, 8)),
-    BadCall("tables-of-two-planes", ValueError, ("cos", "(2, 2, 5, 8)"), lambda make: _bad_tables(make, 2, 2, 5, 8)),
-    BadCall("tables-of-another-batch", ValueError, ("cos", "(3, 4, 5, 8)"), lambda make: _bad_tables(make, 3, 4, 5, 8)),
-    BadCall("tables-of-half-a-head", ValueError, ("cos", "(3, 2, 5, 4)"), lambda make: _bad_tables(make, 3, 2, 5, 4)),
-    BadCall("smaller-sin", ValueError, ("sin", "(3, 1, 5, 8)"), lambda make: _bad(make, sin=make.randn(3, 1, 5, 8))),
-    BadCall("section-not-a-list", TypeError, ("mrope_section", "4"), lambda make: _bad(make, mrope_section=4)),
-    BadCall(
-        "section-of-a-float", TypeError, ("mrope_section", "2.0"), lambda make: _bad(make, mrope_section=(1, 2.0, 1))
-    ),
-    BadCall("negative-section", ValueError, ("mrope_section", "-1"), lambda make: _bad(make, mrope_section=(3, -1, 2))),
-    BadCall("two-sections", ValueError, ("mrope_section", "(2, 2)"), lambda make: _bad(make, mrope_section=(2, 2))),
-    BadCall("wrong-sum", ValueError, ("mrope_section", "(2, 3, 3)"), lambda make: _bad(make, mrope_section=(2, 3, 3))),
-)

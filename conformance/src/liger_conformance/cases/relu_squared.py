@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.vary import ROWS, Size, Vary
 
 
@@ -48,21 +48,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"x": make.randn(2, 8), "up": make.randn(2, 8), **changed}
-
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: _bad(make, x=make.integers(0, 9, 2, 8))),
-    BadCall("integer-up", TypeError, ("up", "int64"), lambda make: _bad(make, up=make.integers(0, 9, 2, 8))),
-    BadCall(
-        "up-of-another-dtype",
-        TypeError,
-        ("up", "bfloat16", "float32"),
-        lambda make: _bad(make, up=make.randn(2, 8, dtype=torch.bfloat16)),
-    ),
-    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: {"x": make.randn()}),
-    BadCall("broadcast-up", ValueError, ("up", "(8,)", "(2, 8)"), lambda make: _bad(make, up=make.randn(8))),
-)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 from liger_core.ops.rms_norm import CASTING_MODES
 
@@ -68,26 +68,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
-
-BAD = (
-    BadCall(
-        "integer-x", TypeError, ("x", "int64"), lambda make: {"x": make.integers(0, 9, 2, 8), "weight": make.randn(8)}
-    ),
-    BadCall("x-not-a-tensor", TypeError, ("x", "list"), lambda make: {"x": [1.0], "weight": make.randn(1)}),
-    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: {"x": make.randn(), "weight": None}),
-    BadCall(
-        "short-weight",
-        ValueError,
-        ("weight", "(7,)", "(8,)"),
-        lambda make: {"x": make.randn(2, 8), "weight": make.randn(7)},
-    ),
-    BadCall(
-        "unknown-casting-mode",
-        ValueError,
-        ("casting_mode", "'lama'", "'llama'"),
-        lambda make: {"x": make.randn(2, 8), "weight": make.randn(8), "casting_mode": "lama"},
-    ),
-    BadCall(
-        "eps-not-a-number", TypeError, ("eps", "'1'"), lambda make: {"x": make.randn(2, 8), "weight": None, "eps": "1"}
-    ),
-)

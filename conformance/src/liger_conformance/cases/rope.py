@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
 
@@ -101,49 +101,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", batch=(1 << 9) + 3, length=1024, q_heads=32, k_heads=8, head=128)
-
-
-def _bad(make: Make, **changed: Any) -> dict[str, Any]:
-    return {
-        "q": make.randn(2, 4, 3, 8),
-        "k": make.randn(2, 1, 3, 8),
-        "cos": make.randn(2, 3, 8),
-        "sin": make.randn(2, 3, 8),
-        **changed,
-    }
-
-
-def _bad_tables(make: Make, *shape: int) -> dict[str, Any]:
-    return _bad(make, cos=make.randn(*shape), sin=make.randn(*shape))
-
-
-BAD = (
-    BadCall("integer-q", TypeError, ("q", "int64"), lambda make: _bad(make, q=make.integers(0, 9, 2, 4, 3, 8))),
-    BadCall("integer-k", TypeError, ("k", "int64"), lambda make: _bad(make, k=make.integers(0, 9, 2, 1, 3, 8))),
-    BadCall("integer-cos", TypeError, ("cos", "int64"), lambda make: _bad(make, cos=make.integers(0, 9, 2, 3, 8))),
-    BadCall("integer-sin", TypeError, ("sin", "int64"), lambda make: _bad(make, sin=make.integers(0, 9, 2, 3, 8))),
-    BadCall(
-        "sin-of-another-dtype",
-        TypeError,
-        ("sin", "bfloat16", "float32"),
-        lambda make: _bad(make, sin=make.randn(2, 3, 8, dtype=torch.bfloat16)),
-    ),
-    BadCall("flat-q", ValueError, ("q", "3 dimensions"), lambda make: _bad(make, q=make.randn(2, 3, 32))),
-    BadCall("flat-k", ValueError, ("k", "3 dimensions"), lambda make: _bad(make, k=make.randn(2, 3, 8))),
-    BadCall("k-of-another-batch", ValueError, ("k", "(1, 1, 3, 8)"), lambda make: _bad(make, k=make.randn(1, 1, 3, 8))),
-    BadCall(
-        "k-of-another-length", ValueError, ("k", "(2, 1, 5, 8)"), lambda make: _bad(make, k=make.randn(2, 1, 5, 8))
-    ),
-    BadCall(
-        "k-of-another-head-size", ValueError, ("k", "(2, 1, 3, 4)"), lambda make: _bad(make, k=make.randn(2, 1, 3, 4))
-    ),
-    BadCall(
-        "tables-with-heads", ValueError, ("cos", "4 dimensions", "2 to 3"), lambda make: _bad_tables(make, 2, 1, 3, 8)
-    ),
-    BadCall("tables-of-another-batch", ValueError, ("cos", "(3, 3, 8)"), lambda make: _bad_tables(make, 3, 3, 8)),
-    BadCall("tables-of-another-length", ValueError, ("cos", "(4, 8)", "(3, 8)"), lambda make: _bad_tables(make, 4, 8)),
-    BadCall("smaller-sin", ValueError, ("sin", "(3, 8)", "(2, 3, 8)"), lambda make: _bad(make, sin=make.randn(3, 8))),
-    BadCall("odd-columns", ValueError, ("cos", "7 columns", "even"), lambda make: _bad_tables(make, 3, 7)),
-    BadCall("no-columns", ValueError, ("cos", "0 columns"), lambda make: _bad_tables(make, 3, 0)),
-    BadCall("too-many-columns", ValueError, ("cos", "10 columns", "8"), lambda make: _bad_tables(make, 3, 10)),
-)

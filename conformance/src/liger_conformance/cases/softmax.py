@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.vary import ROWS, Size, Vary
 
 
@@ -68,9 +68,3 @@ CASES = (
 DTYPES_APART = True  # cuTile's backward in parts takes bfloat16 alone
 
 HUGE = Case("huge", "large", rows=(1 << 13) + 3, columns=1 << 18)
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: {"x": make.integers(0, 9, 2, 8)}),
-    BadCall("x-not-a-tensor", TypeError, ("x", "list"), lambda make: {"x": [1.0]}),
-    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: {"x": make.randn()}),
-)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.vary import Size, Vary
 
 
@@ -76,12 +76,3 @@ DTYPES_APART = True  # cuTile's kernels of rows in parts, and Triton's of packed
 FLOAT16_APART = True  # in float16 the smallest results would round to 0, of which backward knows the support
 
 HUGE = Case("huge", "large", shape=((1 << 15) + 3, 65536))
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda make: {"x": make.integers(0, 9, 2, 8)}),
-    BadCall("scalar-x", ValueError, ("x", "0 dimensions"), lambda make: {"x": make.randn()}),
-    BadCall("dim-not-an-int", TypeError, ("dim", "None"), lambda make: {"x": make.randn(2, 8), "dim": None}),
-    BadCall("dim-too-large", ValueError, ("dim", "2", "-2 to 1"), lambda make: {"x": make.randn(2, 8), "dim": 2}),
-    BadCall("dim-too-small", ValueError, ("dim", "-3", "-2 to 1"), lambda make: {"x": make.randn(2, 8), "dim": -3}),
-    BadCall("no-columns", ValueError, ("x", "(2, 0)", "one element"), lambda make: {"x": make.randn(2, 0)}),
-)

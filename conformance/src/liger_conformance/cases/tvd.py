@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from liger_conformance.case import BadCall, Case, Make
+from liger_conformance.case import Case, Make
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.jsd import logprobs
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
@@ -82,29 +82,3 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, reduction="none")
-
-
-def _good(make: Make, **changed: Any) -> dict[str, Any]:
-    return {"p": make.uniform(3, 8), "q": make.uniform(3, 8), **changed}
-
-
-BAD = (
-    BadCall("integer-p", TypeError, ("p", "int64"), lambda make: _good(make, p=make.integers(0, 9, 3, 8))),
-    BadCall("integer-q", TypeError, ("q", "int64"), lambda make: _good(make, q=make.integers(0, 9, 3, 8))),
-    BadCall("p-not-a-tensor", TypeError, ("p", "list"), lambda make: _good(make, p=[[1.0] * 8] * 3)),
-    BadCall("vector-p", ValueError, ("p", "1 dimensions"), lambda make: _good(make, p=make.randn(8))),
-    BadCall("narrow-q", ValueError, ("q", "(3, 7)", "(3, 8)"), lambda make: _good(make, q=make.randn(3, 7))),
-    BadCall("float-labels", TypeError, ("labels", "float32"), lambda make: _good(make, labels=make.randn(3))),
-    BadCall(
-        "short-labels", ValueError, ("labels", "(2,)", "(3,)"), lambda make: _good(make, labels=make.integers(0, 8, 2))
-    ),
-    BadCall(
-        "unknown-reduction",
-        ValueError,
-        ("reduction", "'average'", "'batchmean'"),
-        lambda make: _good(make, reduction="average"),
-    ),
-    BadCall(
-        "ignore-index-not-an-int", TypeError, ("ignore_index", "None"), lambda make: _good(make, ignore_index=None)
-    ),
-)

@@ -1,0 +1,31 @@
+"""Each op refuses the calls of `bad`, and says why."""
+
+from importlib import import_module
+from pathlib import Path
+
+import bad
+import pytest
+from bad import BadCall
+
+import liger_core
+from liger_core.contract import ops
+
+OPS = sorted(file.stem for file in Path(bad.__file__).parent.glob("[!_]*.py"))
+
+CALLS = [(op, call) for op in OPS for call in import_module(f"bad.{op}").BAD]
+
+
+@pytest.mark.parametrize(("op", "call"), [pytest.param(op, call, id=f"{op}-{call.id}") for op, call in CALLS])
+def test_bad_input(op: str, call: BadCall) -> None:
+    with liger_core.use("torch"), pytest.raises(call.error) as caught:
+        ops[op](**call.build())
+    assert type(caught.value) is call.error
+    for word in (op, *call.says):
+        assert word in str(caught.value), f"the message doesn't say {word!r}"
+
+
+def test_every_op_refuses_some_call() -> None:
+    lacking = {*ops} - {op for op, _ in CALLS}
+    assert not lacking, f"add calls to BAD in packages/liger-core/tests/bad/: {', '.join(sorted(lacking))}.py"
+    ids = [(op, call.id) for op, call in CALLS]
+    assert len(ids) == len({*ids}), "an id is there twice"

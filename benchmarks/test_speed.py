@@ -4,7 +4,7 @@ One benchmark for each op, language, case, dtype and mode; --impl, --op, --devic
 does the rest. Times are taken as `timing` says, and pytest-benchmark gets them through its `ReplayClock`: its median is
 the median device time. Forward runs without grad mode; forward + backward differentiates by all that the contract lets.
 
-``extra_info`` has GB/s or TFLOP/s by the least work that `traffic` declares, and the peak memory in bytes beyond the inputs.
+``extra_info`` has GB/s or TFLOP/s by the least work that `traffic` counts, and the peak memory in bytes beyond the inputs.
 
 A CPU without accelerator times nothing unless --device=cpu asks for it: then the reference, at small sizes. Kernels run in
 interpreters there, whose speed says nothing.

@@ -34,15 +34,12 @@ import timing
 import torch
 from calls import arguments_of, make_call, shrunk
 from jobs import COLUMNS, Job, error_of, measure, truth_of
-from traffic import FORWARD, FULL, MODES, MOVES, PRODUCTS, work_of
+from traffic import FORWARD, FULL, MODES, work_of
 
 import liger_core
 from liger_conformance.case import Case, cases_of
 from liger_core.backend import backends
 from liger_core.contract import SavedOnce, ops
-
-NOT_IN_LIGER = ("distillation", "logit_statistics", "fused_linear_logit_statistics")
-"""The ops that liger-kernel has no function for."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +57,10 @@ def small_job(op: str, mode: str) -> Job:
 
 @pytest.mark.parametrize("op", sorted(ops))
 def test_traffic_counts_tensors_of_the_contract(op: str) -> None:
-    passes = [*MOVES[op].forward, *MOVES[op].backward] if op in MOVES else []
-    named = {*passes, *(name for product in PRODUCTS.get(op, ()) for name in (product.x, product.weight))}
-    assert named, f"declare the least work of {op} in benchmarks/traffic.py"
+    cases = cases_of(op)
+    passes = [*cases.moves.forward, *cases.moves.backward] if cases.moves else []
+    named = {*passes, *(name for product in cases.products for name in (product.x, product.weight))}
+    assert named, f"declare the least work, MOVES or PRODUCTS, in conformance/src/liger_conformance/cases/{op}.py"
     assert named <= {*ops[op].tensors, "result"}
 
 
@@ -89,7 +87,6 @@ def test_work_of_experts_is_that_of_the_tokens_that_they_get() -> None:
 @pytest.mark.parametrize("op", sorted(ops))
 def test_eager_computes_what_the_contract_says(op: str, mode: str) -> None:
     job = small_job(op, mode)
-    assert op in peers.eager(), f"add {op}, as a user of PyTorch writes it, to Eager in benchmarks/peers.py"
     found = make_call(peers.eager()[op], job.arguments(), mode, job.dtype)()
     assert error_of(found, truth_of(job)) < 1e-5
 
@@ -101,12 +98,10 @@ def test_grouped_products_compute_what_the_contract_says(mode: str) -> None:
     assert error_of(found, truth_of(job)) < 1e-5
 
 
-@pytest.mark.parametrize("op", sorted({*ops} - {*NOT_IN_LIGER}))
+@pytest.mark.parametrize("op", [op for op in sorted(ops) if cases_of(op).liger is not None])
 def test_liger_takes_the_arguments_of_the_timed_cases(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "import_module", lambda name: None)
-    functions = peers.liger()
-    assert op in functions, f"add {op} to liger in benchmarks/peers.py, or to NOT_IN_LIGER in benchmarks/test_suite.py"
-    inspect.signature(functions[op]).bind(**small_job(op, FORWARD).arguments())
+    inspect.signature(peers.liger()[op]).bind(**small_job(op, FORWARD).arguments())
 
 
 @pytest.mark.parametrize("functions", [peers.liger_cutedsl, peers.quack], ids=lambda functions: functions.__name__)
@@ -176,7 +171,7 @@ def test_a_provider_that_fails_is_a_row_that_says_why(monkeypatch: pytest.Monkey
     def refuse(**arguments: Any) -> None:
         raise ValueError("not today")
 
-    monkeypatch.setattr(peers.Eager, "rms_norm", refuse)
+    monkeypatch.setattr(cases_of("rms_norm").module, "eager", refuse)
     rows = compare.main(["--smoke", "--ops=rms_norm", "--providers=eager", "--modes=forward"])
     assert [row["note"] for row in rows] == ["ValueError: not today"]
     assert "eager, rms_norm small-shrunk forward: ValueError: not today" in report.comparison(rows)
@@ -190,7 +185,7 @@ def test_a_provider_that_takes_too_long_is_left_out_of_the_other_cells(monkeypat
         while True:
             time.sleep(0.01)
 
-    monkeypatch.setattr(peers.Eager, "rms_norm", compile_for_hours)
+    monkeypatch.setattr(cases_of("rms_norm").module, "eager", compile_for_hours)
     rows = compare.main(["--smoke", "--ops=rms_norm,swiglu", "--limit=0.2"])
     notes = [row["note"] for row in rows if (row["op"], row["provider"]) == ("rms_norm", "eager")]
     assert notes == ["took longer than 0.2 s for small-shrunk forward"] * 2

@@ -1,14 +1,14 @@
-"""What an op is checked and timed at: cases are data, in `cases/<op>.py`."""
+"""What an op is checked, timed and compared at: cases are data, in `cases/<op>.py`."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,6 +151,34 @@ class Case:
         return self.id
 
 
+Passes = Mapping[str, int]
+"""Argument, or ``result``, to the number of times that as many bytes as it has are read or written."""
+
+
+class Moves(NamedTuple):
+    """The tensors that have to cross the device's memory, and how often: what a speed is measured against.
+
+    A kernel that reads x once and writes a result of its size moves x twice. Tensors of one row, and tables shared by all
+    heads, are left out. `backward` is beyond `forward`; what it has to read again, because it fits in no cache, counts again.
+    """
+
+    forward: Passes
+    backward: Passes
+
+
+class Product(NamedTuple):
+    """A matrix product x[N, H] · weight[V, H]ᵀ, of 2·N·H·V operations, and how often one of its size is computed.
+
+    A `grouped` one has a weight[E, V, H], and `x` names the experts of N rows, each of which takes one.
+    """
+
+    x: str
+    weight: str
+    forward: int
+    backward: int
+    grouped: bool = False
+
+
 @dataclass(frozen=True)
 class OpCases:
     """The cases of one op, as its file declares them."""
@@ -171,6 +199,29 @@ class OpCases:
     def huge(self) -> Case | None:
         """A case with a tensor of more than 2^31 elements, where such a tensor makes sense."""
         return getattr(self.module, "HUGE", None)
+
+    @property
+    def moves(self) -> Moves | None:
+        """The memory traffic that bounds the op; None: its products do."""
+        return getattr(self.module, "MOVES", None)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """The matrix products that bound the op."""
+        return getattr(self.module, "PRODUCTS", ())
+
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """PyTorch's own function where there is one, else the formula, in float32 where bfloat16 would not do.
+
+        It takes the arguments of the timed cases, by name.
+        """
+        return self.module.eager
+
+    @property
+    def liger(self) -> Callable[..., Any] | None:
+        """liger-kernel's function, whose first argument is its module of Functions; None: it has none."""
+        return self.module.liger
 
     @property
     def float16_apart(self) -> bool:

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -84,3 +86,15 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=32768 + 3, hidden=8192, count=9)
+
+MOVES = Moves({"blocks": 1, "partial": 1, "result": 1}, {"blocks": 2, "partial": 2, "result": 1})
+
+
+def eager(blocks: Tensor, partial: Tensor, query: Tensor, weight: Tensor) -> Tensor:
+    v = torch.cat((blocks, partial[None]))
+    scores = F.rms_norm(v, v.shape[-1:], weight, 1e-6) @ query
+    return torch.einsum("n...,n...d->...d", torch.softmax(scores.float(), 0).to(v.dtype), v)
+
+
+def liger(ops: Any, blocks: Tensor, partial: Tensor, query: Tensor, weight: Tensor) -> Any:
+    return ops.LigerAttnResFunction.apply(torch.cat((blocks, partial[None])), query, weight, 1e-06)

@@ -3,15 +3,17 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.cross_entropy import REDUCTIONS
 
 ALL: dict[str, Any] = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
 
 
-def labels(make: Make, rows: int, vocabulary: int, ignored: float = 0.0, ignore_index: int = -100) -> torch.Tensor:
+def labels(make: Make, rows: int, vocabulary: int, ignored: float = 0.0, ignore_index: int = -100) -> Tensor:
     """Labels of which a share `ignored` is `ignore_index`."""
     return make.integers(0, vocabulary, rows).masked_fill(make.mask(ignored, rows), ignore_index)
 
@@ -163,3 +165,13 @@ OUT_OF_RANGE = (
     Case("negative-label", "edge", rows=3, vocabulary=8, holds={"target": -1}),
     Case("far-label", "edge", rows=3, vocabulary=8, holds={"target": 1 << 40}),
 )
+
+MOVES = Moves({"logits": 1}, {"logits": 2})
+
+
+def eager(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), target)
+
+
+def liger(ops: Any, logits: Tensor, target: Tensor) -> Any:
+    return ops.LigerCrossEntropyFunction.apply(logits, target, None)[0]

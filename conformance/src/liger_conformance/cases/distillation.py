@@ -3,8 +3,11 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
+from liger_conformance.cases import jsd
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
@@ -127,3 +130,13 @@ CASES = (
 OUT_OF_RANGE = (
     Case("label-too-large", "edge", rows=3, vocabulary=8, ignored=0.0, hard_weight=1.0, holds={"labels": 8}),
 )
+
+MOVES = Moves({"student_logits": 1, "teacher_logits": 1}, {"student_logits": 2, "teacher_logits": 1})
+
+
+def eager(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, hard_weight: float) -> Tensor:
+    student, teacher = torch.log_softmax(student_logits.float(), -1), torch.log_softmax(teacher_logits.float(), -1)
+    return jsd.eager(student, teacher) + hard_weight * F.nll_loss(student, labels)
+
+
+liger = None

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Size, Vary
 
 
@@ -53,3 +54,13 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+MOVES = Moves({"x": 2}, {"x": 3})
+
+
+def eager(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return gamma * torch.tanh(alpha * x) + beta
+
+
+def liger(ops: Any, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Any:
+    return ops.LigerDyTFunction.apply(x, alpha, gamma, beta)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import Size, Vary
 
 
@@ -64,3 +66,13 @@ OUT_OF_RANGE = (
     Case("negative-index", "edge", rows=3, hidden=8, vocabulary=5, holds={"indices": -1}),
     Case("negative-padding-index", "edge", rows=3, hidden=8, vocabulary=5, padding_idx=-2, holds={"indices": -2}),
 )
+
+MOVES = Moves({"result": 2}, {"result": 1, "weight": 1})
+
+
+def eager(indices: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(indices, weight)
+
+
+def liger(ops: Any, indices: Tensor, weight: Tensor) -> Any:
+    return ops.LigerEmbeddingFunction.apply(weight, indices)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 from liger_core.ops.rms_norm import CASTING_MODES
 
@@ -71,3 +73,14 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+MOVES = Moves({"x": 4}, {"x": 4})
+
+
+def eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + residual
+    return F.rms_norm(h, h.shape[-1:], weight, 1e-6), h
+
+
+def liger(ops: Any, x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    return ops.LigerFusedAddRMSNormFunction.apply(x, residual, weight, 1e-06, 0.0, "llama", False)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Product
 from liger_conformance.cases.cross_entropy import ALL
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.budget import least_chunk, padded_columns
@@ -245,3 +247,13 @@ OUT_OF_RANGE = (
     Case("label-too-high", "edge", rows=3, hidden=4, vocabulary=8, holds={"target": 8}),
     Case("negative-label", "edge", rows=3, hidden=4, vocabulary=8, holds={"target": -1}),
 )
+
+PRODUCTS = (Product("x", "linear_weight", 1, 2),)
+
+
+def eager(x: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy((x @ linear_weight.T).float(), target)
+
+
+def liger(ops: Any, x: Tensor, linear_weight: Tensor, target: Tensor) -> Any:
+    return ops.LigerFusedLinearCrossEntropyFunction.apply(x, linear_weight, target)[0]

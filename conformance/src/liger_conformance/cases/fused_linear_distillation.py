@@ -1,10 +1,13 @@
 """Cases of fused_linear_distillation."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Product
+from liger_conformance.cases import distillation
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.distillation import CAPPED, MIXED, OPTIONS, items
 from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
@@ -135,3 +138,33 @@ OUT_OF_RANGE = (
         holds={"labels": 8},
     ),
 )
+
+PRODUCTS = (
+    Product("student_x", "student_weight", 1, 2),
+    Product("teacher_x", "teacher_weight", 1, 0),
+)
+
+
+def eager(
+    student_x: Tensor,
+    student_weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    labels: Tensor,
+    hard_weight: float,
+) -> Tensor:
+    return distillation.eager(student_x @ student_weight.T, teacher_x @ teacher_weight.T, labels, hard_weight)
+
+
+def liger(
+    ops: Any,
+    student_x: Tensor,
+    student_weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    labels: Tensor,
+    hard_weight: float,
+) -> Any:
+    """liger-kernel's chunked loss: plain PyTorch through torch.compile, whatever the language."""
+    loss = import_module("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(hard_weight, 1.0)
+    return loss(student_x, student_weight, teacher_x, teacher_weight, labels)

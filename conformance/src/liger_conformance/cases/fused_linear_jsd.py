@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Product
+from liger_conformance.cases import jsd
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
@@ -131,3 +133,14 @@ CASES = (
     Case("medium", "medium", rows=4096, hidden=2048, teacher_hidden=4096, vocabulary=128256),
     Case("large", "large", rows=8192, hidden=2048, teacher_hidden=4096, vocabulary=128256),
 )
+
+PRODUCTS = (Product("student_x", "student_weight", 1, 2), Product("teacher_x", "teacher_weight", 1, 0))
+
+
+def eager(student_x: Tensor, student_weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+    student = torch.log_softmax((student_x @ student_weight.T).float(), -1)
+    return jsd.eager(student, torch.log_softmax((teacher_x @ teacher_weight.T).float(), -1))
+
+
+def liger(ops: Any, student_x: Tensor, student_weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Any:
+    return ops.LigerFusedLinearJSDFunction.apply(student_x, student_weight, teacher_x, teacher_weight)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Product
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.fused_linear_cross_entropy import (
     CHUNKS,
@@ -145,3 +147,13 @@ CASES = (
     Case("medium", "medium", rows=4096, hidden=2048, vocabulary=128256),
     Case("large", "large", rows=8192, hidden=2048, vocabulary=128256),
 )
+
+PRODUCTS = (Product("x", "linear_weight", 1, 2),)
+
+
+def eager(x: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+    return F.kl_div(torch.log_softmax((x @ linear_weight.T).float(), -1), target.float(), reduction="batchmean")
+
+
+def liger(ops: Any, x: Tensor, linear_weight: Tensor, target: Tensor) -> Any:
+    return ops.LigerFusedLinearKLDivFunction.apply(x, linear_weight, target)

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Product
 from liger_conformance.cases.fused_linear_cross_entropy import answers, few_chunks
 from liger_conformance.cases.logit_statistics import ALL, targets
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
@@ -224,3 +225,13 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, hidden=64, vocabulary=1 << 17)
+
+PRODUCTS = (Product("x", "linear_weight", 1, 3),)
+
+
+def eager(x: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits = (x @ linear_weight.T).float()
+    return logits.logsumexp(-1), logits.gather(-1, target[:, None])[:, 0]
+
+
+liger = None

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Product
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.budget import least_chunk
 from liger_core.ops.fused_moe import ACTIVATIONS
@@ -53,7 +55,7 @@ def build(
     }
 
 
-def with_one_large_term(device: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], tuple[float, float]]:
+def with_one_large_term(device: str) -> tuple[dict[str, Any], dict[str, Tensor], tuple[float, float]]:
     """A gradient of down_weight that one running sum of its terms would lose, for a test of how a kernel adds up.
 
     Returns:
@@ -219,3 +221,26 @@ OUT_OF_RANGE = (
         holds={"expert_indices": -2},
     ),
 )
+
+PRODUCTS = (
+    Product("expert_indices", "gate_up_weight", 1, 2, grouped=True),
+    Product("expert_indices", "down_weight", 1, 2, grouped=True),
+)
+
+
+def eager(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, expert_indices: Tensor, expert_weights: Tensor
+) -> Tensor:
+    y = torch.zeros_like(x)
+    for expert in range(gate_up_weight.shape[0]):
+        token, slot = torch.where(expert_indices == expert)
+        gate, up = (x[token] @ gate_up_weight[expert].T).chunk(2, -1)
+        z = (F.silu(gate) * up) @ down_weight[expert].T
+        y.index_add_(0, token, (z * expert_weights[token, slot, None]).to(y.dtype))
+    return y
+
+
+def liger(
+    ops: Any, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, expert_indices: Tensor, expert_weights: Tensor
+) -> Any:
+    return ops.LigerFusedMoEFunction.apply(x, gate_up_weight, down_weight, expert_indices.int(), expert_weights)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import Number, Size, Vary
 
 
@@ -19,7 +21,7 @@ def build(
     transposed: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    def one(size: float = 1.0) -> torch.Tensor:
+    def one(size: float = 1.0) -> Tensor:
         if transposed:
             return (make.randn(batch, length, heads, head) * size).transpose(1, 2)
         return make.randn(batch, heads, length, head) * size
@@ -79,3 +81,15 @@ CASES = (
 DTYPES_APART = True  # wide heads in float32 take tiles of their own
 
 HUGE = Case("huge", "large", batch=(1 << 10) + 3, heads=16, length=1024, head=128, kernel_size=3)
+
+MOVES = Moves({"q": 2, "k": 1, "v": 1}, {"q": 4, "k": 2, "v": 2})
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7) -> Tensor:
+    position = torch.arange(q.shape[2], device=q.device)
+    near = (position[:, None] - position).abs() <= kernel_size // 2
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=near)
+
+
+def liger(ops: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return ops.LigerFusedNeighborhoodAttentionFunction.apply(q, k, v, 7, 1, None)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Product
 from liger_conformance.vary import ROWS, Size, Vary
 from liger_core.budget import least_chunk
 from liger_core.ops.gated_mlp import ACTIVATIONS
@@ -93,3 +95,17 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 16) + 3, hidden=512, inner=32768 + 8)
+
+PRODUCTS = (
+    Product("x", "gate_weight", 1, 2),
+    Product("x", "up_weight", 1, 2),
+    Product("result", "gate_weight", 1, 2),
+)
+
+
+def eager(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight), down_weight)
+
+
+def liger(ops: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Any:
+    return ops.LigerMLPFunction.apply(x[None], gate_weight, up_weight, down_weight, 1.0, 1.0)[0]

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ROWS, Size, Vary
 
 
@@ -40,3 +42,13 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+MOVES = Moves({"gate": 3}, {"gate": 5})
+
+
+def eager(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def liger(ops: Any, gate: Tensor, up: Tensor) -> Any:
+    return ops.LigerGELUMulFunction.apply(gate, up)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
 
@@ -108,3 +110,13 @@ CASES = (
 DTYPES_APART = True  # cuTile's kernels that hold a long group take bfloat16 alone
 
 HUGE = Case("huge", "large", samples=(1 << 10) + 3, channels=512, spatial=(4096,), num_groups=32)
+
+MOVES = Moves({"x": 2}, {"x": 3})
+
+
+def eager(x: Tensor, num_groups: int, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.group_norm(x, num_groups, weight, bias, 1e-5)
+
+
+def liger(ops: Any, x: Tensor, num_groups: int, weight: Tensor, bias: Tensor) -> Any:
+    return ops.LigerGroupNormFunction.apply(x, weight, bias, x.shape[1], num_groups, 1e-05)

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.grpo_loss import LOSS_TYPES
 from liger_core.policy import LEVELS, REDUCTIONS
@@ -49,7 +50,7 @@ def build(
         [row.log_softmax(-1).gather(-1, i[:, None])[:, 0] for row, i in zip(tempered, ids, strict=True)]
     )
 
-    def near() -> torch.Tensor:
+    def near() -> Tensor:
         return (logps + spread * make.randn(batch, length, dtype=wide)).to(logps_dtype or wide)
 
     old_logps, ref_logps = near() if old else None, near() if ref else None
@@ -244,3 +245,34 @@ OUT_OF_RANGE = (
     Case("id-too-high", "edge", batch=2, length=3, vocabulary=8, holds={"completion_ids": 8}),
     Case("negative-id", "edge", batch=2, length=3, vocabulary=8, holds={"completion_ids": -100}),
 )
+
+MOVES = Moves({"logits": 1}, {"logits": 2})
+
+
+def eager(
+    logits: Tensor,
+    old_logps: Tensor,
+    ref_logps: Tensor,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor,
+) -> Tensor:
+    logps = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, completion_ids[..., None])[..., 0]
+    ratio = (logps - old_logps).exp()
+    loss = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    loss = loss + 0.04 * ((ref_logps - logps).exp() - (ref_logps - logps) - 1)
+    return ((loss * completion_mask).sum(-1) / completion_mask.sum(-1)).mean()
+
+
+def liger(
+    ops: Any,
+    logits: Tensor,
+    old_logps: Tensor,
+    ref_logps: Tensor,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor,
+) -> Any:
+    return ops.GrpoLossFunction.apply(
+        logits, old_logps, ref_logps, completion_ids, advantages, completion_mask, 1.0, 0.04, 0.2, 0.2, False
+    )[0]

@@ -1,17 +1,17 @@
 """Cases of jsd."""
 
+import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
 
-def logprobs(
-    make: Make, rows: int, vocabulary: int, scale: float = 1.0, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def logprobs(make: Make, rows: int, vocabulary: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
     """Log-probabilities of random logits."""
     logits = make.randn(rows, vocabulary, dtype=torch.promote_types(make.dtype, torch.float32)) * scale
     return logits.log_softmax(-1).to(dtype or make.dtype)
@@ -115,3 +115,16 @@ CASES = (
 FLOAT16_APART = True  # in float16 the gradient is made in backward, in bfloat16 in forward
 
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, ignored=0.0, ends=True)
+
+MOVES = Moves({"student_logprobs": 1, "teacher_logprobs": 1}, {"student_logprobs": 1})
+
+
+def eager(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    student, teacher = student_logprobs.float(), teacher_logprobs.float()
+    mixture = torch.logaddexp(student, teacher) - math.log(2)
+    divergence = (teacher.exp() * (teacher - mixture)).sum(-1) + (student.exp() * (student - mixture)).sum(-1)
+    return 0.5 * divergence.mean()
+
+
+def liger(ops: Any, student_logprobs: Tensor, teacher_logprobs: Tensor) -> Any:
+    return ops.LigerJSDFunction.apply(student_logprobs, teacher_logprobs, None, 0.5, -100)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.cases.jsd import logprobs
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.kl_div import REDUCTIONS
@@ -83,3 +85,13 @@ CASES = (
 FLOAT16_APART = True  # in float16 the gradient is made in backward, in bfloat16 in forward
 
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, log_target=True, reduction="none")
+
+MOVES = Moves({"log_pred": 1, "target": 1}, {"log_pred": 1})
+
+
+def eager(log_pred: Tensor, target: Tensor, log_target: bool = False) -> Tensor:
+    return F.kl_div(log_pred.float(), target.float(), reduction="batchmean", log_target=log_target)
+
+
+def liger(ops: Any, log_pred: Tensor, target: Tensor, log_target: bool = False) -> Any:
+    return ops.LigerKLDivLossFunction.apply(log_pred, target, "batchmean", log_target, 1e-10)

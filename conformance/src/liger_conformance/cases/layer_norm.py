@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -66,3 +68,13 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+MOVES = Moves({"x": 2}, {"x": 3})
+
+
+def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
+def liger(ops: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return ops.LigerLayerNormFunction.apply(x, weight, bias, 1e-05)

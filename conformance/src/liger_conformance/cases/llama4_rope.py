@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
 
@@ -26,7 +27,7 @@ def build(
 ) -> dict[str, Any]:
     """Frequencies have moduli between 0.5 and 1.5. `real` ones are of `freqs_dtype`."""
 
-    def heads(number: int, dtype: torch.dtype | None) -> torch.Tensor:
+    def heads(number: int, dtype: torch.dtype | None) -> Tensor:
         if transposed:
             return (make.randn(batch, number, length, head, dtype=dtype) * scale).transpose(1, 2)
         return make.randn(batch, length, number, head, dtype=dtype) * scale
@@ -82,3 +83,17 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", batch=(1 << 9) + 3, length=1024, q_heads=32, k_heads=8, head=128)
+
+MOVES = Moves({"q": 2, "k": 2}, {"q": 2, "k": 2})
+
+
+def eager(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * freqs_cis[None, :, None]).flatten(3).to(x.dtype)
+
+    return rotated(q), rotated(k)
+
+
+def liger(ops: Any, q: Tensor, k: Tensor, freqs_cis: Tensor) -> Any:
+    return ops.LigerLlama4RopeFunction.apply(q, k, freqs_cis)

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
 ALL: dict[str, Any] = {
@@ -26,7 +27,7 @@ def targets(
     ignored: float = 0.0,
     elsewhere: float = 0.0,
     ignore_index: int = -100,
-) -> torch.Tensor:
+) -> Tensor:
     """Global ids of which shares are `ignore_index` and `elsewhere`, no columns of this call.
 
     ``[rows]``, or `each` per row, that repeat in a row where there are more of them than columns; `shared`: one list
@@ -143,3 +144,15 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, return_best=True)
+
+MOVES = Moves({"logits": 1}, {"logits": 2})
+
+
+def eager(logits: Tensor, target: Tensor, return_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    z = logits.float()
+    lse = z.logsumexp(-1)
+    log_p = z - lse[:, None]
+    return lse, z.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+liger = None

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Size, Vary
 
 
@@ -59,3 +60,13 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 17) + 3, streams=4, width=4096)
+
+MOVES = Moves({"x": 1, "f": 1, "result": 1}, {"x": 2, "f": 2, "result": 1})
+
+
+def eager(f: Tensor, x: Tensor, post: Tensor, res: Tensor) -> Tensor:
+    return (post[..., None] * f[..., None, :] + torch.einsum("...io,...ic->...oc", res, x.float())).to(x.dtype)
+
+
+def liger(ops: Any, f: Tensor, x: Tensor, post: Tensor, res: Tensor) -> Any:
+    return ops.LigerMHCPostResFunction.apply(x, f, post, res.transpose(-1, -2))

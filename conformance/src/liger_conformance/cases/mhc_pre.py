@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -89,3 +91,23 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 17) + 3, streams=4, width=4096, iterations=2)
+
+MOVES = Moves({"x": 1, "result": 1}, {"x": 2, "result": 1})
+
+
+def eager(x: Tensor, weight: Tensor, bias: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, v = x.shape[-2], x.flatten(-2).float()
+    m = F.linear(F.rms_norm(v, v.shape[-1:], None, 1e-6), weight.float())
+    pre, post, res = torch.split(m, [n, n, n * n], -1)
+    pre = torch.sigmoid(alpha[0] * pre + bias[:n])
+    post = 2 * torch.sigmoid(alpha[1] * post + bias[n : 2 * n])
+    res = torch.softmax((alpha[2] * res + bias[2 * n :]).view(*res.shape[:-1], n, n), -1) + 1e-6
+    for step in range(39):
+        res = res / (res.sum(-1 if step % 2 else -2, keepdim=True) + 1e-6)
+    return torch.einsum("...n,...nc->...c", pre, x.float()).to(x.dtype), pre, post, res
+
+
+def liger(ops: Any, x: Tensor, weight: Tensor, bias: Tensor, alpha: Tensor) -> tuple[Tensor, ...]:
+    options = x.dtype is torch.float32, 20, 1e-6, 0.0, 1e-6, 2.0
+    coefficients = ops.LigerMHCCoeffsFunction.apply(x, weight.T, bias, *alpha.unbind(), *options)
+    return ops.LigerMHCPreFunction.apply(x, coefficients[0]), *coefficients

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 from liger_core.ops.rms_norm import CASTING_MODES
 
@@ -38,7 +40,7 @@ def build(
     """With `in_one`, scale and shift are halves of each row of one tensor, as a linear layer gives them."""
     rows = rows if isinstance(rows, tuple) else (rows,)
 
-    def modulation(kept: str) -> torch.Tensor:
+    def modulation(kept: str) -> Tensor:
         lead = [many if KEPT[kept](place, len(rows)) else 1 for place, many in enumerate(rows)]
         if kept == "none":
             lead = []
@@ -126,3 +128,13 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(41, 6401), hidden=8192)
+
+MOVES = Moves({"x": 2}, {"x": 3})
+
+
+def eager(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-6) * (1 + scale) + shift
+
+
+def liger(ops: Any, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Any:
+    return ops.LigerModulatedRMSNormFunction.apply(x, weight, scale, shift, 1e-06, 0.0, "llama", False)

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
 
@@ -60,3 +61,15 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+MOVES = Moves({"x": 2}, {"x": 3})
+
+
+def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    wide = x.float()
+    powers = [p * torch.rsqrt(p.square().mean(-1, keepdim=True) + 1e-6) for p in (wide**3, wide**2, wide)]
+    return (weight[0] * powers[0] + weight[1] * powers[1] + weight[2] * powers[2] + bias).to(x.dtype)
+
+
+def liger(ops: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return ops.LigerPolyNormFunction.apply(x, weight, bias, 1e-06, False)

@@ -1,11 +1,14 @@
 """Cases of qwen2vl_mrope."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
+from liger_conformance.cases import rope
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
 
@@ -26,7 +29,7 @@ def build(
     """`tables` is the batch of cos and sin (None: q's). Every column of every plane has its own angle."""
     head = 2 * sum(sections)
 
-    def heads(number: int, dtype: torch.dtype | None) -> torch.Tensor:
+    def heads(number: int, dtype: torch.dtype | None) -> Tensor:
         if transposed:
             return (make.randn(batch, length, number, head, dtype=dtype) * scale).transpose(1, 2)
         return make.randn(batch, number, length, head, dtype=dtype) * scale
@@ -140,3 +143,16 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", batch=(1 << 9) + 3, length=1024, q_heads=32, k_heads=8, sections=(16, 24, 24), tables=1)
+
+MOVES = Moves({"q": 2, "k": 2}, {"q": 2, "k": 2})
+
+
+def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def picked(table: Tensor) -> Tensor:
+        return torch.cat([part[i % 3] for i, part in enumerate(torch.split(table, [*mrope_section] * 2, -1))], -1)
+
+    return rope.eager(q, k, picked(cos), picked(sin))
+
+
+def liger(ops: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> Any:
+    return ops.LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, [*mrope_section])

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ROWS, Size, Vary
 
 
@@ -48,3 +50,13 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+MOVES = Moves({"x": 2}, {"x": 3})
+
+
+def eager(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def liger(ops: Any, x: Tensor) -> Any:
+    return ops.LigerReLUSquaredFunction.apply(x)

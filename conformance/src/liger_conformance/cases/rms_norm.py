@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 from liger_core.ops.rms_norm import CASTING_MODES
 
@@ -68,3 +70,13 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 18) + 3, hidden=8192)
+
+MOVES = Moves({"x": 2}, {"x": 3})
+
+
+def eager(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+def liger(ops: Any, x: Tensor, weight: Tensor) -> Any:
+    return ops.LigerRMSNormFunction.apply(x, weight, 1e-06, 0.0, "llama", False)

@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import CallMode, Case, Make
+from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
 
@@ -29,7 +30,7 @@ def build(
     Every column has its own angle, the two halves of a head too.
     """
 
-    def heads(number: int, dtype: torch.dtype | None) -> torch.Tensor:
+    def heads(number: int, dtype: torch.dtype | None) -> Tensor:
         if transposed:
             return (make.randn(batch, length, number, head, dtype=dtype) * scale).transpose(1, 2)
         return make.randn(batch, number, length, head, dtype=dtype) * scale
@@ -101,3 +102,19 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", batch=(1 << 9) + 3, length=1024, q_heads=32, k_heads=8, head=128)
+
+MOVES = Moves({"q": 2, "k": 2}, {"q": 2, "k": 2})
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos[:, None], sin[:, None]
+    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
+
+def liger(ops: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return ops.LigerRopeFunction.apply(q, k, cos, sin)

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ROWS, Size, Vary
 
 
@@ -68,3 +69,13 @@ CASES = (
 DTYPES_APART = True  # cuTile's backward in parts takes bfloat16 alone
 
 HUGE = Case("huge", "large", rows=(1 << 13) + 3, columns=1 << 18)
+
+MOVES = Moves({"x": 2}, {"x": 3})
+
+
+def eager(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def liger(ops: Any, x: Tensor) -> Any:
+    return ops.LigerSoftmaxFunction.apply(x)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import Size, Vary
 
 
@@ -76,3 +78,17 @@ DTYPES_APART = True  # cuTile's kernels of rows in parts, and Triton's of packed
 FLOAT16_APART = True  # in float16 the smallest results would round to 0, of which backward knows the support
 
 HUGE = Case("huge", "large", shape=((1 << 15) + 3, 65536))
+
+MOVES = Moves({"x": 2}, {"x": 3})
+
+
+def eager(x: Tensor) -> Tensor:
+    wide = x.float()
+    descending = wide.sort(-1, descending=True).values
+    excess = descending.cumsum(-1) - 1
+    support = (descending > excess / torch.arange(1, x.shape[-1] + 1, device=x.device)).sum(-1, keepdim=True)
+    return F.relu(wide - excess.gather(-1, support - 1) / support).to(x.dtype)
+
+
+def liger(ops: Any, x: Tensor) -> Any:
+    return ops.LigerSparsemaxFunction.apply(x, -1)

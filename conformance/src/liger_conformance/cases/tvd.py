@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from liger_conformance.case import Case, Make
+from liger_conformance.case import Case, Make, Moves
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.cases.jsd import logprobs
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
@@ -82,3 +83,13 @@ CASES = (
 )
 
 HUGE = Case("huge", "large", rows=(1 << 14) + 3, vocabulary=1 << 17, reduction="none")
+
+MOVES = Moves({"p": 1, "q": 1}, {"p": 1})
+
+
+def eager(p: Tensor, q: Tensor) -> Tensor:
+    return 0.5 * (p.float() - q.float()).abs().sum() / p.shape[0]
+
+
+def liger(ops: Any, p: Tensor, q: Tensor) -> Any:
+    return ops.LigerTVDLossFunction.apply(p, q)

@@ -81,9 +81,3 @@ def test_reports_of_two_machines_are_one_table(tmp_path: Path, monkeypatch: pyte
     assert rows[1][2] == "not run"
     assert text.startswith("before\n")
     assert text.endswith("<!-- end -->\nafter\n")
-
-
-def test_readme_has_a_kind_for_each_op() -> None:
-    """The table is the site's navigation, too."""
-    listed = (ROOT / "README.md").read_text("utf-8").partition("\n## Ops\n")[2].partition("\nThe reference has all")[0]
-    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(ops)

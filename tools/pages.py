@@ -129,7 +129,37 @@ def modes(reports: Sequence[dict[str, Any]]) -> str:
     return table(("mode", "what a kernel's language does", *languages), rows)
 
 
-BLOCKS: dict[str, Callable[..., str]] = {"languages": languages, "sharding": sharding, "record": record}
+KINDS = (
+    "normalisation",
+    "activation, embedding",
+    "experts",
+    "position",
+    "residual streams",
+    "softmax, attention",
+    "loss",
+    "a teacher's student",
+    "what losses are made of",
+)
+"""Of ops, as their case files say, in the order of README."""
+
+
+def kinds() -> str:
+    """A row per kind: its ops."""
+    from liger_conformance.case import cases_of
+    from liger_core.contract import ops
+
+    by_kind: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for op in sorted(ops):
+        by_kind[cases_of(op).kind].append(f"`{op}`")
+    return table(("kind", "ops"), ((kind, " ".join(names)) for kind, names in by_kind.items()))
+
+
+BLOCKS: dict[str, Callable[..., str]] = {
+    "ops": kinds,
+    "languages": languages,
+    "sharding": sharding,
+    "record": record,
+}
 ELSEWHERE = {
     "modes": "tools/pages.py --modes",
     **dict.fromkeys(("model-counts", "model-types", "models-not-run"), "tools/models.py"),

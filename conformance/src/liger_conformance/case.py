@@ -191,6 +191,11 @@ class OpCases:
         return self.module.CASES
 
     @property
+    def kind(self) -> str:
+        """The kind of op, which is a row of the table in README."""
+        return self.module.KIND
+
+    @property
     def out_of_range(self) -> tuple[Case, ...]:
         """Cases with a label or an index that the op's value check refuses with an IndexError."""
         return getattr(self.module, "OUT_OF_RANGE", ())

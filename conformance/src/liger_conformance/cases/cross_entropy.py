@@ -10,6 +10,8 @@ from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.cross_entropy import REDUCTIONS
 
+KIND = "loss"
+
 ALL: dict[str, Any] = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
 
 

@@ -11,6 +11,8 @@ from liger_conformance.cases import jsd
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
+KIND = "a teacher's student"
+
 
 def items(make: Make, kind: str | None) -> Any:
     """What `num_items_in_batch` is: a number, or a tensor of one."""

@@ -10,6 +10,8 @@ from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 from liger_core.ops.rms_norm import CASTING_MODES
 
+KIND = "normalisation"
+
 
 def build(
     make: Make,

@@ -12,6 +12,8 @@ from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.budget import least_chunk, padded_columns
 from liger_core.ops.cross_entropy import REDUCTIONS
 
+KIND = "loss"
+
 
 def build(
     make: Make,

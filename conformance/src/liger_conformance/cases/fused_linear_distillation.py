@@ -14,6 +14,8 @@ from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
 from liger_conformance.cases.fused_linear_jsd import PADDED, budgets
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
+KIND = "a teacher's student"
+
 
 def build(
     make: Make,

@@ -12,6 +12,8 @@ from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.budget import least_chunk, padded_columns
 
+KIND = "loss"
+
 
 def build(
     make: Make,

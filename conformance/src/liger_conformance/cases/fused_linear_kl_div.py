@@ -19,6 +19,8 @@ from liger_conformance.cases.fused_linear_cross_entropy import (
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.kl_div import REDUCTIONS
 
+KIND = "loss"
+
 
 def build(
     make: Make,

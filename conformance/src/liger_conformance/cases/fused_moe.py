@@ -11,6 +11,8 @@ from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.budget import least_chunk
 from liger_core.ops.fused_moe import ACTIVATIONS
 
+KIND = "experts"
+
 
 def build(
     make: Make,

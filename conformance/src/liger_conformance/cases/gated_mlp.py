@@ -11,6 +11,8 @@ from liger_conformance.vary import ROWS, Size, Vary
 from liger_core.budget import least_chunk
 from liger_core.ops.gated_mlp import ACTIVATIONS
 
+KIND = "activation, embedding"
+
 
 def build(
     make: Make,

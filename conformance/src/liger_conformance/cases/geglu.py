@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ROWS, Size, Vary
 
+KIND = "activation, embedding"
+
 
 def build(
     make: Make, *, rows: int | tuple[int, ...], hidden: int, scale: float = 1.0, halves: bool = False

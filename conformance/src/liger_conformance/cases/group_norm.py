@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
+KIND = "normalisation"
+
 
 def build(
     make: Make,

@@ -10,6 +10,8 @@ from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.grpo_loss import LOSS_TYPES
 from liger_core.policy import LEVELS, REDUCTIONS
 
+KIND = "loss"
+
 
 def build(
     make: Make,

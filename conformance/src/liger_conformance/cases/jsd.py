@@ -10,6 +10,8 @@ from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
+KIND = "loss"
+
 
 def logprobs(make: Make, rows: int, vocabulary: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
     """Log-probabilities of random logits."""

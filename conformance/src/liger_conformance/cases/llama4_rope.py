@@ -9,6 +9,8 @@ from torch import Tensor
 from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
+KIND = "position"
+
 
 def build(
     make: Make,

@@ -8,6 +8,8 @@ from torch import Tensor
 from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
+KIND = "what losses are made of"
+
 ALL: dict[str, Any] = {
     "return_entropy": True,
     "return_total": True,

@@ -8,6 +8,8 @@ from torch import Tensor
 from liger_conformance.case import CallMode, Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Size, Vary
 
+KIND = "residual streams"
+
 
 def build(
     make: Make,

@@ -12,6 +12,8 @@ from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 from liger_core.ops.rms_norm import CASTING_MODES
 
 # Which of x's dimensions before the last one a scale or shift has, by name; the others are 1 or absent.
+KIND = "normalisation"
+
 KEPT: dict[str, Callable[[int, int], bool]] = {
     "rows": lambda place, dims: True,
     "samples": lambda place, dims: place == 0,

@@ -8,6 +8,8 @@ from torch import Tensor
 from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, ROWS, Number, Size, Vary
 
+KIND = "normalisation"
+
 
 def build(
     make: Make,

@@ -11,6 +11,8 @@ from liger_conformance.case import Case, Make, Moves
 from liger_conformance.cases import rope
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
+KIND = "position"
+
 
 def build(
     make: Make,

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ROWS, Size, Vary
 
+KIND = "activation, embedding"
+
 
 def build(
     make: Make,

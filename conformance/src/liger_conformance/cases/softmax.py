@@ -8,6 +8,8 @@ from torch import Tensor
 from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ROWS, Size, Vary
 
+KIND = "softmax, attention"
+
 
 def build(
     make: Make,

@@ -11,6 +11,8 @@ from liger_conformance.cases.jsd import logprobs
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.ops.kl_div import REDUCTIONS
 
+KIND = "loss"
+
 
 def build(
     make: Make,

@@ -1,4 +1,4 @@
-"""An op is its contract, its cases, its bad calls, a kernel file per language, and its name in `liger_core/__init__.py`."""
+"""An op is its contract, its cases, its calls in liger-core's tests, a kernel per language, and a name in `liger_core`."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ from liger_core.contract import op, upcast
 
 
 @op(differentiable=("x",), dimensions="x: ... -> ...")
-def scaled(x: Tensor, *, factor: float = 2.0) -> Tensor:
+def tenfold(x: Tensor, *, factor: float = 10.0) -> Tensor:
     """Scale values: y = factor · x.
 
     Args:
@@ -50,10 +50,10 @@ def scaled(x: Tensor, *, factor: float = 2.0) -> Tensor:
     return (upcast(x) * factor).to(x.dtype)
 
 
-@scaled.checks
+@tenfold.checks
 def _(x: Tensor, factor: float) -> None:
-    checks.floating("scaled", x=x)
-    checks.number("scaled", factor=factor)
+    checks.floating("tenfold", x=x)
+    checks.number("tenfold", factor=factor)
 '''
 
 CASES = """
@@ -87,19 +87,25 @@ MOVES = Moves({"x": 2}, {"x": 2})
 
 
 def eager(x: Tensor) -> Tensor:
-    return x * 2
+    return x * 10
 
 
 liger = None
 """
 
-BAD = """
-from bad import BadCall, integers, randn
+CALLS = """
+from typing import Any
+
+from op_calls import BadCall, integers, randn
 
 BAD = (
     BadCall("integer-x", TypeError, ("x", "int64"), lambda: {"x": integers(0, 9, 3)}),
     BadCall("factor-not-a-number", TypeError, ("factor", "'2'"), lambda: {"x": randn(3), "factor": "2"}),
 )
+
+
+def small() -> dict[str, Any]:
+    return {"x": randn(3, 8), "factor": 0.5}
 """
 
 KERNEL = """
@@ -107,7 +113,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from liger_core import scaled
+from liger_core import tenfold
 from liger_core.contract import Needs, Saved, implements
 from liger_triton.ops._launch import kernel
 
@@ -126,8 +132,8 @@ def _launch(x: Tensor, factor: float) -> Tensor:
     return y
 
 
-@implements(scaled)
-def forward(needs: Needs, x: Tensor, *, factor: float = 2.0) -> tuple[Tensor, Saved]:
+@implements(tenfold)
+def forward(needs: Needs, x: Tensor, *, factor: float = 10.0) -> tuple[Tensor, Saved]:
     return _launch(x, factor), ()
 
 
@@ -135,13 +141,15 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, factor: float) -> tuple[
     return (_launch(dy, factor),)
 """
 
-CORE_TESTS = [f"packages/liger-core/tests/test_{name}.py" for name in ("bad_input", "dispatch", "references")]
+CORE_TESTS = [
+    f"packages/liger-core/tests/test_{name}.py" for name in ("bad_input", "dispatch", "references", "references_basic")
+]
 
 FILES = {
-    "packages/liger-core/src/liger_core/ops/scaled.py": CONTRACT,
-    "conformance/src/liger_conformance/cases/scaled.py": CASES,
-    "packages/liger-core/tests/bad/scaled.py": BAD,
-    "packages/liger-triton/src/liger_triton/ops/scaled.py": KERNEL,
+    "packages/liger-core/src/liger_core/ops/tenfold.py": CONTRACT,
+    "conformance/src/liger_conformance/cases/tenfold.py": CASES,
+    "packages/liger-core/tests/op_calls/tenfold.py": CALLS,
+    "packages/liger-triton/src/liger_triton/ops/tenfold.py": KERNEL,
 }
 
 
@@ -160,8 +168,8 @@ def checkout(tmp_path: Path) -> Path:
     exports = tmp_path / "packages/liger-core/src/liger_core/__init__.py"
     text = exports.read_text("utf-8")
     for line, added in (
-        ("from liger_core.ops.rope import rope\n", "from liger_core.ops.scaled import scaled\n"),
-        ('    "rope",\n', '    "scaled",\n'),
+        ("from liger_core.ops.swiglu import swiglu\n", "from liger_core.ops.tenfold import tenfold\n"),
+        ('    "swiglu",\n', '    "tenfold",\n'),
     ):
         assert line in text
         text = text.replace(line, line + added)
@@ -190,14 +198,18 @@ def test_an_op_is_found_by_all_that_is_about_ops(checkout: Path) -> None:
         *pytest,
         "conformance/src/liger_conformance/suite/test_interface.py",
         "conformance/src/liger_conformance/suite/test_values.py",
-        "--impl=torch", "--impl=triton", "--op=scaled", "-k", "bad_input or signature or route or test_values", "-rA",
+        "--impl=torch", "--impl=triton", "--op=tenfold", "-k", "bad_input or signature or route or test_values", "-rA",
     )  # fmt: skip
     for language in ("torch", "triton"):
-        assert f"test_values[scaled-{language}-cpu-odd-float32]" in tests
-        assert f"test_bad_input[scaled-{language}-cpu-odd-float32]" in tests
-    tests = run(*pytest, "benchmarks/test_suite.py", *CORE_TESTS, "-k", "scaled or every_op", "-rA")
-    for test in ("test_eager_computes_what_the_contract_says[scaled-forward]", "test_bad_input[scaled-integer-x]"):
+        assert f"test_values[tenfold-{language}-cpu-odd-float32]" in tests
+        assert f"test_bad_input[tenfold-{language}-cpu-odd-float32]" in tests
+    tests = run(*pytest, "benchmarks/test_suite.py", *CORE_TESTS, "-k", "tenfold or every_op", "-rA")
+    for test in (
+        "test_eager_computes_what_the_contract_says[tenfold-forward]",
+        "test_bad_input[tenfold-integer-x]",
+        "test_gradients[tenfold]",
+    ):
         assert test in tests
     assert "README.md" in run("tools/pages.py")
     page = (checkout / "README.md").read_text("utf-8")
-    assert "`relu_squared` `scaled` `swiglu`" in page
+    assert "`swiglu` `tenfold`" in page

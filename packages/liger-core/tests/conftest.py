@@ -13,7 +13,7 @@ from liger_core.backend import BackendInfo, BrokenBackend
 
 Install = Callable[..., None]
 
-# For `toys`, and for `bad`.
+# For the toy languages, and for `op_calls`.
 sys.path[:0] = [str(Path(__file__).parent / "toys"), str(Path(__file__).parent)]
 
 

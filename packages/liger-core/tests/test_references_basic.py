@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import op_calls
 import pytest
 import torch
 from torch import Tensor
@@ -56,9 +59,9 @@ def outcome(op: Op[..., Any], call: Callable[..., Any], arguments: Arguments) ->
     generator = torch.Generator().manual_seed(1)
     # Eighths are exact in every dtype.
     incoming = [torch.randint(-20, 21, r.shape, generator=generator).to(r.dtype) / 8 for r in results]
-    sources = {name: leaves[name] for name in op.differentiable if leaves[name] is not None}
-    gradients = torch.autograd.grad(results, list(sources.values()), incoming)
-    return {f"result {i}": r.detach() for i, r in enumerate(results)} | dict(zip(sources, gradients, strict=True))
+    wanted = {name: leaves[name] for name in op.differentiable if leaves[name] is not None}
+    gradients = torch.autograd.grad(results, list(wanted.values()), incoming)
+    return {f"result {i}": r.detach() for i, r in enumerate(results)} | dict(zip(wanted, gradients, strict=True))
 
 
 def assert_agree(op: Op[..., Any], other: Callable[..., Any], arguments: Arguments) -> None:
@@ -423,11 +426,11 @@ def mhc_by_rows(
     pre_eps: float, post_multiplier: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """mhc_pre of ``[rows, n, C]``, row by row; Sinkhorn on lists of rows and columns."""
-    n, rows = x.shape[1], []
+    n, found = x.shape[1], []
     for streams in x:
         m = weight @ F.rms_norm(streams.flatten(), (streams.numel(),), None, norm_eps)
         pre = 1 / (1 + torch.exp(-(alpha[0] * m[:n] + bias[:n]))) + pre_eps
-        rows.append([pre @ streams, pre])
+        found.append([pre @ streams, pre])
         if len(bias) == n:
             continue
         post = post_multiplier / (1 + torch.exp(-(alpha[1] * m[n : 2 * n] + bias[n : 2 * n])))
@@ -437,8 +440,8 @@ def mhc_by_rows(
             lines = list(res if step % 2 else res.T)
             lines = torch.stack([line / (line.sum() + sinkhorn_eps) for line in lines])
             res = lines if step % 2 else lines.T
-        rows[-1] += [post, res]
-    return tuple(torch.stack(each) for each in zip(*rows, strict=True))
+        found[-1] += [post, res]
+    return tuple(torch.stack(each) for each in zip(*found, strict=True))
 
 
 MHC_OPTIONS = {"iterations": 3, "norm_eps": 0.1, "sinkhorn_eps": 0.05, "pre_eps": 0.2, "post_multiplier": 1.5}
@@ -453,11 +456,11 @@ def test_mhc_pre(n: int) -> None:
 
 def test_mhc_pre_of_the_head_has_no_coefficients_for_a_layer() -> None:
     arguments = {"x": randn(3, 4, 5), "weight": randn(4, 20), "bias": randn(4), "alpha": randn(1)}
-    actual = mhc_pre.reference(**arguments, **MHC_OPTIONS)
-    assert actual.post is None
-    assert actual.res is None
+    found = mhc_pre.reference(**arguments, **MHC_OPTIONS)
+    assert found.post is None
+    assert found.res is None
     expected = mhc_by_rows(**arguments, **MHC_OPTIONS)
-    torch.testing.assert_close(actual[:2], expected)
+    torch.testing.assert_close(found[:2], expected)
 
 
 def test_mhc_pre_mixes_to_convex_combinations() -> None:
@@ -491,41 +494,10 @@ def test_mhc_post() -> None:
     )
 
 
+FOLDER = Path(op_calls.__file__).parent
+MODULES = {file.stem: import_module(f"op_calls.{file.stem}") for file in sorted(FOLDER.glob("[!_]*.py"))}
 SMALL: dict[str, Callable[[], Arguments]] = {
-    "fused_add_rms_norm": lambda: {
-        "x": randn(3, 8),
-        "residual": randn(3, 8),
-        "weight": randn(8),
-        "casting_mode": "gemma",
-    },
-    "layer_norm": lambda: {"x": randn(3, 8), "weight": randn(8), "bias": randn(8)},
-    "group_norm": lambda: {"x": randn(3, 8, 5), "num_groups": 2, "weight": randn(8), "bias": randn(8)},
-    "poly_norm": lambda: {"x": randn(4, 8), "weight": randn(3), "bias": randn(1)},
-    "dyt": lambda: {"x": randn(3, 8), "alpha": randn(1), "gamma": randn(8), "beta": randn(8)},
-    "swiglu": lambda: {"gate": randn(3, 8), "up": randn(3, 8)},
-    "geglu": lambda: {"gate": randn(3, 8), "up": randn(3, 8)},
-    "relu_squared": lambda: {"x": randn(3, 8), "up": randn(3, 8)},
-    "embedding": lambda: {"indices": torch.tensor([1, 0, 3, 3]), "weight": randn(5, 8)},
-    "rope": lambda: {"q": randn(2, 3, 5, 8), "k": randn(2, 1, 5, 8), "cos": randn(2, 5, 4), "sin": randn(2, 5, 4)},
-    "llama4_rope": lambda: {"q": randn(2, 5, 3, 8), "k": randn(2, 5, 1, 8), "freqs_cis": randn(5, 4, 2)},
-    "qwen2vl_mrope": lambda: {
-        "q": randn(2, 3, 5, 8),
-        "k": randn(2, 1, 5, 8),
-        "cos": randn(3, 1, 5, 8),
-        "sin": randn(3, 1, 5, 8),
-        "mrope_section": (1, 2, 1),
-    },
-    "mhc_post": lambda: {"f": randn(3, 5), "x": randn(3, 2, 5), "post": randn(3, 2), "res": randn(3, 2, 2)},
-    "mhc_pre": lambda: {
-        "x": randn(4, 2, 5),
-        "weight": randn(8, 10),
-        "bias": randn(8),
-        "alpha": randn(3),
-        "iterations": 2,
-    },
-    "softmax": lambda: {"x": randn(3, 8)},
-    "sparsemax": lambda: {"x": randn(3, 8)},
-    "fused_neighborhood_attention": lambda: {name: randn(2, 3, 9, 4) for name in "qkv"},
+    name: module.small for name, module in MODULES.items() if hasattr(module, "small")
 }
 every_op = pytest.mark.parametrize("name", SMALL)
 
@@ -539,14 +511,14 @@ def cast(arguments: Arguments, dtype: torch.dtype) -> Arguments:
 def test_gradients(name: str) -> None:
     """By finite differences, first and second."""
     op = by_name(name)
-    arguments = op.bind((), SMALL[name]())
-    leaves = {n: arguments[n].requires_grad_() for n in op.differentiable}
+    arguments = op.bind((), cast(SMALL[name](), torch.float64))
+    wanted = {n: arguments[n].requires_grad_() for n in op.differentiable}
 
     def call(*tensors: Tensor) -> Any:
-        return op.reference(**(arguments | dict(zip(leaves, tensors, strict=True))))
+        return op.reference(**(arguments | dict(zip(wanted, tensors, strict=True))))
 
-    assert torch.autograd.gradcheck(call, tuple(leaves.values()), fast_mode=True)
-    assert torch.autograd.gradgradcheck(call, tuple(leaves.values()), fast_mode=True)
+    assert torch.autograd.gradcheck(call, tuple(wanted.values()), fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, tuple(wanted.values()), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "fused_add_rms_norm"])
@@ -572,10 +544,10 @@ def test_float32_parameters(name: str) -> None:
     wide = cast(SMALL[name](), torch.float32)
     arguments = wide | cast({n: v for n, v in wide.items() if n in activations}, torch.bfloat16)
     with liger_core.use("torch"):
-        actual = outcome(op, op, arguments)
-    assert all(actual[n].dtype is arguments[n].dtype for n in op.differentiable)
+        found = outcome(op, op, arguments)
+    assert all(found[n].dtype is arguments[n].dtype for n in op.differentiable)
     first = arguments["weight" if name == "embedding" else op.names[0]]
-    assert actual["result 0"].dtype is first.dtype
+    assert found["result 0"].dtype is first.dtype
 
 
 @every_op
@@ -585,16 +557,16 @@ def test_zero_rows(name: str) -> None:
     arguments = cast(SMALL[name](), torch.float32)
     rows = arguments[op.names[0]].shape[0]
     shared = [n for n, v in arguments.items() if isinstance(v, Tensor) and v.shape[0] == rows]
-    actual = outcome(op, op.reference, arguments | {n: arguments[n][:0] for n in shared})
-    for what, value in actual.items():
+    found = outcome(op, op.reference, arguments | {n: arguments[n][:0] for n in shared})
+    for what, value in found.items():
         assert value.numel() == 0 if what.startswith("result") else not value.any(), what
-    assert actual["result 0"].shape[0] == 0
+    assert found["result 0"].shape[0] == 0
 
 
 @pytest.mark.parametrize("name", ["rope", "llama4_rope", "qwen2vl_mrope"])
 def test_tables_get_no_gradient(name: str) -> None:
     op = by_name(name)
-    arguments = op.bind((), SMALL[name]())
+    arguments = op.bind((), cast(SMALL[name](), torch.float64))
     tables = [n for n in op.tensors if n not in op.differentiable]
     for n in op.tensors:
         arguments[n].requires_grad_()

@@ -25,7 +25,7 @@ from traffic import FORWARD, MODES, work_of
 
 import liger_core
 from liger_conformance.case import TIMED, Case, cases_of
-from liger_conformance.plugin import report_key, targets_key
+from liger_conformance.plugin.stash import report_key, targets_key
 from liger_conformance.target import Target
 
 NAMES = ("target", "case", "dtype", "mode")

@@ -140,7 +140,7 @@ KINDS = (
     "a teacher's student",
     "what losses are made of",
 )
-"""Of ops, as their case files say, in the order of README."""
+"""Kinds of ops, as their case files say, in the order of README."""
 
 
 def kinds() -> str:

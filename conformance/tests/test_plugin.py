@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import liger_conformance.suite
-from liger_conformance import plugin
 from liger_conformance.case import cases_of
+from liger_conformance.plugin import outcomes, selection
+from liger_conformance.plugin.stash import report_key, targets_key
 from liger_conformance.report import Report
 from liger_conformance.target import Target
 from liger_core.contract import ops
@@ -182,7 +183,7 @@ def slow(lane: str, case: str, dtype: torch.dtype, options: dict[str, Any] = VAL
     """Whether a test of a case of rms_norm is left to `-m slow`."""
     target = Target(ops["rms_norm"], "acme", "cpu", None, lane)
     (found,) = (found for found in cases_of("rms_norm").cases if found.id == case)
-    return plugin.is_slow(target, found, dtype, options)
+    return selection.is_slow(target, found, dtype, options)
 
 
 def test_an_interpreter_leaves_long_cases_to_the_slow_lane() -> None:
@@ -310,17 +311,17 @@ def test_what_cannot_run_is_an_error(site: Path, run_suite: Suite, options: list
 def test_runs_within_a_run_keep_their_outcomes_apart(pytestconfig: pytest.Config) -> None:
     """Each run listens for itself: what a nested one ends doesn't end the report of the run around it."""
     names = ("outer", "inner")
-    configs = [types.SimpleNamespace(stash={plugin.report_key: Report("cpu")}) for _ in names]
-    outer, inner = (plugin.Listener(cast("pytest.Config", config)) for config in configs)
+    configs = [types.SimpleNamespace(stash={report_key: Report("cpu")}) for _ in names]
+    outer, inner = (outcomes.Listener(cast("pytest.Config", config)) for config in configs)
     for listener, op in ((outer, "rms_norm"), (inner, "softmax"), (outer, "rms_norm")):
         report = pytest.TestReport("node", ("", 0, ""), {}, "failed", "said", "call")
         report.user_properties = [("liger", (op, "torch", "cpu", "float32", "passed")), ("liger case", "odd")]
         listener.pytest_runtest_logreport(report)
-    assert [dict(config.stash[plugin.report_key].counts) for config in configs] == [
+    assert [dict(config.stash[report_key].counts) for config in configs] == [
         {("rms_norm", "torch", "cpu", "float32"): {"failed": 2}},
         {("softmax", "torch", "cpu", "float32"): {"failed": 1}},
     ]
-    (listener,) = [each for each in pytestconfig.pluginmanager.get_plugins() if isinstance(each, plugin.Listener)]
+    (listener,) = [each for each in pytestconfig.pluginmanager.get_plugins() if isinstance(each, outcomes.Listener)]
     assert listener.config is pytestconfig
 
 
@@ -328,12 +329,12 @@ def test_a_misspelt_option_of_cases_fails() -> None:
     """It would be ignored, and the test taken for more or fewer targets than it says."""
 
     class Metafunc:
-        module = types.SimpleNamespace(__name__=f"{plugin.SUITE}.test_values")
+        module = types.SimpleNamespace(__name__=f"{selection.SUITE}.test_values")
         fixturenames = ("target",)
-        config = types.SimpleNamespace(stash={plugin.targets_key: []}, getoption=lambda name: None)
+        config = types.SimpleNamespace(stash={targets_key: []}, getoption=lambda name: None)
         definition = types.SimpleNamespace(
             name="test_x", iter_markers=lambda name: iter([types.SimpleNamespace(kwargs={"kernel": True})])
         )
 
     with pytest.raises(pytest.UsageError, match="test_x: cases has no kernel; it takes groups, dtypes"):
-        plugin.pytest_generate_tests(cast("pytest.Metafunc", Metafunc))
+        selection.pytest_generate_tests(cast("pytest.Metafunc", Metafunc))

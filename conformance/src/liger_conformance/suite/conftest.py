@@ -14,7 +14,8 @@ import torch
 
 from liger_conformance import reach
 from liger_conformance.case import QUICK, Case, cases_of
-from liger_conformance.plugin import parameters, watch_key
+from liger_conformance.plugin.selection import parameters
+from liger_conformance.plugin.stash import watch_key
 from liger_conformance.report import NOT_CLAIMED
 from liger_conformance.target import Target, refusal
 from liger_core import Unsupported

@@ -68,6 +68,7 @@ def policy_loss(
     Source:
         as `grpo_loss`; VESPO arXiv 2602.10693; names and means as in TRL's GRPOTrainer.
 
+    >>> import torch
     >>> policy_loss(torch.tensor([[-0.5, -1.5]]), None, None, torch.ones(1), beta=0.0)
     GRPOOutput(loss=tensor(-1.), kl=None, clip_ratio=tensor(0.))
     """

@@ -1,4 +1,4 @@
-"""What an op is checked, timed and compared at: cases are data, in `cases/<op>.py`."""
+"""Cases, at which an op is checked, timed and compared: data, in `cases/<op>.py`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ DEFAULT_MODE = CallMode()
 
 @dataclass(frozen=True, init=False)
 class Case:
-    """One set of sizes and options. `id` is unique in its op; `group` is one of `QUICK` or `TIMED`.
+    """A set of sizes and options. `id` is unique in its op; `group` is one of `QUICK` or `TIMED`.
 
     `holds` gives one element of an argument another value, for infinities: where the reference then gives infinity or
     NaN, a kernel gives either, as ``docs/numerics.md`` says. `by_row` names arguments whose rows are multiplied by 100 and by
@@ -247,8 +247,8 @@ class OpCases:
     def is_long(self, case: Case) -> bool:
         """Whether a tensor of the case has more than `SHORT` elements."""
         # With values: of operations without, PyTorch imports Dynamo.
-        made = self.build(case, torch.bfloat16, "cpu").values()
-        return any(isinstance(value, Tensor) and value.numel() > SHORT for value in made)
+        arguments = self.build(case, torch.bfloat16, "cpu").values()
+        return any(isinstance(value, Tensor) and value.numel() > SHORT for value in arguments)
 
     def build(self, case: Case, dtype: torch.dtype, device: str, draw: int = 0) -> dict[str, Any]:
         """The case's arguments, by name. Another `draw` gives other values of the same sizes."""

@@ -13,11 +13,11 @@ from liger_core.contract import Op
 from liger_core.dimensions import Dimensions, independent
 
 TOLERANCE = 1e-12
-"""Of what is joined, in float64, beside the largest value: sums are in another order."""
+"""Error of what is joined, in float64, beside the largest value: sums are in another order."""
 
 
 def declared(op: Op[..., Any]) -> Dimensions:
-    """What an op declares.
+    """The dimensions that an op declares.
 
     Raises:
         AssertionError: it doesn't.
@@ -30,8 +30,8 @@ def declared(op: Op[..., Any]) -> Dimensions:
 
 def names_of(op: Op[..., Any], arguments: Arguments) -> dict[str, tuple[str, ...]]:
     """The name of each dimension of each tensor of a call, which has all its arguments."""
-    given = {name: arguments[name] for name in op.tensors if arguments[name] is not None}
-    return {name: declared(op).of(name, tensor.dim(), arguments) for name, tensor in given.items()}
+    tensors = {name: arguments[name] for name in op.tensors if arguments[name] is not None}
+    return {name: declared(op).of(name, tensor.dim(), arguments) for name, tensor in tensors.items()}
 
 
 def divisible(op: Op[..., Any], arguments: Arguments) -> dict[str, int]:
@@ -67,7 +67,7 @@ def place_of_rows(op: Op[..., Any], arguments: Arguments, results: Mapping[str, 
         leading = [{name: 0 for name, v in values.items() if has_rows(v, number)} for values in (arguments, results)]
         return Rows(number, *leading)
     names = names_of(op, arguments)
-    made = {
+    result_names = {
         name: declared(op).of_result(i, value.dim(), arguments)
         for i, (name, value) in enumerate(results.items())
         if value is not None
@@ -76,10 +76,10 @@ def place_of_rows(op: Op[..., Any], arguments: Arguments, results: Mapping[str, 
     number = arguments[first].shape[names[first].index(rows)]
 
     def places(values: Mapping[str, Any], dims: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
-        found = {name: each.index(rows) for name, each in dims.items() if rows in each}
-        return {name: at for name, at in found.items() if values[name].shape[at] == number}
+        named = {name: each.index(rows) for name, each in dims.items() if rows in each}
+        return {name: at for name, at in named.items() if values[name].shape[at] == number}
 
-    return Rows(number, places(arguments, names), places(results, made))
+    return Rows(number, places(arguments, names), places(results, result_names))
 
 
 def ends_of(rows: Rows, device: str) -> Tensor:
@@ -88,7 +88,7 @@ def ends_of(rows: Rows, device: str) -> Tensor:
 
 
 def select_rows(values: Mapping[str, Any], places: Mapping[str, int], rows: Tensor) -> dict[str, Any]:
-    """Those rows of each value that has rows, and the other values as they are."""
+    """The given rows of each value that has rows, and the other values as they are."""
     return {n: v.index_select(places[n], rows) if n in places else v for n, v in values.items()}
 
 
@@ -106,7 +106,7 @@ def check_divided(op: Op[..., Any], arguments: Arguments, over: str) -> None:
     whole = {name: widen(value) for name, value in complete(op, arguments).items()}
     size, named = divisible(op, whole)[over], names_of(op, whole)
     places = {name: _place(names, over) for name, names in named.items()}
-    # What has one element where others have more is in both parts, as is what lacks the name.
+    # A tensor with one element where others have more is in both parts, as is one that lacks the name.
     places = {
         name: at if at is not None and (whole[name].shape[at] == size or named[name][at].endswith("'")) else None
         for name, at in places.items()
@@ -128,11 +128,11 @@ def check_divided(op: Op[..., Any], arguments: Arguments, over: str) -> None:
 
     outcomes: list[Outcome] = []
     for i, part in enumerate(parts):
-        given = {
+        pieces = {
             name: gradient * layout[name][1][i] if (at := layout[name][0]) is None else gradient.tensor_split(2, at)[i]
             for name, gradient in incoming.items()
         }
-        outcomes.append(evaluate(op, op.reference, part, incoming=given))
+        outcomes.append(evaluate(op, op.reference, part, incoming=pieces))
 
     for name, value in truth.results.items():
         if value is not None:
@@ -151,7 +151,7 @@ def _place(names: tuple[str, ...], over: str) -> int | None:
 
 
 def _share(op: Op[..., Any], number: int, part: Arguments, whole: Arguments) -> float:
-    """What a part counts for in a result that is a mean; 1 where it is a sum."""
+    """The weight of a part in a result that is a mean; 1 where it is a sum."""
     labels = declared(op).results[number].counted
     return 1.0 if labels is None else _count(op, labels, part) / max(_count(op, labels, whole), 1)
 
@@ -173,5 +173,5 @@ def _hold(what: str, pieces: list[Any], at: int | None, shares: Sequence[float],
         atol=TOLERANCE * max(1.0, largest),
         equal_nan=True,
         check_dtype=False,
-        msg=lambda found: f"{what}\n{found}",
+        msg=lambda message: f"{what}\n{message}",
     )

@@ -196,7 +196,7 @@ class KnownUnreached:
             self._declared.append((lane, name))
 
     def of(self, lane: str) -> list[str]:
-        """What is declared for a lane, as patterns."""
+        """Names that are declared for a lane, as patterns."""
         return [name for pattern, name in self._declared if matches(pattern, lane)]
 
 

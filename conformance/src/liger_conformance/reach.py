@@ -1,4 +1,4 @@
-"""What the cases reach of a package: the kernels that it launches, and the branches of its host code.
+"""The reach of the cases in a package: the kernels that it launches, and the branches of its host code.
 
 Host code is what a package's ``ops`` folder holds beside kernels and device functions. Python's tracing shows its
 branches, by coverage.py, while a test of the suite calls an op; launches are left out, because an interpreter of kernels is
@@ -112,7 +112,7 @@ def _last_name(decorator: ast.expr) -> str:
 
 
 class Watch:
-    """What the tests of one process reach.
+    """Kernels and branches that the tests of one process reach.
 
     Args:
         packages: import names of the packages whose host code is watched.
@@ -159,12 +159,14 @@ class Watch:
         return self._coverage.get_data().dumps()
 
     def uncovered(self, package: str) -> Reach:
-        """What no test reached of a package."""
+        """Kernels and branches of a package that no test reached."""
         sources = sources_of(package)
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder, "coverage.json")
             self._coverage.json_report([str(source.path) for source in sources], outfile=str(report))
-            files = {Path(name).resolve(): found for name, found in json.loads(report.read_text())["files"].items()}
+            files = {
+                Path(name).resolve(): coverage for name, coverage in json.loads(report.read_text())["files"].items()
+            }
         reach = Reach()
         for source in sources:
             reach.kernels += len(source.kernels)
@@ -179,7 +181,7 @@ class Watch:
 
 @dataclass
 class Reach:
-    """What a package has, and what of it is not reached.
+    """Kernels and branches that a package has, and those that are not reached.
 
     Attributes:
         kernels: how many kernels host code can launch.
@@ -192,28 +194,28 @@ class Reach:
     uncovered: list[str] = field(default_factory=list[str])
 
 
-def _add_branches(reach: Reach, source: Source, found: dict[str, Any]) -> None:
-    """Of a file's host functions those that are never called, and of the others the branches that are never taken.
+def _add_branches(reach: Reach, source: Source, coverage: dict[str, Any]) -> None:
+    """Add a file's host functions that are never called, and of the others the branches that are never taken.
 
     Args:
         reach: where they are added.
         source: the file.
-        found: what coverage.py's JSON says of it.
+        coverage: what coverage.py's JSON says of it.
     """
-    executed = set(found["executed_lines"])
-    missing = {tuple(arc) for arc in found["missing_branches"]}
-    taken = {tuple(arc) for arc in found["executed_branches"]}
+    executed = set(coverage["executed_lines"])
+    missing = {tuple(arc) for arc in coverage["missing_branches"]}
+    taken = {tuple(arc) for arc in coverage["executed_branches"]}
     for name, function in source.functions.items():
-        own = list(_statements(function.body))
+        statements = list(_statements(function.body))
         named, seen = dict[int, tuple[Any, str]](), Counter[str]()
-        for statement in own:
+        for statement in statements:
             first, what = _branch(statement)
             if what:
                 seen[what] += 1
                 named[first] = statement, what if seen[what] == 1 else f"{what} ({seen[what]})"
         arcs = sorted(arc for arc in missing | taken if arc[0] in named)
         reach.branches += len(arcs)
-        if not any(line in executed for statement in own for line in (statement.lineno,)):
+        if not any(statement.lineno in executed for statement in statements):
             reach.uncovered.append(f"{source.name}.{name}")
             continue
         for line, to in arcs:

@@ -1,4 +1,4 @@
-"""What a run found: op × language × device × dtype. Outcomes are counted apart and never added up."""
+"""The report of a run: op × language × device × dtype. Outcomes are counted apart and never added up."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ class Report:
             self.reasons[place][outcome][reason] += 1
 
     def add_kernels(self, place: Place, case: str, kernels: list[dict[str, Any]]) -> None:
-        """What the test of a case compiled, for the chip that is the place's device: `Compiled` by field."""
+        """Kernels that the test of a case compiled, for the chip that is the place's device: `Compiled` by field."""
         op, language, chip, dtype = place
         for kernel in kernels:
             key = (language, chip, kernel["kernel"], kernel["variant"])
-            found = self.kernels.setdefault(key, {**kernel, "ops": set(), "calls": set()})
-            found["uses"] = {what: max(n, found["uses"][what]) for what, n in kernel["uses"].items()}
-            found["ops"].add(op)
-            found["calls"].add(f"{op}-{case}-{dtype}")
+            entry = self.kernels.setdefault(key, {**kernel, "ops": set(), "calls": set()})
+            entry["uses"] = {what: max(n, entry["uses"][what]) for what, n in kernel["uses"].items()}
+            entry["ops"].add(op)
+            entry["calls"].add(f"{op}-{case}-{dtype}")
 
     def add_mode(self, mode: str, language: str, device: str, outcome: str) -> None:
         """The outcome of a language in one of PyTorch's modes."""
@@ -168,11 +168,11 @@ class Report:
 
     def _all_reasons(self) -> dict[str, Counter[str]]:
         """The reasons of all places together, by outcome."""
-        found = {outcome: Counter[str]() for outcome in WITH_REASONS}
+        totals = {outcome: Counter[str]() for outcome in WITH_REASONS}
         for outcomes in self.reasons.values():
             for outcome, reasons in outcomes.items():
-                found[outcome] += reasons
-        return found
+                totals[outcome] += reasons
+        return totals
 
     def write(self, directory: Path) -> None:
         """Write conformance.json and conformance.md."""

@@ -104,7 +104,7 @@ class _Reader:
                 yield from self.value(function.__globals__[name], names)
 
     def value(self, value: Any, names: tuple[str, ...]) -> Iterator[str]:
-        """What stands for a value; of a module of ours, for those of its values that `names` has."""
+        """Texts that stand for a value; of a module of ours, for those of its values that `names` has."""
         yield type(value).__qualname__
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype)):
             yield repr(value)

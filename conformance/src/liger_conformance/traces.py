@@ -1,4 +1,4 @@
-"""What torch.compile makes of a kernel's backward, without a device to run it on."""
+"""Traces by torch.compile of a kernel's backward, without a device to run it on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from liger_core.contract import ops
 from liger_core.custom_op import DEFINED
 
 CPU_SECONDS = 600
-"""Of its own, after which a process that traces is ended: it hangs in a loop."""
+"""CPU time of its own, after which a process that traces is ended: it hangs in a loop."""
 
 
 def run_tracing(command: Sequence[str | os.PathLike[str]], environment: Mapping[str, str]) -> str:
@@ -149,7 +149,7 @@ def _laid_out(tensor: Tensor | None, layout: str | None) -> Tensor | None:
 
 
 def as_traced(value: Any) -> Any:
-    """What a graph returns: a tensor without values, or a size, in the sizes that the trace was made with."""
+    """A value that a graph returns: a tensor without values, or a size, in the sizes that the trace was made with."""
     if isinstance(value, torch.SymInt):
         return cast("Any", value).node.hint
     if not isinstance(value, Tensor):

@@ -20,7 +20,7 @@ from liger_core.contract import Op, ops
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ANY_DTYPE = (None, *DTYPES)
-"""Of an argument that may have another dtype than the first one; None: that."""
+"""Dtypes of an argument that may have another one than the first argument; None: the same."""
 
 ATTEMPTS = 200
 """How often a call is drawn until the contract takes it."""
@@ -63,7 +63,7 @@ class Size:
         return size - (size - self.least) % self.step
 
     def divide(self, source: random.Random, size: int) -> int | tuple[int, ...]:
-        """What ``build`` gets of a size: as a tuple, no more than that in all."""
+        """The size as ``build`` gets it: as a tuple, no more than that in all."""
         if self.dims is None:
             return size
         counts = [*range(self.dims[0], self.dims[1] + 1), *([1] if self.dims[0] <= 1 else [])]
@@ -164,7 +164,7 @@ class Call:
 
 @dataclass(frozen=True)
 class RandomCall:
-    """What a test is given: a call's number, the same one of an op for a seed whatever the language."""
+    """A call's number, which a test gets: the same call of an op for a seed whatever the language."""
 
     op: str
     seed: int
@@ -175,7 +175,7 @@ class RandomCall:
 
     @property
     def id(self) -> str:
-        """Of its case. The values of its tensors follow from it."""
+        """The id of its case. The values of its tensors follow from it."""
         return f"random-{self}"
 
     @property
@@ -199,7 +199,7 @@ class RandomCall:
                 values[name] = _pick(source, _call(choices, found, values))
             call = Call(values, DEFAULT_MODE, self.dtype)
             if (arguments := arguments_of(found, call)) is not None:
-                call = replace(call, mode=_draw_how(source, ops[self.op], arguments))
+                call = replace(call, mode=_draw_mode(source, ops[self.op], arguments))
                 if arguments_of(found, call) is not None:
                     return call
         raise ValueError(f"{self.op}: of {ATTEMPTS} random calls the contract takes none: mend VARY in its cases")
@@ -212,12 +212,12 @@ class RandomCall:
         """The call as the op's file would have it among its cases."""
         case = self.case(found, call)
         named = case.values if case.mode == DEFAULT_MODE else {"mode": case.mode, **case.values}
-        said = [repr(case.id), repr(case.group), *(f"{name}={value!r}" for name, value in named.items())]
-        return f"Case({', '.join(said)}),  # {str(call.dtype).removeprefix('torch.')}"
+        words = [repr(case.id), repr(case.group), *(f"{name}={value!r}" for name, value in named.items())]
+        return f"Case({', '.join(words)}),  # {str(call.dtype).removeprefix('torch.')}"
 
 
 def lane_of(target: Target) -> str:
-    """What decides how large a target's calls are: its lane; on a CPU they are as in an interpreter."""
+    """The lane that decides how large a target's calls are; on a CPU they are as in an interpreter."""
     return "interpreted" if target.device == "cpu" else target.lane
 
 
@@ -226,8 +226,8 @@ def arguments_of(found: OpCases, call: Call) -> dict[str, Any] | None:
     op = ops[found.op]
     case = Case("", "edge", mode=call.mode, **_for_build(found, call.values))
     arguments = op.bind((), found.make(case, MetaMake(call.dtype, "meta")))
-    wanted = op.differentiable if call.mode.grads is None else call.mode.grads
-    for name in wanted:
+    grads = op.differentiable if call.mode.grads is None else call.mode.grads
+    for name in grads:
         if arguments[name] is not None:
             arguments[name] = arguments[name].detach().requires_grad_()
     checked = dict(arguments)
@@ -300,7 +300,7 @@ def _log_uniform(source: random.Random, least: int, most: int) -> int:
 
 
 def _draw_sizes(source: random.Random, vary: Vary, most: int) -> dict[str, Any]:
-    """One after the other in any order, each within what the others leave of the tensors."""
+    """Sizes, drawn one after the other in any order, each within what the others leave of the tensors."""
     sizes = {name: size.least for name, size in vary.sizes.items()}
     for name in source.sample(list(sizes), len(sizes)):
         left = [
@@ -326,7 +326,7 @@ def _pick(source: random.Random, values: Number | Choices) -> Any:
     return chosen.draw(source) if isinstance(chosen, Number) else chosen
 
 
-def _draw_how(source: random.Random, op: Op[..., Any], arguments: dict[str, Any]) -> CallMode:
+def _draw_mode(source: random.Random, op: Op[..., Any], arguments: dict[str, Any]) -> CallMode:
     """The layout of some arguments and of the incoming gradients, and what wants a gradient."""
     layouts: dict[str, str] = {}
     if source.random() < 0.6:
@@ -336,12 +336,12 @@ def _draw_how(source: random.Random, op: Op[..., Any], arguments: dict[str, Any]
                 fit = [key for key, layout in LAYOUTS.items() if tensor is None or layout.fits(tensor)]
                 layouts[name] = source.choice(fit)
     there = [name for name in op.differentiable if arguments[name] is not None]
-    wanted, kind = None, source.random()
+    grads, kind = None, source.random()
     if kind < 0.1:
-        wanted = ()
+        grads = ()
     elif kind < 0.4 and len(there) > 1:
-        wanted = tuple(source.sample(there, source.randrange(1, len(there))))
-    return CallMode(layouts, wanted, source.random() < 0.07)
+        grads = tuple(source.sample(there, source.randrange(1, len(there))))
+    return CallMode(layouts, grads, source.random() < 0.07)
 
 
 def _defaults(found: OpCases) -> dict[str, Any]:
@@ -356,6 +356,6 @@ def _for_build(found: OpCases, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(choices: Callable[..., Choices], found: OpCases, values: dict[str, Any]) -> Choices:
-    """What a value may be beside others; those that are not there have the default of ``build`` or of the op."""
+    """Choices of a value beside others; those that are not there have the default of ``build`` or of the op."""
     known = ops[found.op].template | _defaults(found) | values
     return choices(*(known[name] for name in inspect.signature(choices).parameters))

@@ -23,7 +23,7 @@ from liger_core import Unsupported
 
 @pytest.fixture(scope="session", autouse=True)
 def _collect_seldom() -> Iterator[None]:
-    """What compilers' front ends allocate soon goes by itself: to look for cycles less often saves a 15th of the time.
+    """Objects that compilers' front ends allocate soon go by themselves: to look for cycles less often saves a 15th of the time.
 
     On an accelerator, whose memory cycles would hold, everything stays as it is.
     """
@@ -74,7 +74,7 @@ def _passed(error: Unsupported, package: str) -> bool:
 
 
 def _take_one_that_is_claimed(item: pytest.Function, groups: tuple[str, ...]) -> None:
-    """Of the first cases, a test takes those that the kernel doesn't refuse: the nth test the nth of them.
+    """A test takes those of the first cases that the kernel doesn't refuse: the nth test the nth of them.
 
     Where there is none, the case stays, and the test finds out that it is refused.
     """

@@ -1,4 +1,4 @@
-"""What is launched compiles, and fits, for chips that this machine doesn't have: under ``--compile``, and nothing else."""
+"""Kernels that are launched compile, and fit, for chips that this machine doesn't have: under ``--compile``, and nothing else."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from liger_core import Unsupported
 
 
 def compile_launches(target: Target, case: Case, dtype: torch.dtype) -> list[Compiled]:
-    """What a case launches on the target's chip, each kernel once."""
+    """Kernels that a case launches on the target's chip, each kernel once."""
     assert target.backend is not None
     compiler = compiler_of(target.backend)
     assert compiler is not None
@@ -118,7 +118,7 @@ def check_launches(
 
 @pytest.mark.cases(compiled=True, spills=True)
 def test_known_spills(target: Target, known_spills: KnownSpills, seen: Seen) -> None:
-    """What is declared to spill, or to lose the fast instructions, does: in what the run has compiled, or else in all cases."""
+    """Kernels that are declared to spill, or to lose fast instructions, do: in what the run compiled, or else in all cases."""
 
     def stale() -> list[str]:
         found = [*seen.of(target)]

@@ -1,4 +1,4 @@
-"""What is compiled for a chip computes what it should, run on the CPU: under ``--compile --execute``, and nothing else."""
+"""Kernels compiled for a chip compute what they should, run on the CPU: under ``--compile --execute``, and nothing else."""
 
 import pytest
 import torch

@@ -53,7 +53,7 @@ class Call:
         return tuple(result for result in results.values() if result is not None)
 
     def reference(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """What the contract's function gives."""
+        """Results of the contract's function."""
         results = name_results(self.op, self.op.reference(**self.arguments(*tensors)))
         return tuple(result for result in results.values() if result is not None)
 
@@ -107,7 +107,7 @@ def runs_the_reference(target: Target, says: str, run: Callable[[], Any], expect
 
 
 def records_the_reference(call: Call, says: str, record: Callable[[Call], Any]) -> None:
-    """What is recorded is right on other data, and lacks nothing."""
+    """The record is right on other data, and lacks nothing."""
 
     def run() -> tuple[Tensor, ...]:
         return record(call)(*call.others)
@@ -218,7 +218,7 @@ def is_differentiated_forward(call: Call) -> None:
 
 
 def _of_a_gradient(call: Call, says: str, differentiate: Callable[..., Any]) -> None:
-    """What only the reference's gradient can do, and a kernel's says that it can't."""
+    """Only the reference's gradient can do it, and a kernel's says that it can't."""
     leaves = call.leaves()
     with only(call.target):
         results = [r for r in call(*leaves) if r.requires_grad]
@@ -337,5 +337,5 @@ MODES = (
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.float32,), first=1, one_op=True)
 def test_mode(target: Target, case: Case, dtype: torch.dtype, mode: Mode) -> None:
-    """What the documentation's table says of a mode."""
+    """The documentation's words for a mode, in its table."""
     mode.check(Call(target, case, dtype))

@@ -206,7 +206,7 @@ def test_results_made_again(target: Target, case: Case, dtype: torch.dtype) -> N
     names = present(op, arguments)
     arguments = with_leaves(op, arguments, names)
     own = {n: t for n, t in arguments.items() if isinstance(t, Tensor)}
-    # What backward doesn't keep has to be a result that can be made again itself.
+    # A value that backward doesn't keep has to be a result that can be made again itself.
     lent = {name for name in own if name not in recompute.kept and name not in recompute.instead}
     kept: dict[int, Tensor] = {}
 

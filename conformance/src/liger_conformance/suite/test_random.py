@@ -40,7 +40,7 @@ def test_random(
     first = case.draw(found, lane_of(target))
 
     def failure(call: Call) -> BaseException | None:
-        """What a call raises. The frames that it passed hold no tensors any more."""
+        """The error that a call raises. The frames that it passed hold no tensors any more."""
         try:
             if target.lane == "compiled":
                 check_launches(target, case.case(found, call), call.dtype, known_spills)

@@ -111,7 +111,7 @@ def traced(target: Target, dynamic: bool | None = None) -> Callable[..., Any]:
 
 
 def cast(op: Op[..., Any], arguments: Arguments) -> Arguments:
-    """What autocast to bfloat16 makes of a call's arguments: of the operands of a matmul."""
+    """The arguments of a call as autocast to bfloat16 casts them: the operands of a matmul."""
     return {
         name: value.bfloat16() if name in op.autocast and value is not None else value
         for name, value in arguments.items()
@@ -194,7 +194,7 @@ def floating_dtypes(arguments: Arguments) -> set[torch.dtype]:
 
 def test_values(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The kernel is at most twice as far from the float64 answer as PyTorch is in the same dtype."""
-    # Of a long case an interpreter's quick lane has no other test that finds what its kernels don't write.
+    # An interpreter's quick lane has no other test of a long case that finds what its kernels don't write.
     long = target.lane == "interpreted" and cases_of(target.op.name).is_long(case)
     with Poison() if long else contextlib.nullcontext():
         actual = check_case(target, case, dtype)

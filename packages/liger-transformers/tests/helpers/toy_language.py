@@ -43,7 +43,7 @@ def toy_language(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     host = GatedMLP(Linear(), activation, activation)
     kernels = {"swiglu": types.ModuleType("toy.ops.swiglu"), "gated_mlp": types.ModuleType("toy.ops.gated_mlp")}
     vars(kernels["swiglu"]).update(forward=silu, backward=silu_backward)
-    vars(kernels["gated_mlp"]).update(forward=host.forward, backward=host.backward, keeps=host.keeps)
+    vars(kernels["gated_mlp"]).update(forward=host.forward, backward=host.backward, saves_early=host.saves_early)
     info = BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy")
     with monkeypatch.context() as patch:
         patch.setattr(BackendInfo, "has_kernel", lambda self, asked: asked in kernels)

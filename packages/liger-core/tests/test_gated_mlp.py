@@ -36,7 +36,7 @@ def silu(
 def silu_backward(
     needs: Needs, saved: Saved, dy: Tensor, *, gate_multiplier: float, down_multiplier: float
 ) -> tuple[Tensor | None, ...]:
-    """Of two tensors that are made, and nothing besides, as kernels do it."""
+    """Gradients of gate and up. They allocate two tensors and nothing else, as kernels do."""
     gate, up = saved
     dgate = torch.ops.aten.silu_backward(dy, gate).mul_(up) if needs[0] else None
     dup = torch.empty_like(dy) if needs[1] else None
@@ -179,7 +179,7 @@ def serve(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_budget_in_compiled_code(
     way: str, dynamic: bool, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One graph, whose gradients are those of eager mode."""
+    """Compiled code is one graph, and its gradients are those of eager mode."""
     serve(install, monkeypatch)
     given = [t.requires_grad_() for t in arguments(**(MANY if way == "rows" else {}))]
     memory = whole_memory(given[0], given[1], grad=True) // 4
@@ -225,7 +225,7 @@ def test_in_checkpointing_the_products_are_those_of_other_code(
 
 
 MANY: dict[str, int] = {"rows": 2000, "hidden": 24, "inner": 16}
-"""Of a call whose weights are much smaller than x: their sums move less than x's, so backward goes by rows."""
+"""Sizes of a call whose weights are much smaller than x: their sums move less than x's, so backward goes by rows."""
 
 
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (3,), (0, 1, 2), (1, 2, 3)], ids=str)

@@ -23,7 +23,7 @@ ROWS = 48
 
 
 class Size(NamedTuple):
-    """Of a linear layer, with memory budgets for chunks of rows and for chunks of columns."""
+    """Sizes of a linear layer, with memory budgets for chunks of rows and for chunks of columns."""
 
     hidden: int
     vocabulary: int
@@ -43,7 +43,7 @@ class TorchLinear(Linear):
 
 
 class TorchKernels(CrossEntropyKernels):
-    """Of a loss without options. They note each gradient's dtype, whether it overwrites logits, and the bytes of both.
+    """Kernels of a loss without options. They note a gradient's dtype, whether it overwrites logits, and both sizes.
 
     Like a language's, they write to the columns behind those of the logits: here NaN, which nobody may read.
     """

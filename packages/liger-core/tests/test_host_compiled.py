@@ -84,7 +84,7 @@ class ToyKernels(DivergenceKernels):
 
 
 def test_kernels_of_a_compiled_loss_get_the_rows_that_they_would_get() -> None:
-    """Of a vocabulary whose rows of logits are padded, and with sizes that are dynamic. Each chunk is rows of another tensor."""
+    """Logits have padded rows, and sizes are dynamic. Each chunk is rows of another tensor."""
     host = FusedLinearJSD(ToyKernels(), ToyLinear())
     run = differentiable(fused_linear_jsd, SimpleNamespace(forward=host.forward, backward=host.backward), "toy")
 

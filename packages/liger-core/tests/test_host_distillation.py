@@ -42,7 +42,7 @@ class TorchLinear(Linear):
 
 
 class TorchKernels(DistillationKernels):
-    """Of the forward divergence from a teacher's logits or from probabilities, without temperature and softcaps."""
+    """Kernels of the forward divergence from a teacher's logits or probabilities, without temperature and softcaps."""
 
     def _both(self, student: Logits, teacher: Logits, inputs: DistillationInputs, column: int) -> tuple[Tensor, Tensor]:
         z = student.tensor().float()

@@ -119,7 +119,7 @@ def arguments() -> dict[str, Any]:
 
 
 def gradients(given: dict[str, Any], needs: tuple[bool, ...], budget: int | None, dy: Tensor) -> list[Tensor | None]:
-    """Of the host code, where `needs` says so; and that its result is the reference's."""
+    """Gradients of the host code, if `needs` says so. Its result must be the reference's."""
     moe = FusedMoE(Kernels())
     options: dict[str, Any] = {"activation": "silu", "limit": None, "memory_budget": budget}
     y, saved = moe.forward(needs, **given, **options)
@@ -170,7 +170,7 @@ def test_the_plan_fits_its_budget() -> None:
 
 
 def test_slots_are_sorted_and_divided() -> None:
-    """Of one expert in order; those without an expert last; a token with an index out of range has none."""
+    """Slots of one expert are in order, slots without an expert last. A token with a wrong index has no expert."""
     indices = torch.tensor([[2, 0], [2, 2], [-1, 0], [3, 1], [0, 2]])
     routing = route(indices, 3, 2)
     assert routing.keys.tolist() == [[2, 0], [2, 2], [3, 0], [4, 4], [0, 2]]

@@ -130,7 +130,7 @@ def _arguments(head: bool) -> dict[str, Tensor]:
     [(False, (0, 1, 2, 3)), (False, (0,)), (False, (1,)), (False, (2,)), (False, (3,)), (True, (0, 1)), (True, (1,))],
 )
 def test_results_and_gradients(head: bool, wanted: tuple[str, ...], used: tuple[int, ...]) -> None:
-    """Of those wanted, through those of the results that are used."""
+    """Results, and gradients of the wanted arguments through the results that are used."""
     options: dict[str, Any] = {
         **DEFAULTS,
         "iterations": 3,

@@ -51,7 +51,7 @@ CLASSES_TRACED = 33, 131
 
 
 def _launch(y: Tensor, a: Tensor, b: Tensor) -> None:
-    """What torch.compile sees of a kernel."""
+    """A kernel, as torch.compile sees it."""
     y.add_(a.sum() + b.sum())
 
 
@@ -154,7 +154,7 @@ class Products(TorchDispatchMode):
 
 
 def run_flops(profiled: profile) -> int:
-    """Those of the products that ran, also within custom ops."""
+    """FLOPs of the products that ran, including those within custom ops."""
     flops = 0
     for event in profiled.events():
         if event.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
@@ -178,7 +178,7 @@ def layers(rows: int = ROWS, device: str = "meta") -> dict[str, Tensor]:
 
 
 def flops_of(op: Any, host: Any, flowing: tuple[str, ...], given: dict[str, Any]) -> int:
-    """Those of forward and backward. A gradient comes into the results that are named."""
+    """FLOPs of forward and backward. Only the results in `flowing` receive a gradient."""
     arguments, needs = op.bind((), given), BOTH[: len(op.differentiable)]
     with Products() as products:
         result, saved = host.forward(needs, **arguments)
@@ -417,7 +417,7 @@ class Aligned(TorchDispatchMode):
 @pytest.mark.parametrize("budget", [None, 100 << 20], ids=["no-budget", "100-mb"])
 @pytest.mark.parametrize("name", ["distillation", "kl_div", "jsd", "statistics"])
 def test_products_of_a_vocabulary_that_eight_does_not_divide(name: str, budget: int | None) -> None:
-    """Those of all columns are several times slower on a GPU. 100 MB have no room for an accumulator of the weight's gradient."""
+    """Products of all columns are several times slower on a GPU. 100 MB can't hold the weight's accumulator."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")

@@ -34,7 +34,7 @@ class TorchLinear(Linear):
 
 
 class TorchKernels(StatisticsKernels):
-    """Of statistics without softcap and temperature. They note the bytes of each tile of logits, with its gradient's.
+    """Kernels of statistics without softcap and temperature. They note the bytes of each tile of logits and gradient.
 
     Like a language's, they write to the columns behind those of the logits: here NaN, which nobody may read.
     """

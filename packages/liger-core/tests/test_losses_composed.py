@@ -241,7 +241,7 @@ def test_a_cuda_graph_captures_forward_and_backward(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dpo-sigmoid", "policy-grpo", "exploring"])
 def test_compiles_whole_for_sizes_that_change(name: str) -> None:
-    """One graph, made at the first call: other numbers of sequences and tokens don't compile again."""
+    """Compiled code is one graph, made at the first call: other numbers of sequences and tokens don't compile again."""
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(LOSSES[name], fullgraph=True, dynamic=True, backend=counter)

@@ -77,7 +77,7 @@ BAD = (
     ),
     BadCall("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda: _chunks(1e6)),
     BadCall("budget-zero", ValueError, ("memory_budget", "0", "at least 1"), lambda: _chunks(0)),
-    # One row at a time: 2 · 8 · 4 bytes of logits, 4 · 8 of bias's gradient, 32 · 3 of rows; the gradient of
+    # Bytes of one row at a time: 2 · 8 · 4 of logits, 4 · 8 of bias's gradient, 32 · 3 of rows; the gradient of
     # linear_weight is float32, and its own accumulator.
     BadCall("budget-too-small", ValueError, ("memory_budget", "191", "at least 192"), lambda: _chunks(191)),
     BadCall(

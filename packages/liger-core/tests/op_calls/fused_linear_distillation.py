@@ -90,6 +90,6 @@ BAD = (
     ),
     BadCall("accum-dtype-a-string", TypeError, ("accum_dtype", "'fp32'"), lambda: _good(accum_dtype="fp32")),
     BadCall("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda: _chunks(1e6)),
-    # One row at a time: 3 · 8 · 4 bytes of logits, 4 · 8 and 32 · 3 as in fused_linear_cross_entropy.
+    # Bytes of one row at a time: 3 · 8 · 4 of logits, 4 · 8 and 32 · 3 as in fused_linear_cross_entropy.
     BadCall("budget-too-small", ValueError, ("memory_budget", "223", "at least 224"), lambda: _chunks(223)),
 )

@@ -96,6 +96,6 @@ BAD = (
     ),
     BadCall("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda: _chunks(1e6)),
     BadCall("budget-zero", ValueError, ("memory_budget", "0", "at least 1"), lambda: _chunks(0)),
-    # One row at a time: 3 · 8 · 4 bytes of logits, 4 · 8 and 32 · 3 as in fused_linear_cross_entropy.
+    # Bytes of one row at a time: 3 · 8 · 4 of logits, 4 · 8 and 32 · 3 as in fused_linear_cross_entropy.
     BadCall("budget-too-small", ValueError, ("memory_budget", "223", "at least 224"), lambda: _chunks(223)),
 )

@@ -116,7 +116,7 @@ BAD = (
     BadCall("infinite-limit", ValueError, ("limit", "inf", "finite"), lambda: _good(limit=float("inf"))),
     BadCall("budget-not-an-int", TypeError, ("memory_budget", "1000000.0"), lambda: _budget(1e6)),
     BadCall("budget-zero", ValueError, ("memory_budget", "0", "at least 1"), lambda: _budget(0)),
-    # One column: 6 slots of 5 · 4 bytes, 4 for sums, 4 · 8 for x's rows and 64 for the order, and 64 · 6 of experts.
+    # Bytes of one column: 6 slots of 5 · 4, 4 for sums, 4 · 8 for x's rows and 64 for the order, and 64 · 6 of experts.
     BadCall("budget-too-small", ValueError, ("memory_budget", "1103", "at least 1104"), lambda: _budget(1103)),
     BadCall(
         "index-too-high",

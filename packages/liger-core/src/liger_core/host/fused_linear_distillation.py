@@ -26,7 +26,7 @@ from liger_core.ops.distillation import DistillationOutput
 
 
 class FusedDistillationInputs(NamedTuple):
-    """What a call's chunks take beside logits.
+    """Inputs of each chunk of a call, except its logits.
 
     Attributes:
         rows: what the kernels take.

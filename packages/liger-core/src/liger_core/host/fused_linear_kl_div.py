@@ -24,7 +24,7 @@ from liger_core.host.rows import Logits
 
 
 class KLDivInputs(NamedTuple):
-    """What a call's chunks take beside logits.
+    """Inputs of each chunk of a call, except its logits.
 
     Attributes:
         rows: what the kernels take.

@@ -143,7 +143,7 @@ class StatisticsHead(NamedTuple):
 
 
 class FrozenHead(NamedTuple):
-    """What `_Call.go` writes if forward makes what backward needs; otherwise both are None.
+    """Buffers that `_Call.go` fills if forward prepares backward; otherwise both are None.
 
     Attributes:
         m: ``[N, H]``, contiguous: each row's m but for a factor.
@@ -210,7 +210,7 @@ class StatisticsPass:
         return self.kernels.rows_of_product(x, self.weight, self.labels, self.plan.alone)
 
     def _factors(self, results: StatisticsResults) -> Tensor:
-        """Of each row's only target: by what the gradients of lse and of picked become that of its logit, ``[2, rows]``."""
+        """Factors ``[2, rows]`` from the gradients of lse and of picked to that of each row's only target logit."""
         z, options = results.picked[:, 0], self.labels.options
         slope = torch.ones_like(z)
         if options.softcap is not None:

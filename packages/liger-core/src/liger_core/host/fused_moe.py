@@ -202,7 +202,7 @@ class MoEKernels:
 
 
 class MoEPlan(NamedTuple):
-    """What a memory budget allows.
+    """Chunk sizes that a memory budget allows, and whether factors are kept.
 
     Attributes:
         tokens: tokens that forward takes at a time.
@@ -245,7 +245,7 @@ class MoEGradients(NamedTuple):
 
 
 class MoECall(NamedTuple):
-    """What backward makes gradients from, except the factors.
+    """Inputs of backward, except the factors.
 
     Attributes:
         needs: which gradients are wanted.

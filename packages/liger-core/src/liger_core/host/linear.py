@@ -31,7 +31,7 @@ _FLOAT32_MM = torch.version.hip is None or torch.__version__ >= "2.10"
 _FLOAT32_ADDMM = torch.__version__ >= "2.10"
 
 EVEN = 8
-"""What the columns of logits, and the distance of their rows, have to be multiples of for tensor cores: 16 bytes of bfloat16.
+"""Columns of logits, and the stride of their rows, are multiples of this for tensor cores: 16 bytes of bfloat16.
 
 Otherwise cuBLAS takes several times as long: benchmarks/records has a compare of odd vocabularies.
 """
@@ -147,7 +147,7 @@ class Linear:
     """
 
     aligned = 128
-    """What rows and columns of a chunk are a multiple of. Matmuls of odd sizes can be several times slower: 32768 rows of
+    """Rows and columns of chunks are multiples of this. Matmuls of odd sizes can be several times slower: 32768 rows of
     4096 and 128256 columns took an H200 683 ms with columns in chunks of 8551, and 221 in chunks of 8576."""
 
     pads = True

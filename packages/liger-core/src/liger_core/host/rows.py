@@ -27,7 +27,7 @@ class Logits(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor) -> Logits:
-        """Those of a tensor ``[N, V]``, without columns behind them."""
+        """Logits of a tensor ``[N, V]``, without columns behind them."""
         return cls(logits, logits.shape[1])
 
     # These two are no properties: Dynamo of torch 2.9 doesn't trace those of a NamedTuple.

@@ -1,4 +1,4 @@
-"""What the kernels are compared with: the formula that a user of PyTorch writes, and the functions of other libraries.
+"""Functions that the kernels are compared with: the formula that PyTorch users write, and other libraries' functions.
 
 The former, and liger-kernel's functions, are those of the ops' case files. Each takes the contract's arguments by name, those
 of the timed cases. A case with another option is a TypeError, which `compare.py` reports.
@@ -37,7 +37,7 @@ def compiled() -> Functions:
 
 
 def grouped() -> Functions:
-    """What PyTorch's grouped product makes quicker than a loop. For torch 2.10 and later."""
+    """Functions that PyTorch's grouped product makes quicker than a loop. For torch 2.10 and later."""
 
     def fused_moe(
         x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, expert_indices: Tensor, expert_weights: Tensor

@@ -583,7 +583,7 @@ def test_a_way_that_ends_is_a_row_that_says_so(
 
 
 def test_a_run_that_is_cut_off_has_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of the ways before: plain, then ours, of all models. What the way is that it is cut off at has no row."""
+    """A record has the ways before the cut: plain, then ours, of all models. The way that is cut off has no row."""
     asked: list[tuple[str, str]] = []
 
     def measured(jobs: list[end_to_end.Job], limit: float) -> Iterator[dict[str, Any]]:
@@ -635,7 +635,7 @@ def test_a_call_in_one_thread() -> None:
 
 
 def test_the_longest_sequence_is_searched_from_above(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device of 100 GB: 10 GB are always taken, a token takes 1 MB, and from 60000 tokens on 2 % more."""
+    """A device of 100 GB: 10 GB are always taken, a token takes 1 MB, and from 60000 tokens on 2 % more."""
     held = SimpleNamespace(peak=0)
     tried: list[int] = []
 

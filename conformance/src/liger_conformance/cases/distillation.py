@@ -15,7 +15,7 @@ KIND = "a teacher's student"
 
 
 def items(make: Make, kind: str | None) -> Any:
-    """What `num_items_in_batch` is: a number, or a tensor of one."""
+    """`num_items_in_batch`: None, a number, or a tensor of one number."""
     return {None: None, "int": 7, "float": 2.5, "tensor": torch.tensor(9, device=make.device)}[kind]
 
 

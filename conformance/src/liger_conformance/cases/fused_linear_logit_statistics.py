@@ -217,7 +217,7 @@ CASES = (
     Case("big-values", "extreme", rows=4, hidden=16, vocabulary=64, scale=1e3, return_entropy=True),
     # Tensor cores add up these products to sums that they cut off; so few logits don't hide it.
     Case("deep-products", "odd", rows=3, hidden=4096, vocabulary=3),
-    # Of terms of one sign: the cut-off sums lose more, of float16 operands most. So an H100 did.
+    # Terms of one sign: the cut-off sums lose more, of float16 operands most. So an H100 did.
     Case("random-21-122", "edge", rows=1, hidden=2896, vocabulary=120, decided=True),
     Case("random-21-100", "edge", rows=1, hidden=704, vocabulary=8, decided=True),
     Case("random-91-38", "edge", rows=2, hidden=460, vocabulary=45, decided=True),

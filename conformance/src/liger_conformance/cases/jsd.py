@@ -82,7 +82,7 @@ CASES = (
     Case("plain", "odd", rows=7, vocabulary=65),
     Case("many-rows", "odd", rows=133, vocabulary=17, ignored=0.1),
     Case("long-row", "odd", rows=2, vocabulary=5000, beta=0.1),
-    # What a thread can store at once, it can't load.
+    # A thread can store these elements at once, but can't load them at once.
     Case("long-row-shifted", "odd", mode=CallMode(layouts=SHIFTED), rows=2, vocabulary=4096, beta=0.1),
     Case("one-row", "edge", rows=1, vocabulary=40),
     Case("one-class", "odd", rows=64, vocabulary=1, ignored=0.3),

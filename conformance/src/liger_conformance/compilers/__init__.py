@@ -1,4 +1,4 @@
-"""What compiles each language's kernels for chips that this machine doesn't have. Nothing is launched."""
+"""Compilers of each language's kernels for chips that this machine doesn't have. Nothing is launched."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def compiler_of(backend: BackendInfo) -> Compiler | None:
 
 
 def executor_of(backend: BackendInfo) -> Executor | None:
-    """What runs a language's compiled kernels on the CPU, or None when there is nothing here that does."""
+    """Executor of a language's compiled kernels on the CPU, or None if there is none here."""
     compiler = compiler_of(backend)
     return cast("Executor", compiler) if hasattr(compiler, "executing") else None

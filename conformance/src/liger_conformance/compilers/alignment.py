@@ -1,4 +1,4 @@
-"""What is wrong with addresses in NVIDIA programs, found in a disassembly.
+"""Address errors in NVIDIA programs, found in a disassembly.
 
 Loads and stores whose addresses aren't aligned; and addresses of which a half is taken for an element.
 
@@ -38,7 +38,7 @@ _COMPARISONS = {
 # They lead elsewhere, or name a place where threads come from elsewhere.
 _LEAD = ("BRA", "BRX", "BSSY", "CALL", "EXIT", "RET", "WARPSYNC")
 
-# What they write follows from addresses. All else that is written is aligned.
+# Instructions whose results follow from addresses. All other results are aligned.
 _COMPUTE = ("S2R", "S2UR", "MOV", "R2UR", "SEL", "IADD3", "IADD", "VIADD", "IMAD", "LOP3", "LEA", "SHF")
 
 # They write a register after a predicate. Others that begin with one write no register.
@@ -216,7 +216,7 @@ def _following(instruction: _Instruction, place: int, places: dict[int, int], en
 
 
 def _conditions(last: _Instruction) -> tuple[str, str]:
-    """What is true at each place where a program may go on after an instruction; empty if that isn't known."""
+    """Condition that is true at each place where a program may go on after an instruction; empty if unknown."""
     if last.name == "BRA" and len(last.operands) == 1:
         return last.condition, _opposite(last.condition)
     return "", ""
@@ -278,12 +278,12 @@ def _finest(bits: Bits) -> int:
 
 
 def _plain(bits: Bits) -> Bits:
-    """What a register holds where the condition isn't known: either of the two, if two ways met."""
+    """Bits of a register if the condition isn't known: either of the two, if two ways met."""
     return (bits.met and bits.before and _joined(bits, bits.before)) or Bits(bits.known, bits.either)
 
 
 def _joined(held: Bits, other: Bits) -> Bits | None:
-    """What is one of two; None if it is none but the first. Where it may be the other, all bits above the lowest may be either.
+    """Bits of `held` or `other`; None if `held` covers both. If `other` may hold, bits above the lowest may be either.
 
     A loop would come to that in the end.
     """
@@ -295,7 +295,7 @@ def _joined(held: Bits, other: Bits) -> Bits | None:
 
 
 def _run(instruction: _Instruction, state: _State) -> None:
-    """What registers hold after an instruction."""
+    """Update the registers of a state as an instruction does."""
     compared = _compared(instruction, state)
     for predicate in instruction.predicates:
         state.pop(predicate, None)
@@ -415,7 +415,7 @@ def _held(register: str, state: _State) -> Bits:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _operand(text: str) -> Bits | tuple[str, str, tuple[str, ...]]:
-    """What an operand holds; or, if it is a register, its sign, its name and what else is said of it."""
+    """Bits of an operand; or, if it is a register, its sign, its name and its kinds."""
     if re.fullmatch(r"-?0x[0-9a-f]+", text):
         return Bits(int(text, 16) & _WORD)
     if not (register := _REGISTER.match(text)):
@@ -425,7 +425,7 @@ def _operand(text: str) -> Bits | tuple[str, str, tuple[str, ...]]:
 
 
 def _value(operand: str, state: _State) -> Bits:
-    """What an operand holds."""
+    """Bits of an operand."""
     found = _operand(operand)
     if isinstance(found, Bits):
         return found
@@ -485,7 +485,7 @@ def _at_most_a_word(places: Any) -> Any:
 
 
 def _logic(a: Bits, b: Bits, c: Bits, table: int) -> Bits:
-    """What LOP3 makes of each three bits: the bit of its table whose number they are."""
+    """LOP3's result for each three bits: the bit of its table whose number they are."""
     ones = zeros = 0
     for case in range(8):
         here = _WORD

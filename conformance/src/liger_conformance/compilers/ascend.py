@@ -32,16 +32,16 @@ from liger_conformance.compilers.triton import pointers
 from liger_conformance.reach import untraced
 
 MOST_PROGRAMS = 65535
-"""Of a launch: more raise."""
+"""Programs of a launch; more raise."""
 
 TRIES = 5
-"""Of lowering a kernel, if triton-adapter-opt dies. 3.2.0 now and then reads freed memory in its pass triton-to-unstructure: of
-llama4_rope's launches 10 in 760 died, and passed when run again; of those of all ops 3 in 4044, all of rope."""
+"""Attempts to lower a kernel, if triton-adapter-opt dies. 3.2.0 at times reads freed memory in triton-to-unstructure:
+of llama4_rope's launches 10 in 760 died, and passed when run again; of those of all ops 3 in 4044, all of rope."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What host code asks of a device, and what a kernel may take of it.
+    """Properties of a device that host code reads, and what a kernel may take of it.
 
     Attributes:
         arch: as triton-ascend names it.
@@ -112,7 +112,7 @@ class TritonAscendCompiler:
 
 
 def _with_unified_buffer_of(chip: Chip) -> Any:
-    """What host code sizes its tiles for."""
+    """Unified Buffer that host code sizes its tiles for."""
     return mock.patch.dict(os.environ, {"ASCEND_UB_CAPACITY_BITS": str(chip.unified_buffer * 8)})
 
 
@@ -126,7 +126,7 @@ def _name_npu() -> None:
 
 
 class _Driver:
-    """What Triton asks its driver for before it launches."""
+    """Driver that answers what Triton asks before it launches."""
 
     def __init__(self, chip: Chip) -> None:
         from triton.backends.compiler import GPUTarget
@@ -149,7 +149,7 @@ class _Driver:
         return 0
 
     def get_benchmarker(self) -> Any:
-        """What an autotuned kernel asks for where it is defined."""
+        """Benchmarker, which an autotuned kernel asks for when it is defined."""
 
 
 class _Lowered:
@@ -197,7 +197,7 @@ class _Lowered:
     def executable(self) -> Executable:
         return Executable(self.mlir, self.generic)
 
-    # What Triton asks of a compiled kernel to launch it.
+    # Attributes that Triton asks of a compiled kernel to launch it.
 
     function = packed_metadata = None
 
@@ -225,7 +225,7 @@ class _Lowered:
         self.executable((x, y, z), passed)
 
     def describe(self, chip: Chip, programs: int) -> Compiled:
-        """What the kernel was lowered for, and what it takes."""
+        """Variant that the kernel was lowered for, and the resources that it takes."""
         function, types = self.source.fn, dict(self.source.signature)
         aligned = self.source.attrs.divisibility_16
         named = [f"{p.name}={self.source.constants[p.name]}" for p in function.params if p.is_constexpr]

@@ -1,4 +1,4 @@
-"""What a kernel takes of the Unified Buffer, estimated from the adapter MLIR that triton-ascend lowers it to.
+"""Unified Buffer bytes that a kernel takes, estimated from the adapter MLIR that triton-ascend lowers it to.
 
 That MLIR has a static shape for each tile, and no memory yet: CANN's compiler plans that. Here a tile lives from where
 it is made to its last use; elementwise operations write over an operand that ends there; a row of a tile takes whole
@@ -102,7 +102,7 @@ class _Kernel:
                 self.uses[self.origin(operand)].append(op)
 
     def origin(self, name: str) -> str:
-        """What a value is a view of, or itself."""
+        """Name of the value that a value is a view of, or its own."""
         while name in self.views:
             name = self.views[name]
         return name

@@ -62,7 +62,7 @@ _FUNCTIONS = {
     "powf": "powf",
     "roundf": "roundf",
 }
-"""What Ascend's libdevice calls a function, and libm."""
+"""Names of functions in libm, by their names in Ascend's libdevice."""
 
 
 def obstacle() -> str | None:

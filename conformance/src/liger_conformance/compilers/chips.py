@@ -20,7 +20,7 @@ from liger_conformance.compilers.alignment import misread, unaligned
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What host code asks of a device, and what a kernel may take of it.
+    """Properties of a device that host code reads, and what a kernel may take of it.
 
     Attributes:
         backend: of Triton: ``"cuda"`` or ``"hip"``.
@@ -42,7 +42,7 @@ class Chip:
 
     @property
     def properties(self) -> SimpleNamespace:
-        """What `torch.cuda.get_device_properties` would return, of what depends on the chip alone."""
+        """Properties that `torch.cuda.get_device_properties` would return, of those that depend on the chip alone."""
         major, minor = self.capability
         return SimpleNamespace(
             name=self.machine,
@@ -66,7 +66,7 @@ CHIPS = {
 
 @contextlib.contextmanager
 def torch_on(chip: Chip) -> Generator[None, None, None]:
-    """What torch says of its machine, which host code may ask. It has none of the GPUs that this machine may have."""
+    """Machine as torch describes it to host code. It has none of the GPUs that this machine may have."""
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=False),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=chip.properties),
@@ -124,7 +124,7 @@ def _too_early(cubin: bytes, first: str, second: str, between: str) -> tuple[str
 
 
 def starved(cubin: bytes, registers: int) -> str | None:
-    """What the warps of a program wait for forever, or None: more registers than its launch holds.
+    """Registers that the warps of a program wait for forever, more than its launch holds; or None.
 
     Warps exchange registers (``USETMAXREG``), four warps at a time: some take more than each has at the launch, once the
     others have given up as many.

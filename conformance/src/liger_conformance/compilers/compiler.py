@@ -1,4 +1,4 @@
-"""What a compiler of kernels is to the suite, and what it reports."""
+"""Interface of a compiler of kernels to the suite, and its reports."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _compile_once(kernel: Any, signature: Any, chip: str) -> Compiled:
 
 
 def _look_up(kernel: Any, signature: Any, chip: str) -> Resources:
-    """What a launch takes: as `results.current` has it, or else compiled."""
+    """Resources of a launch: as `results.current` has them, or else compiled."""
     if results.current is None:
         return _compile(kernel, signature, chip)
     try:
@@ -169,7 +169,7 @@ def _name(function: Any) -> str:
 
 
 def _describe(kernel: Any, signature: Any, chip: Chip, resources: Resources) -> Compiled:
-    """What a launch was compiled for, and what it takes."""
+    """Variant that a launch was compiled for, and its resources."""
     over = [f"{resources.shared} bytes of shared memory, of {chip.shared}"] if resources.shared > chip.shared else []
     return Compiled(
         _name(kernel._pyfunc),
@@ -199,7 +199,7 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Resources:
     name = kernel._pyfunc.__name__
     made, said = _run_tileiras(code, chip, name)
     registers, stack, shared = resource_usage(made)
-    # What tileiras 13.4 gets wrong. To disassemble takes longer than to compile, so only what may be wrong is.
+    # Errors of tileiras 13.4. Disassembly takes longer than compilation, so only suspect programs are disassembled.
     # A small tile that it splits, or repeats, as it loads it; and tiles beside those of a tensor that lies on its side.
     ops = tuple(_ops(code))
     if _splits(ops) and (wrong := misaligned(made)):
@@ -325,7 +325,7 @@ def _tileiras() -> tuple[str, dict[str, str]]:
 
 
 def _variant(function: Any, signature: Any) -> str:
-    """What a kernel was compiled for: its constants, and the types of the other arguments."""
+    """Variant that a kernel was compiled for: its constants, and the types of the other arguments."""
     constants, types = list[str](), list[str]()
     for name, found in zip(inspect.signature(function).parameters, signature.parameters, strict=True):
         if hasattr(found, "value"):
@@ -354,7 +354,7 @@ def _bits(dtype: Any) -> int:
 
 
 def _remarks(text: str) -> Iterator[SimpleNamespace]:
-    """What tileiras says of each load, store and matrix product: kind, name, place and the rest, by its own words."""
+    """Remarks of tileiras on each load, store and matrix product: kind, name, place and the rest, by its own words."""
     for part in text.split("--- !")[1:]:
         kind, _, rest = part.partition("\n")
         place = re.search(r"File: '([^']*)', Line: (\d+)", rest)

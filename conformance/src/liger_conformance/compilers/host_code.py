@@ -23,7 +23,7 @@ FIRST = 2
 
 
 def compiled_cases(target: Target) -> list[tuple[Case, torch.dtype]]:
-    """What is compiled of an op for a chip, so that all ops take minutes for all chips.
+    """Cases of an op that are compiled for a chip, chosen so that all ops take minutes for all chips.
 
     For the language's first chip every case in bfloat16, options and the sizes of models in float32 too, and the first case
     in float16. What the other chips have otherwise, fewer registers or less shared memory, shows in large tiles: they get the
@@ -107,12 +107,12 @@ def _calls(
 
 
 def _transposed(tensor: Tensor) -> Tensor:
-    """Of the same sizes, with the last two dimensions swapped in memory."""
+    """Tensor of the same sizes, with the last two dimensions swapped in memory."""
     return LAYOUTS["transposed"].apply(tensor) if tensor.dim() else tensor
 
 
 def _far_apart(tensor: Tensor) -> Tensor:
-    """Of the same sizes, with rows, or what its first dimension holds, so far apart that offsets need 64 bits."""
+    """Tensor of the same sizes, with rows, or its first dimension's items, so far apart that offsets need 64 bits."""
     if tensor.dim() < 2:
         return tensor
     strides = ((1 << 31) + 8, *tensor.contiguous().stride()[1:])

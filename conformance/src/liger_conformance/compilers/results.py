@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 DIGITS = 16
-"""Of a key, hexadecimal."""
+"""Hexadecimal digits of a key."""
 
 
 class Differs(AssertionError):
@@ -87,4 +87,4 @@ def _text(result: Any) -> str:
 
 
 current: Results | None = None
-"""Of this run. None: every launch is compiled."""
+"""Results of this run. None: every launch is compiled."""

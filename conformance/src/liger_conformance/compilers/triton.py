@@ -91,7 +91,7 @@ class TritonCompiler:
 
 
 class _Driver:
-    """What Triton asks its driver for before it launches."""
+    """Driver that answers what Triton asks before it launches."""
 
     def __init__(self, chip: Chip, device: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -253,7 +253,7 @@ def _name(function: Any) -> str:
 
 
 def _describe(launch: _Launch, chip: Chip) -> Compiled:
-    """What a launch was compiled for, and what it takes."""
+    """Variant that a launch was compiled for, and its resources."""
     src, resources = launch
     constants = {path[0]: value for path, value in src.constants.items()}
     # Divisible by 16; on AMD also an address range of 32 bits.
@@ -306,7 +306,7 @@ def scattered_reductions(ttgir: str) -> int:
 
 
 def _resources(kernel: Any) -> Resources:
-    """What a triton.compiler.CompiledKernel takes."""
+    """Resources that a triton.compiler.CompiledKernel takes."""
     if "amdgcn" in kernel.asm:
         fields = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
         numbers = [re.search(rf"^\s*\.{field}: +(\d+)", kernel.asm["amdgcn"], re.M) for field in fields]

@@ -1,4 +1,4 @@
-"""What runs each language's kernels with no accelerator."""
+"""Interpreters of each language's kernels, for machines with no accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What triton-ascend's interpreter needs beside the repairs of Triton's: it is Triton 3.2's, and Ascend adds to the language.
+"""Repairs of triton-ascend's interpreter beside those of Triton's: it is Triton 3.2's, and Ascend adds to the language.
 
 `provide_interface` comes before Triton's repairs, which are written for later releases; the others, after them.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from liger_conformance.interpreters.triton_operations import bind_builtin
 
 UNIFIED_BUFFER_BITS = 192 * 1024 * 8
-"""What kernels size their tiles for where there is no NPU: the Unified Buffer of an Ascend 910B."""
+"""Unified Buffer of an Ascend 910B, which kernels size their tiles for if there is no NPU."""
 
 
 def _of_ascend(module: str) -> Any:
@@ -25,7 +25,7 @@ def _of_ascend(module: str) -> Any:
 
 
 class _Semantic:
-    """What later releases' interpreter_semantic is to Triton's repairs."""
+    """Stand-in for interpreter_semantic of later releases, which Triton's repairs use."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -114,7 +114,7 @@ def repair_libdevice(interpreter: Any) -> None:
 
 
 def provide_language(interpreter: Any) -> None:
-    """What Ascend adds to Triton's language is missing: slices, gather, flip, sort. Hints and barriers do nothing here."""
+    """Functions of Ascend's language are missing: slices, gather, flip, sort. Hints and barriers do nothing here."""
     import triton.language as tl
 
     semantic = _of_ascend("language.semantic")

@@ -59,7 +59,7 @@ class _Check:
         self.spans = spans
         ranges: list[list[int]] = []
         for start, end in sorted((span.start, span.end) for span in spans if span.end > span.start):
-            # Those that overlap are views of one storage. Those that only touch stay apart: nothing straddles them.
+            # Spans that overlap are views of one storage. Spans that only touch stay apart: nothing straddles them.
             if ranges and start < ranges[-1][1]:
                 ranges[-1][1] = max(ranges[-1][1], end)
             else:

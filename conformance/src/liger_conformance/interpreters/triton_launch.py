@@ -14,7 +14,7 @@ from liger_conformance.interpreters import triton_bounds, triton_operations
 
 
 class _Patches:
-    """What is set while a launch runs, undone in reverse order: several modules may have set the same."""
+    """Patches while a launch runs, undone in reverse order: several modules may have set the same."""
 
     def __init__(self) -> None:
         self.scopes: list[Any] = []
@@ -124,7 +124,7 @@ def repair_bounds(interpreter: Any) -> None:
         elif isinstance(argument, descriptor_type):
             yield from spans(name, argument.base)
 
-    # What it returns is what the kernel is given: copies, for tensors on a device.
+    # Results of init_args_hst are what the kernel is given: copies, for tensors on a device.
     @functools.wraps(init_args_hst)
     def init_args_and_spans(self: Any, args_dev: Any, kwargs: Any) -> Any:
         args_hst, kwargs_hst = init_args_hst(self, args_dev, kwargs)
@@ -139,7 +139,7 @@ def repair_bounds(interpreter: Any) -> None:
             with triton_bounds.checking(kernel, interpreter.interpreter_builder):
                 execute(self, *args, **kwargs)
         except interpreter.InterpreterError as error:
-            # What a kernel raises is wrapped in an InterpreterError, once per device function that it came through.
+            # Errors of a kernel are wrapped in an InterpreterError, once per device function that they came through.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, triton_bounds.OutOfBounds):
                 cause = cause.__cause__

@@ -164,7 +164,7 @@ def repair_reductions(interpreter: Any) -> None:
 
 
 def _combine_functions(**meanings: Any) -> dict[Any, Any]:
-    """What Triton's own combine functions compute. triton-ascend has some of them twice, or divided in two."""
+    """Meanings of Triton's own combine functions. triton-ascend has some of them twice, or divided in two."""
     import triton.language as tl
 
     modules = (tl.standard, inspect.getmodule(cast("Any", tl.max).fn))

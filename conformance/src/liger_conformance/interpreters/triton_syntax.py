@@ -11,7 +11,7 @@ import numpy as np
 
 
 def repair_syntax(interpreter: Any) -> None:
-    """What means something else on a device than in Python keeps Python's meaning. All releases.
+    """Syntax that means something else on a device than in Python keeps Python's meaning. All releases.
 
     - The variable of `for i in range(...)` is a Python int: `i.to(tl.int64)` fails, and `i * x` promotes as if i were a
       constant. Until 3.6, and with numpy 2.4, a bound that is a tensor raises.

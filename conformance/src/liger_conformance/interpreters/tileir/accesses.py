@@ -45,7 +45,7 @@ def _padding(name: str | None, dtype: torch.dtype) -> float | bool:
 
 @dataclasses.dataclass
 class _Tile:
-    """What of a tile lies in its array."""
+    """Part of a tile that lies in its array."""
 
     array: Array
     offset: int
@@ -200,7 +200,7 @@ def _update_of(op: Op) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _update(run: Run, op: Op, operands: Operands, update: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, None]:
-    """What was there before. Lanes that share an element follow one another.
+    """Values before the update. Lanes that share an element follow one another.
 
     Args:
         run: the block.

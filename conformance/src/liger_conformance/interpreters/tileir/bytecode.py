@@ -36,13 +36,13 @@ class Type:
     element: Any = None
     """Name of the element type; of a tile of pointers, the pointer's Type."""
     shape: tuple[Any, ...] = ()
-    """Of a function, the types of its parameters."""
+    """Shape; of a function, the types of its parameters."""
     strides: tuple[int, ...] = ()
-    """Of a tensor view; of a strided view, the steps from tile to tile."""
+    """Strides of a tensor view; of a strided view, the steps from tile to tile."""
     axes: tuple[int, ...] = ()
-    """Of a view of tiles: the tensor's axis of each of the tile's; of a gather view, the axis that is gathered."""
+    """Axes of a view of tiles: the tensor's axis of each of the tile's; of a gather view, the axis that is gathered."""
     padding: str | None = None
-    """What a view reads outside of the tensor; None: undetermined."""
+    """Padding that a view reads outside of the tensor; None: undetermined."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Op:
     name: str
     results: list[int] = field(default_factory=list[int])
     types: list[Type] = field(default_factory=list[Type])
-    """Of the results."""
+    """Types of the results."""
     operands: list[int] = field(default_factory=list[int])
     """All of them, as encoded."""
     named: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -230,7 +230,7 @@ def without_folders() -> Generator[None, None, None]:
 
 
 def bytecode(kernel: Any, signature: Any, architecture: str = ARCHITECTURE) -> bytes:
-    """What cuda.tile's front end makes of a kernel, whose hints may differ between architectures."""
+    """Bytecode that cuda.tile's front end makes of a kernel. Its hints may differ between architectures."""
     from cuda.tile import compilation
 
     _keep_signatures()
@@ -247,7 +247,7 @@ def bytecode(kernel: Any, signature: Any, architecture: str = ARCHITECTURE) -> b
 
 
 def _kept_bytecode(kernel: Any, signature: Any) -> bytes:
-    """What the front end makes of a kernel for the interpreter, from `CACHE` where it has made it before."""
+    """Bytecode of a kernel for the interpreter, from `CACHE` if the front end has made it before."""
     if CACHE is None:
         return bytecode(kernel, signature)
     try:

@@ -1,4 +1,4 @@
-"""What the interpreter checks beside the values, and how it says what it found."""
+"""Checks of the interpreter beside the values, and how it says what it found."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KernelBug(Exception):
 
 @dataclasses.dataclass
 class Checks:
-    """What can be switched. Bounds, assumptions, assertions and integer arithmetic are always checked."""
+    """Checks that can be switched. Bounds, assumptions, assertions and integer arithmetic are always checked."""
 
     race: bool = True
     """Two blocks touch an element and one of them writes it, other than both by atomics. Costs most: 2 to 4 times the
@@ -46,11 +46,11 @@ class Checks:
     order: Literal["forward", "backward"] = "forward"
     """In which order blocks run."""
     most_iterations: int = 1_000_000
-    """Of a loop without bounds, before it counts as waiting for another block forever."""
+    """Iterations of a loop without bounds, before it counts as waiting for another block forever."""
 
 
 checks = Checks()
-"""Those in force."""
+"""Checks in force."""
 
 
 @contextlib.contextmanager

@@ -54,12 +54,12 @@ def _exactly(function: Callable[[int, int], int]) -> Binary:
 
 
 def maximum(a: Tensor, b: Tensor) -> Tensor:
-    """Of unsigned integers."""
+    """Maximum of unsigned integers."""
     return _ordered(torch.maximum(_ordered(a), _ordered(b)))
 
 
 def minimum(a: Tensor, b: Tensor) -> Tensor:
-    """Of unsigned integers."""
+    """Minimum of unsigned integers."""
     return _ordered(torch.minimum(_ordered(a), _ordered(b)))
 
 

@@ -1,4 +1,4 @@
-"""What a kernel's values are made of: element types, arrays, pointers and views; and the checks of each access."""
+"""Parts of a kernel's values: element types, arrays, pointers and views; and the checks of each access."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {
     "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32, "f64": torch.float64,
     "f8e4m3fn": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2, "f8e8m0fnu": torch.float8_e8m0fnu,
 }  # fmt: skip
-"""What holds the elements of a type. Integers of Tile IR have no sign, and are held by signed ones."""
+"""Dtypes that hold the elements of a type. Integers of Tile IR have no sign, and are held by signed ones."""
 
 _SIGNED = {
     torch.uint8: torch.int8,

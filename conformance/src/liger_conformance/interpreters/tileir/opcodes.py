@@ -128,14 +128,14 @@ _TABLE = """
 
 
 class Field(NamedTuple):
-    """One field of an encoded operation."""
+    """A field of an encoded operation."""
 
     kind: str
     """result, results, flags, attribute, operand, operands, or regions."""
     names: tuple[str, ...] = ()
-    """Of flags, all of them, "?x" for the presence of x; else one, or none."""
+    """Names: of flags, all of them, "?x" for the presence of x; else one, or none."""
     code: str = ""
-    """Of an attribute: the letter of its type."""
+    """Letter of an attribute's type."""
     optional: bool = False
     since_13_4: bool = False
 

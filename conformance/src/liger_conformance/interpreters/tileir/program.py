@@ -34,7 +34,7 @@ class Program:
         self._once, self._code = list[tuple[Op, Step]](), list[tuple[Op, Step]]()
         fixed = set(function.body.parameters)
         for op, step in compile_block(function.body):
-            # What depends on arguments alone is the same for every block.
+            # Results of arguments alone are the same for every block.
             if op.name in PURE and fixed.issuperset(op.operands):
                 fixed.update(op.results)
                 self._once.append((op, step))

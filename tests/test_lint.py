@@ -102,8 +102,12 @@ def test_a_language_is_called_a_language() -> None:
 FIRST_WORDS = re.compile(r"\s*(?:What|That|Those|Such|Of|One)\b")
 """Beginnings that make a reader guess the noun. A sentence begins with one that exists in the code."""
 
-NOT_SWEPT = ("conformance/", "packages/liger-core/", "benchmarks/peers.py", "benchmarks/test_suite.py")
-"""Beginnings of tracked paths whose words aren't checked yet. Delete one when its files are swept."""
+KEYED = {
+    "conformance/src/liger_conformance/compilers/alignment.py",
+    "conformance/src/liger_conformance/compilers/triton.py",
+    "conformance/src/liger_conformance/interpreters/tileir/capture.py",
+}
+"""Files with attributes' docstrings that are in the keys of kept results. Rewrite them when results are compiled again."""
 
 
 def words_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -130,7 +134,7 @@ def guessed(path: Path) -> list[int]:
 
 def test_a_sentence_begins_with_its_noun() -> None:
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    paths = [ROOT / name for name in tracked.split() if not name.startswith(NOT_SWEPT)]
+    paths = [ROOT / name for name in tracked.split() if name not in KEYED]
     lines = [f"{name_of(path)}:{line}" for path in paths if path.exists() for line in guessed(path)]
     assert len(paths) > 200, "the files are not where this test looks for them"
     assert not lines, f"begin with a noun that exists in the code, not with What, That, Of, ...: {', '.join(lines)}"

@@ -1,4 +1,4 @@
-"""What is wrong with addresses is found in the words of a disassembly."""
+"""Address errors are found in the words of a disassembly."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_what_cannot_compile_is_an_error(
 
 @pytest.mark.skipif(ascend_execute.obstacle() is not None, reason=str(ascend_execute.obstacle()))
 def test_execution(site: Path, run_suite: Suite) -> None:
-    """What is lowered is run, wrong results are caught, and what can't be run is no success."""
+    """Lowered kernels are run, wrong results are caught, and a kernel that can't be run is no success."""
     ops = [f"--op={op}" for op in ("geglu", "swiglu", "sparsemax")]
     options = ["--impl=bent-ascend", "--compile=ascend910b", "--execute", f"--report={site}", "-k=-odd-float32"]
     done = run_suite(site, *options, *ops)
@@ -134,7 +134,7 @@ def test_execution(site: Path, run_suite: Suite) -> None:
     assert any(reason.startswith("sparsemax can't be executed: ") for reason in report["reasons"]["not run"])
 
 
-# What the estimate counts, on MLIR as triton-adapter-opt prints it.
+# Estimates from MLIR as triton-adapter-opt prints it.
 
 LOOP = """
 "builtin.module"() ({
@@ -159,7 +159,7 @@ LOOP = """
 
 
 def test_estimate_of_a_loop() -> None:
-    """What the loop carries is one tile, what it loads another, its exponential a third; the product takes one of those.
+    """Tiles of the loop: the carried one, the loaded one and its exponential; the product takes one of those.
 
     Double buffers are of what is loaded in the loop: 1000 float32 are 125 blocks of 32 bytes.
     """

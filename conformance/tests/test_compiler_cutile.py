@@ -110,7 +110,7 @@ def test_accesses_that_are_not_aligned() -> None:
 
 
 def test_accesses_that_are_not_aligned_in_some_threads(tmp_path: Path) -> None:
-    """Of a row's signs each thread needs one and one far from it; tileiras 13.4 loads two side by side, at any address."""
+    """Each thread needs one sign of a row and one far from it; tileiras 13.4 loads two side by side, at any address."""
     gathered = re.search(r"packed = ct\.gather\(.*", Path(tvd.__file__).read_text())
     assert gathered is not None
     as_a_tile = "packed = ct.load(signs, at, (ROWS, BLOCK // SIGNS), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)"
@@ -172,7 +172,7 @@ def test_rows_that_have_not_arrived() -> None:
 
 
 def test_a_bulk_store_whose_buffer_is_written_before_it_is_read(tmp_path: Path) -> None:
-    """What tileiras 13.4 makes of fused_add_rms_norm where both of its results are stored in bulk: on an H200, wrong rows."""
+    """Rows of fused_add_rms_norm are wrong on an H200, if tileiras 13.4 stores both of its results in bulk."""
     changes = {
         "sums, check_bounds=not INSIDE, allow_tma=False": "sums, check_bounds=not INSIDE",
         "LONGEST_HELD_FUSED = 256": "LONGEST_HELD_FUSED = 4096",
@@ -192,7 +192,7 @@ def test_a_bulk_store_whose_buffer_is_written_before_it_is_read(tmp_path: Path) 
 
 
 def test_warps_that_wait_for_more_registers_than_there_are(tmp_path: Path) -> None:
-    """What tileiras 13.4 makes of jsd's gradient where rows may not count and it is stored in bulk: on an H200, it hangs."""
+    """Kernels of jsd's gradient hang on an H200, if rows may not count and tileiras 13.4 stores it in bulk."""
     changes = {
         "store_beside_labels(dstudent, at, scale * gradient, labels, ROWS)": "store(dstudent, at, scale * gradient)",
         "    store_beside_labels,\n": "    store,\n",

@@ -31,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, install_package: Callable[...
 
 @dataclass
 class Run:
-    """What a run of the suite found: the error of each failed test by name, and the report."""
+    """Results of a run of the suite: the error of each failed test by name, and the report."""
 
     errors: dict[str, str]
     report: dict[str, Any]
@@ -73,7 +73,7 @@ def run(site: Path, run_suite: Suite) -> Run:
     ],
 )
 def test_wrong_kernels_are_caught(run: Run, op: str, chips: tuple[str, ...], says: str) -> None:
-    """What doesn't compile, at any stage; what takes too much; what spills; host code that can't be followed."""
+    """Kernels that don't compile, at any stage, take too much, or spill; and host code that can't be followed."""
     for chip in ("sm_90", "sm_120"):
         for dtype in ("float32", "bfloat16"):
             error = run.errors.get(f"test_compiled[{op}-bent-{chip}-large-{dtype}]")
@@ -103,14 +103,14 @@ def test_right_kernels_are_reported(run: Run) -> None:
 
 
 def test_every_configuration_is_compiled(run: Run) -> None:
-    """Of an autotuned kernel each: which one would be chosen is not known without the chip."""
+    """Configurations of an autotuned kernel are all compiled: the chosen one is not known without the chip."""
     for chip in ("sm_90", "sm_120"):
         variants = [kernel["variant"].partition(", num_stages")[0] for kernel in run.kernels("poly_norm._row", chip)]
         assert sorted(variants) == sorted(["BLOCK=1024, num_warps=2", "BLOCK=1024, num_warps=4"] * 2)
 
 
 def test_known_spills_are_strict(run: Run) -> None:
-    """What is declared may spill, up to what is declared, and has to."""
+    """Kernels with declared spills may spill, up to what is declared, and have to."""
     for chip in ("sm_90", "sm_120"):
         assert run.outcomes("dyt", chip) == {"compiled"}
         assert all(kernel["spills"] > 0 for kernel in run.kernels("dyt._row", chip))
@@ -120,7 +120,7 @@ def test_known_spills_are_strict(run: Run) -> None:
 
 
 def test_any_spills(site: Path, run_suite: Suite) -> None:
-    """What spills passes, declared or not; and what is declared needn't spill. Everything else fails as it does."""
+    """Spills pass, declared or not, and declared ones needn't happen. Everything else fails as it does."""
     chosen = "test_compiled and -large-bfloat16 or test_known_spills"
     ops = ("geglu", "dyt", "layer_norm", "swiglu", "jsd")
     asked = [f"--op={op}" for op in ops]
@@ -236,7 +236,7 @@ def test_what_cannot_compile_is_an_error(
     ],
 )
 def test_reductions_over_scattered_lanes(lanes: str, axis: int, scattered: int) -> None:
-    """What Triton 3.6 made of four groups of 232 x 2 elements, reshaped to rows: lanes 1 and 2 are other groups'."""
+    """Lanes that Triton 3.6 made of four groups of 232 x 2 elements, reshaped to rows: 1 and 2 are other groups'."""
     ttgir = f"""
 #blocked = #ttg.blocked<{{sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [1, 4], order = [1, 0]}}>
 #linear = #ttg.linear<{{register = [[0, 32]], lane = {lanes}, warp = [[0, 8], [0, 16]], block = []}}>

@@ -20,7 +20,7 @@ if why := cutile.refuses(DEVICE):
     pytest.skip(why, allow_module_level=True)
 
 VALUES, EVERY_ELEMENT = "test_values", "test_same_bits_again"
-"""What is never written may have had the right value before: the second runs over poisoned memory, too."""
+"""Elements that are never written may have had the right value before: the second runs over poisoned memory, too."""
 DTYPES = {VALUES: "float32", EVERY_ELEMENT: "bfloat16"}
 ERRORS = {VALUES: "Mismatch", EVERY_ELEMENT: "AssertionError"}
 
@@ -50,7 +50,7 @@ class Mutant(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Of the test, in the suite."""
+        """Name of the test in the suite."""
         return f"{self.test}[{self.file.removeprefix('_')}-{self.language}-{DEVICE}-{self.case}-{DTYPES[self.test]}]"
 
 

@@ -45,7 +45,7 @@ def calls(node, conditions=()):
 
 
 def encoded_fields(function):
-    """What an encoder writes: the opcode, and its fields as those of the table."""
+    """Opcode that an encoder writes, and its fields as those of the table."""
     opcode, fields, counted = None, [], 0
     for call, conditions in calls(function):
         if any(re.search(r"V_13_[5-9]", condition) for condition in conditions):
@@ -91,7 +91,7 @@ def test_table_is_the_encoder_s():
 
 
 def test_what_is_not_decoded_is_newer():
-    """What the encoder can write and the table lacks belongs to a later format than is asked for."""
+    """Opcodes that the encoder can write and the table lacks belong to a later format than is asked for."""
     source = Path(encodings.__file__).read_text()
     for name, function in encoders().items():
         opcode, _ = encoded_fields(function)
@@ -104,7 +104,7 @@ def numbers(kind):
 
 
 def test_enumerators():
-    """What an attribute's number means."""
+    """Numbers of attributes mean the same here."""
     predicates = ["EQUAL", "NOT_EQUAL", "LESS_THAN", "LESS_THAN_OR_EQUAL", "GREATER_THAN", "GREATER_THAN_OR_EQUAL"]
     functions = [torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge]
     found = numbers(encodings.ComparisonPredicate)
@@ -121,7 +121,7 @@ def test_enumerators():
 
 
 def test_element_types():
-    """What a type's tag means."""
+    """Tags of types mean the same here."""
     from cuda.tile._bytecode.type import SimpleType
 
     tags = {bytecode._Reader(member.value).varint(): member.name.lower() for member in SimpleType}

@@ -300,7 +300,7 @@ def integer_arithmetic(x, y, results, BLOCK: ConstInt):
 
 
 def test_integer_arithmetic():
-    """What Python's operators mean."""
+    """Meaning of Python's operators."""
     a = torch.randint(-(2**31), 2**31 - 1, (32,)).int()
     b = torch.randint(1, 50, (32,)).int() * torch.where(torch.arange(32) % 2 == 0, 1, -1).int()
     results = torch.empty(7, 32, dtype=torch.int32)

@@ -59,7 +59,7 @@ def test_a_launch_that_fails_is_not_recorded():
 
 
 def test_host_code_is_watched():
-    """What it allocates and doesn't fill is no input, for the languages whose interpreter can tell."""
+    """Tensors that it allocates and doesn't fill are no input, for the languages whose interpreter can tell."""
     x = torch.ones(3, 16)
     with interpreters.checking(BACKEND, "cpu"), pytest.raises(tileir.KernelBug, match="uninitialised: argument 1"):
         ct.launch(0, (3,), add, (x, torch.empty(3, 16), 16))
@@ -113,7 +113,7 @@ def test_the_page_s_example_runs(tmp_path, monkeypatch):
 
 
 def test_signature_is_of_the_tensors_own_types():
-    """What has no name in the array interface is declared as another type, and put right."""
+    """Dtypes without a name in the array interface are declared as another type, and put right."""
     for dtype, expected in (
         (torch.bfloat16, ct.bfloat16),
         (torch.float8_e5m2, ct.float8_e5m2),

@@ -118,7 +118,7 @@ def mutated(tmp_path, monkeypatch):
 
 
 def outcome(check, arguments, tracked):
-    """What catches a kernel: values, the kind of a KernelBug, or nothing."""
+    """Outcome of a check that catches a kernel: values, the kind of a KernelBug, or nothing."""
     torch.manual_seed(0)
     try:
         with tileir.tracking() if tracked else contextlib.nullcontext():

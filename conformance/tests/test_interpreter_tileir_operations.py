@@ -118,7 +118,7 @@ def test_negation_and_absolute_value(element):
 def test_division(rounding, function, signed, element):
     bits = WIDTHS[element]
     pairs = zip(some_integers(bits, 3), some_integers(bits, 4, zero=False), strict=True)
-    # What overflows has no meaning.
+    # Quotients that overflow have no meaning.
     a, b = zip(*((x, y) for x, y in pairs if not (x == -(1 << bits - 1) and y == -1)), strict=True)
     quotients = [
         wrapped(function(taken(x, bits, signed), taken(y, bits, signed)), bits) for x, y in zip(a, b, strict=True)
@@ -380,7 +380,7 @@ def test_nan_in_maxima_and_minima(name, result):
     ],
 )
 def test_constants(element, value, data):
-    """One number for a whole tile, or each by itself."""
+    """Constants have one number for a whole tile, or each element has its own."""
     assert run("constant", element, shape=(4,), value=data).tolist() == [value] * 4
     if element != "i1":
         assert run("constant", element, shape=(2,), value=data * 2).tolist() == [value] * 2

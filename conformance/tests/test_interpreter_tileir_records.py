@@ -32,7 +32,7 @@ recorder = load_recorder()
 
 
 class Records:
-    """What `record` wrote."""
+    """Records that `record` wrote."""
 
     def __init__(self, folder: Path) -> None:
         self.about = json.loads((folder / "tileir_records.json").read_text())

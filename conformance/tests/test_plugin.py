@@ -153,7 +153,7 @@ def test_what_a_kernel_refuses_is_not_claimed_where_it_is_compiled(
 
 
 def test_failures_show_no_tensors(site: Path, run_suite: Suite) -> None:
-    """What is wrong is said in words; the elements would fill the screen."""
+    """Error texts say what is wrong; the elements would fill the screen."""
     kernel = site / "liger_acme" / "ops" / "rms_norm.py"
     text = kernel.read_text().replace("if any(needs) else ()", "")
     kernel.write_text(text.replace("return dx if needs[0] else None", "inverse_rms.zero_()\n    return dx"))
@@ -224,14 +224,14 @@ def test_dtypes_with_kernels_of_their_own_stay(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_float16_with_kernels_of_its_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of short cases, if the op's case file says so."""
+    """Short cases stay, if the op's case file says so."""
     monkeypatch.setattr(cases_of("rms_norm").module, "FLOAT16_APART", True, raising=False)
     assert not slow("interpreted", "no-weight", torch.float16)
     assert slow("interpreted", "long-row", torch.float16)
 
 
 def test_what_a_quick_run_leaves_a_slow_one_takes(site: Path, run_suite: Suite) -> None:
-    """Of test_values and the tests of purity, on the CPU: none is in both, and none in neither."""
+    """Tests of values and of purity, on the CPU: none is in both runs, and none in neither."""
 
     def collected(*options: str) -> set[str]:
         chosen = ("-k", "(test_values or test_purity) and not model_sizes", "--collect-only")

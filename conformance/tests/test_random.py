@@ -78,7 +78,7 @@ def test_a_seed_gives_the_same_calls(op: str) -> None:
 
 @pytest.mark.parametrize("op", sorted(ops))
 def test_a_line_is_a_case(op: str) -> None:
-    """What is reported can be pasted: it has the same values, and the same tensors."""
+    """Lines of a report can be pasted: the case has the same values, and the same tensors."""
     for number in range(20):
         call, found, legal = drawn(op, number, lane="passed")
         (case,) = eval(f"({call.line(found, legal)}\n)", {"Case": Case, "CallMode": CallMode, "torch": torch})
@@ -262,7 +262,7 @@ def test_a_process_whose_device_is_lost_is_replaced(site: Path, run_suite: Suite
 def test_processes_are_spread_over_devices(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: str | list[str]
 ) -> None:
-    """Those that the run may see, in turn."""
+    """Devices that the run may see, in turn."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

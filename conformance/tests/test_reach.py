@@ -1,4 +1,4 @@
-"""What the cases don't reach fails, and so does a declaration of what they do reach."""
+"""Code that the cases don't reach fails, and so does a declaration of code that they do reach."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_which_functions_are_kernels_and_which_are_host_code(short: Path) -> Non
 
 
 def test_names_of_what_is_not_reached(short: Path) -> None:
-    """Of two processes together. They are apart from this test's, whose tracing may be somebody's."""
+    """Names of two processes together. They are apart from this test's, whose tracing may be somebody's."""
     command = [sys.executable, "-c", CALLED, str(short.parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -49,7 +49,7 @@ class Draws:
 
 
 def gradient_of_x(x: torch.Tensor, weight: torch.Tensor, eps: float, dy: torch.Tensor) -> torch.Tensor:
-    """Of a layer norm, by the formula of most kernels: the mean of what it subtracts is not 0."""
+    """Gradient of a layer norm's x, by the formula of most kernels: the mean of what it subtracts is not 0."""
     mean = x.mean(-1, keepdim=True)
     rstd = torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + eps)
     normed, g = (x - mean) * rstd, dy * weight
@@ -234,7 +234,7 @@ def products(x: torch.Tensor, weight: torch.Tensor, digits: int) -> torch.Tensor
     return total.float()
 
 
-# Of few logits the errors don't cancel. Those of `decided` ones are sums of terms of one sign, which lose more. Of many
+# Errors of few logits don't cancel. `decided` logits are sums of terms of one sign, which lose more. Of many
 # logits all lose, so that the sum of their exponentials does.
 DEEP = (
     {"rows": 3, "hidden": 256, "vocabulary": 3},
@@ -287,7 +287,7 @@ def test_a_log_sum_exp_may_be_rounded() -> None:
 
 
 def test_a_sum_may_have_any_order() -> None:
-    """Of terms whose signs differ, added up one by one, as over the rows of a program or over chunks of them."""
+    """Terms of different signs are added up one by one, as over the rows of a program or over chunks of them."""
     op = ops["layer_norm"]
     draws = Draws(3)
     for draw in draws:

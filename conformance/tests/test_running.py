@@ -37,10 +37,10 @@ def test_truth_is_computed_on_the_cpu_where_a_device_has_no_float64(monkeypatch:
 
 
 def test_comparison_is_made_where_the_truth_is() -> None:
-    """What a device without float64 gave is moved before it is widened."""
+    """Results of a device without float64 are moved before they are widened."""
 
     class Elsewhere(torch.Tensor):
-        """Of a device that has no arithmetic: all it can do is move."""
+        """Tensor of a device that has no arithmetic: all it can do is move."""
 
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""What spills and may, and what is said to spill and doesn't."""
+"""Spills that are allowed, and declared spills that don't happen."""
 
 KNOWN_SPILLS = {
     "dyt-bent-sm_* dyt._row[*num_warps=1,*]": (2000, "it is meant to: a warp holds a row of 16384"),

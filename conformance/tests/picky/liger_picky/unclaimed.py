@@ -1,3 +1,3 @@
-"""What the kernels refuse that their ops' first cases ask for."""
+"""Calls in ops' first cases that the kernels refuse."""
 
 UNCLAIMED = {"swiglu-odd-*": "rows are multiples of 16 alone"}

@@ -141,7 +141,9 @@ class Printed:
         return "Printed()"
 
 
-@pytest.mark.parametrize("value", [torch.tensor(1.00001), object(), Printed()], ids=["a rounded number", "an address", "a name alone"])
+@pytest.mark.parametrize(
+    "value", [torch.tensor(1.00001), object(), Printed()], ids=["a rounded number", "an address", "a name alone"]
+)
 def test_a_value_that_does_not_say_all_of_itself(value: object) -> None:
     def kernel(x: Any) -> Any:
         return x + value

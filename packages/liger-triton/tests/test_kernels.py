@@ -302,7 +302,7 @@ def test_products_by_pytorch_take_rows_of_whole_vectors(
 def test_products_by_pytorch_in_a_trace_take_operands_that_start_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo doesn't know where a tensor starts."""
     monkeypatch.setattr(fused_moe, "is_hopper", lambda device: True)
-    monkeypatch.setattr(fused_moe.modes, "compiling", lambda: True)
+    monkeypatch.setattr(fused_moe.torch_state, "compiling", lambda: True)
     left, right = torch.randn(4, 16), torch.randn(2, 16, 8)
     starts, memory = torch.tensor([0, 3, 4]), torch.zeros(99, dtype=torch.bfloat16)
     elsewhere = memory[3:].as_strided((4, 16), (24, 1)).copy_(left)
@@ -518,7 +518,7 @@ def test_slots_are_sorted_as_pytorch_sorts_them(
     make = Make(torch.float32, DEVICE)
     indices = make.integers(-1, experts, tokens, per_token)
     indices[1] = experts
-    found, expected = fused_moe._MoEKernels().route(indices, experts, 16), route(indices, experts, 16)
+    found, expected = fused_moe.TritonMoE().route(indices, experts, 16), route(indices, experts, 16)
     for name in ("keys", "order", "places", "starts", "by_size", "tile_experts"):
         assert torch.equal(getattr(found, name).long(), getattr(expected, name)), name
     live = expected.tile_experts < experts

@@ -28,7 +28,7 @@ class Observed:
     """Values that were seen of a kernel while it ran: the `saved` of each forward, and the gradients that each backward
     returned.
 
-    Those of the reference are autograd's.
+    The reference's values are those that autograd saves and returns.
     """
 
     saved: list[Any] = field(default_factory=list[Any])

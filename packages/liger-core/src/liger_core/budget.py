@@ -65,8 +65,8 @@ def least_memory(
 ) -> int:
     """Bytes below which a `memory_budget` is refused.
 
-    That is the memory of all rows at once; or, if it is less, that of `least_chunk` rows of the logits and then one column. With
-    a teacher the latter is that of these rows beside the accumulator.
+    The bound is the memory of all rows at once; or, if it is less, that of `least_chunk` rows of the logits and then one column.
+    With a teacher the latter is that of these rows beside the accumulator.
     """
     rows = x.shape[0]
     by_columns = weight_grad and teacher_x is None and accum_dtype != linear_weight.dtype

@@ -351,8 +351,8 @@ class TeacherLayer(NamedTuple):
 class GradAccumulator:
     """The gradients of x, weight and bias of a linear layer, added up from the gradient of the logits.
 
-    That gradient comes in chunks of rows (`add_rows`) or of columns (`add_columns`). With rows, the weight's gradient is a sum
-    over chunks. With columns, one product makes it, and it is rounded once.
+    The logits' gradient comes in chunks of rows (`add_rows`) or of columns (`add_columns`). With rows, the weight's gradient is a
+    sum over chunks. With columns, one product makes it, and it is rounded once.
 
     Args:
         linear: the language's.

@@ -565,10 +565,12 @@ def test_rounding_modes():
     assert (flushed == 0).all()
 
 
-def test_launches_share_what_is_compiled(monkeypatch):
+def test_launches_share_what_is_compiled(monkeypatch, tmp_path):
     """A kernel is decoded once per signature, which doesn't say by what its sizes and addresses can be divided."""
     from liger_conformance.interpreters.tileir import capture
 
+    monkeypatch.setattr(capture, "CACHE", tmp_path)
+    monkeypatch.setattr(capture, "_programs", {})
     made = []
     monkeypatch.setattr(
         capture, "bytecode", lambda *arguments, of=capture.bytecode: (made.append(1), of(*arguments))[1]

@@ -1,6 +1,7 @@
 """An op is its contract, its cases, its calls in liger-core's tests, a kernel per language, and a name in `liger_core`."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,134 +24,13 @@ COPIED = (
     "tools/pages.py",
 )
 
-CONTRACT = '''
-from torch import Tensor
-
-from liger_core import checks
-from liger_core.contract import op, upcast
-
-
-@op(differentiable=("x",), dimensions="x: ... -> ...")
-def tenfold(x: Tensor, *, factor: float = 10.0) -> Tensor:
-    """Scale values: y = factor · x.
-
-    Args:
-        x: ``[...]``; any floating dtype.
-        factor: what `x` is multiplied by.
-
-    Returns:
-        ``[...]``, of x's dtype.
-
-    Raises:
-        TypeError: x doesn't have floating-point values, or factor is not a number.
-
-    Source:
-        This test.
-    """
-    return (upcast(x) * factor).to(x.dtype)
-
-
-@tenfold.checks
-def _(x: Tensor, factor: float) -> None:
-    checks.floating("tenfold", x=x)
-    checks.number("tenfold", factor=factor)
-'''
-
-CASES = """
-from typing import Any
-
-from torch import Tensor
-
-from liger_conformance.case import Case, Make, Moves
-from liger_conformance.vary import ROWS, Number, Size, Vary
-
-KIND = "activation, embedding"
-
-
-def build(make: Make, *, rows: int | tuple[int, ...], hidden: int, **options: Any) -> dict[str, Any]:
-    return {"x": make.randn(*(rows if isinstance(rows, tuple) else (rows,)), hidden), **options}
-
-
-VARY = Vary(
-    sizes={"rows": ROWS, "hidden": Size()}, tensors=("rows hidden",), values={"factor": Number(-2.0, 2.0)}
-)
-
-CASES = (
-    Case("odd", "odd", rows=5, hidden=123),
-    Case("factor", "option", rows=4, hidden=96, factor=0.5),
-    Case("small", "small", rows=2048, hidden=2048),
-    Case("medium", "medium", rows=8192, hidden=4096),
-    Case("large", "large", rows=16384, hidden=8192),
-)
-
-MOVES = Moves({"x": 2}, {"x": 2})
-
-
-def eager(x: Tensor) -> Tensor:
-    return x * 10
-
-
-liger = None
-"""
-
-CALLS = """
-from typing import Any
-
-from op_calls import BadCall, integers, randn
-
-BAD = (
-    BadCall("integer-x", TypeError, ("x", "int64"), lambda: {"x": integers(0, 9, 3)}),
-    BadCall("factor-not-a-number", TypeError, ("factor", "'2'"), lambda: {"x": randn(3), "factor": "2"}),
-)
-
-
-def small() -> dict[str, Any]:
-    return {"x": randn(3, 8), "factor": 0.5}
-"""
-
-KERNEL = """
-import torch
-import triton.language as tl
-from torch import Tensor
-
-from liger_core import tenfold
-from liger_core.contract import Needs, Saved, implements
-from liger_triton.ops._launch import kernel
-
-
-@kernel
-def _scale(y, x, count, factor, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + at, at < count, other=0.0).to(tl.float32)
-    tl.store(y + at, values * tl.cast(factor, tl.float32), at < count)
-
-
-def _launch(x: Tensor, factor: float) -> Tensor:
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    _scale[(-(-x.numel() // 1024),)](y, x, x.numel(), factor, BLOCK=1024)
-    return y
-
-
-@implements(tenfold)
-def forward(needs: Needs, x: Tensor, *, factor: float = 10.0) -> tuple[Tensor, Saved]:
-    return _launch(x, factor), ()
-
-
-def backward(needs: Needs, saved: Saved, dy: Tensor, *, factor: float) -> tuple[Tensor | None, ...]:
-    return (_launch(dy, factor),)
-"""
+PAGE = (ROOT / "docs/adding-an-op.md").read_text("utf-8")
+FILES = dict(re.findall(r'^```python title="([^"]*)"\n(.*?)^```$', PAGE, re.M | re.S))
+"""The files of the op `tenfold`, which the page shows whole."""
 
 CORE_TESTS = [
     f"packages/liger-core/tests/test_{name}.py" for name in ("bad_input", "dispatch", "references", "references_basic")
 ]
-
-FILES = {
-    "packages/liger-core/src/liger_core/ops/tenfold.py": CONTRACT,
-    "conformance/src/liger_conformance/cases/tenfold.py": CASES,
-    "packages/liger-core/tests/op_calls/tenfold.py": CALLS,
-    "packages/liger-triton/src/liger_triton/ops/tenfold.py": KERNEL,
-}
 
 
 @pytest.fixture
@@ -163,6 +43,7 @@ def checkout(tmp_path: Path) -> Path:
             shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
         else:
             shutil.copy(ROOT / name, tmp_path / name)
+    assert len(FILES) == 4
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, "utf-8")
     exports = tmp_path / "packages/liger-core/src/liger_core/__init__.py"

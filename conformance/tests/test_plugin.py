@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -11,7 +12,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import torch
 import liger_conformance.suite
 from liger_conformance.case import cases_of
 from liger_conformance.plugin import outcomes, selection
-from liger_conformance.plugin.stash import report_key, targets_key
+from liger_conformance.plugin.stash import known_key, report_key, targets_key
 from liger_conformance.report import Report
 from liger_conformance.target import Target
 from liger_core.contract import ops
@@ -175,15 +176,15 @@ def test_a_declaration_needs_a_link(site: Path, run_suite: Suite) -> None:
     assert "it takes a reason and a link" in done.stdout + done.stderr
 
 
-VALUES: dict[str, Any] = {}
-PURITY: dict[str, Any] = {"dtypes": (torch.bfloat16,), "short": ("odd", "option")}
+VALUES = selection.Cases()
+PURITY = selection.Cases(dtypes=(torch.bfloat16,), short=("odd", "option"))
 
 
-def slow(lane: str, case: str, dtype: torch.dtype, options: dict[str, Any] = VALUES) -> bool:
+def slow(lane: str, case: str, dtype: torch.dtype, cases: selection.Cases = VALUES) -> bool:
     """Whether a test of a case of rms_norm is left to `-m slow`."""
     target = Target(ops["rms_norm"], "acme", "cpu", None, lane)
     (found,) = (found for found in cases_of("rms_norm").cases if found.id == case)
-    return selection.is_slow(target, found, dtype, options)
+    return selection.is_slow(target, found, dtype, cases)
 
 
 def test_an_interpreter_leaves_long_cases_to_the_slow_lane() -> None:
@@ -196,7 +197,7 @@ def test_an_interpreter_leaves_long_cases_to_the_slow_lane() -> None:
             assert not slow("passed", case.id, dtype)
     assert left == {torch.float32, torch.bfloat16}
     assert slow("interpreted", "long-row", torch.bfloat16, PURITY)
-    assert not slow("interpreted", "long-row", torch.bfloat16, {**PURITY, "short": ()})
+    assert not slow("interpreted", "long-row", torch.bfloat16, dataclasses.replace(PURITY, short=()))
     assert not slow("interpreted", "odd", torch.bfloat16, PURITY)
     assert not slow("interpreted", "no-weight", torch.bfloat16, PURITY)
     assert slow("interpreted", "vector", torch.bfloat16, PURITY)
@@ -212,7 +213,7 @@ def test_an_interpreter_leaves_most_of_float16_to_the_slow_lane() -> None:
         assert not slow("interpreted", case, torch.float16)
     for case in ("long-row", "no-weight"):
         assert slow("interpreted", case, torch.float16)
-        assert not slow("interpreted", case, torch.float16, {"first": 1})
+        assert not slow("interpreted", case, torch.float16, selection.Cases(first=1))
         assert not slow("passed", case, torch.float16)
 
 
@@ -325,16 +326,36 @@ def test_runs_within_a_run_keep_their_outcomes_apart(pytestconfig: pytest.Config
     assert listener.config is pytestconfig
 
 
-def test_a_misspelt_option_of_cases_fails() -> None:
-    """It would be ignored, and the test taken for more or fewer targets than it says."""
+@pytest.mark.parametrize(
+    ("mark", "error"),
+    [
+        (pytest.mark.cases(kernel=True), "test_x: cases takes groups, dtypes.*'kernel'"),
+        (pytest.mark.targets("kernels"), "test_x: targets has no kernels; it takes kernel, one_op"),
+    ],
+)
+def test_a_misspelt_mark_fails(mark: pytest.MarkDecorator, error: str) -> None:
+    """It would be ignored, and the test taken for more or fewer cases and targets than it says."""
+
+    class Definition:
+        name = "test_x"
+
+        @staticmethod
+        def iter_markers(name: str) -> list[pytest.Mark]:
+            return [mark.mark] if name == mark.name else []
+
+        def get_closest_marker(self, name: str) -> pytest.Mark | None:
+            return next(iter(self.iter_markers(name)), None)
 
     class Metafunc:
         module = types.SimpleNamespace(__name__=f"{selection.SUITE}.test_values")
         fixturenames = ("target",)
-        config = types.SimpleNamespace(stash={targets_key: []}, getoption=lambda name: None)
-        definition = types.SimpleNamespace(
-            name="test_x", iter_markers=lambda name: iter([types.SimpleNamespace(kwargs={"kernel": True})])
+        config = types.SimpleNamespace(
+            stash={targets_key: [], known_key: types.SimpleNamespace(declares_any=False)},
+            getoption=lambda name: None,
+            option=types.SimpleNamespace(markexpr=""),
+            args=(),
         )
+        definition = Definition()
 
-    with pytest.raises(pytest.UsageError, match="test_x: cases has no kernel; it takes groups, dtypes"):
+    with pytest.raises(pytest.UsageError, match=error):
         selection.pytest_generate_tests(cast("pytest.Metafunc", Metafunc))

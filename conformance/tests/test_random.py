@@ -19,9 +19,9 @@ from execnet import XSpec
 from liger_conformance import plugin
 from liger_conformance.case import DEFAULT_MODE, QUICK, CallMode, Case, OpCases, cases_of
 from liger_conformance.evaluate import baseline_and_truth, complete
+from liger_conformance.random_call import MOST, Call, RandomCall, arguments_of, smallest
 from liger_conformance.suite.test_values import check_case, traced
 from liger_conformance.target import Target
-from liger_conformance.vary import MOST, Call, RandomCall, arguments_of, smallest
 from liger_core.contract import ops
 
 ACME = Path(__file__).parent / "acme" / "liger_acme"

@@ -8,15 +8,13 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_conformance.layouts import LAYOUTS
-
-if TYPE_CHECKING:
-    from liger_conformance.vary import Vary
+from liger_conformance.vary import Vary
 
 QUICK = ("odd", "edge", "option", "extreme")
 """The groups that every run checks, also in an interpreter. Sizes here are tiny."""

@@ -157,6 +157,10 @@ class KnownSpills:
         """Whether a kernel may go without a fast instruction, where the compiler says so in these words."""
         return any(matches(pattern, kernel) and matches(loss, what) for pattern, loss in self.losses_of(target))
 
+    def declares(self, target: str) -> bool:
+        """Whether anything is declared for an op, language and chip."""
+        return bool(self.of(target) or self.losses_of(target))
+
     def of(self, target: str) -> list[tuple[str, int]]:
         """The kernels, as patterns, that are declared for an op, language and chip, and how much they may spill."""
         return [(kernel, most) for name, kernel, most in self._spills if matches(name, target)]

@@ -1,38 +1,20 @@
-"""Random calls: how an op's may vary, as its file declares it, the one that a seed and a number give, and a smaller one."""
+"""How the values of an op's cases may vary in random calls: sizes, numbers and choices, as an op's file declares them."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from liger_conformance.case import DEFAULT_MODE, QUICK, CallMode, Case, MetaMake, OpCases
-from liger_conformance.layouts import LAYOUTS
-from liger_conformance.target import Target
-from liger_core.contract import Op, ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that the suite calls ops with."""
 
 ANY_DTYPE = (None, *DTYPES)
 """Dtypes of an argument that may have another one than the first argument; None: the same."""
-
-ATTEMPTS = 200
-"""How often a call is drawn until the contract takes it."""
-
-MOST = {"passed": (1 << 24, 1 << 24), "compiled": (1 << 24, 1 << 24)}
-"""Elements of a call's largest tensor, by lane: the limit of a call is drawn between these."""
-
-MOST_ELSEWHERE = 1 << 3, 1 << 10
-"""In an interpreter, where a program takes milliseconds, and on a CPU."""
-
-STEPS = 200
-"""How many calls are tried in the search for a smaller one that fails."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +35,7 @@ class Size:
     def draw(self, source: random.Random, most: int) -> int:
         """A size that is at most `most`, or the least."""
         most = max(self.least, min(self.most, most))
-        size = _log_uniform(source, self.least, most)
+        size = log_uniform(source, self.least, most)
         kind = source.random()
         if kind < 0.35:
             size = (1 << round(math.log2(max(size, 1)))) + (source.choice((-1, 1)) if kind < 0.2 else 0)
@@ -70,7 +52,7 @@ class Size:
         count = source.choice(counts)
         shape: list[int] = []
         for _ in range(count - 1):
-            shape.append(_log_uniform(source, 1, size))
+            shape.append(log_uniform(source, 1, size))
             size //= shape[-1]
         shape += [size] * (count > 0)
         source.shuffle(shape)
@@ -147,146 +129,6 @@ class Vary:
         return {name: values for name, values in self.values.items() if callable(values)}
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of an op: everything that it was drawn as.
-
-    Attributes:
-        values: of ``build``, and sizes that only other values are made from.
-        mode: how it is called.
-        dtype: of its tensors.
-    """
-
-    values: dict[str, Any]
-    mode: CallMode
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class RandomCall:
-    """A call's number, which a test gets: the same call of an op for a seed whatever the language."""
-
-    op: str
-    seed: int
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.seed}-{self.number}"
-
-    @property
-    def id(self) -> str:
-        """The id of its case. The values of its tensors follow from it."""
-        return f"random-{self}"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._source("dtype").choice(DTYPES)
-
-    def _source(self, of: str) -> random.Random:
-        return random.Random(f"{self.op}/{self.seed}/{self.number}/{of}")
-
-    def draw(self, found: OpCases, lane: str) -> Call:
-        """The call, with tensors of a size that the lane bears."""
-        source, vary = self._source("call"), found.vary
-        most = _log_uniform(source, *MOST.get(lane, MOST_ELSEWHERE))
-        for _ in range(ATTEMPTS):
-            case = source.choice([case for case in found.cases if case.group in QUICK])
-            values = {name: value for name, value in case.values.items() if name not in vary.sizes}
-            if source.random() < 0.5:
-                values |= _draw_values(source, vary)
-            values |= _draw_sizes(source, vary, most)
-            for name, choices in vary.depending.items():
-                values[name] = _pick(source, _call(choices, found, values))
-            call = Call(values, DEFAULT_MODE, self.dtype)
-            if (arguments := arguments_of(found, call)) is not None:
-                call = replace(call, mode=_draw_mode(source, ops[self.op], arguments))
-                if arguments_of(found, call) is not None:
-                    return call
-        raise ValueError(f"{self.op}: of {ATTEMPTS} random calls the contract takes none: mend VARY in its cases")
-
-    def case(self, found: OpCases, call: Call) -> Case:
-        """The call as a case."""
-        return Case(self.id, "edge", mode=call.mode, **_for_build(found, call.values))
-
-    def line(self, found: OpCases, call: Call) -> str:
-        """The call as the op's file would have it among its cases."""
-        case = self.case(found, call)
-        named = case.values if case.mode == DEFAULT_MODE else {"mode": case.mode, **case.values}
-        words = [repr(case.id), repr(case.group), *(f"{name}={value!r}" for name, value in named.items())]
-        return f"Case({', '.join(words)}),  # {str(call.dtype).removeprefix('torch.')}"
-
-
-def lane_of(target: Target) -> str:
-    """The lane that decides how large a target's calls are; on a CPU they are as in an interpreter."""
-    return "interpreted" if target.device == "cpu" else target.lane
-
-
-def arguments_of(found: OpCases, call: Call) -> dict[str, Any] | None:
-    """The call's arguments, without data; None where the contract doesn't take them."""
-    op = ops[found.op]
-    case = Case("", "edge", mode=call.mode, **_for_build(found, call.values))
-    arguments = op.bind((), found.make(case, MetaMake(call.dtype, "meta")))
-    grads = op.differentiable if call.mode.grads is None else call.mode.grads
-    for name in grads:
-        if arguments[name] is not None:
-            arguments[name] = arguments[name].detach().requires_grad_()
-    checked = dict(arguments)
-    if call.mode.autocast:  # which knows of no meta device
-        cast = [name for name in op.autocast if arguments[name] is not None]
-        checked |= {name: arguments[name].to(torch.bfloat16) for name in cast}
-    try:
-        op.examine(checked)
-    except (TypeError, ValueError):
-        return None
-    return arguments
-
-
-def smallest(found: OpCases, call: Call, fails: Callable[[Call], bool]) -> Call:
-    """The simplest call that fails of those that are found from one that does, a simplification at a time."""
-    tried = 0
-    seen = [call]
-    progress = True
-    while progress:
-        progress = False
-        for simpler in _simpler(found, call):
-            if simpler in seen or arguments_of(found, simpler) is None:
-                continue
-            tried += 1
-            if tried > STEPS:
-                return call
-            seen.append(simpler)
-            if fails(simpler):
-                call, progress = simpler, True
-                break
-    return call
-
-
-def _simpler(found: OpCases, call: Call) -> Iterator[Call]:
-    """Calls that are simpler in one thing."""
-    mode, vary = call.mode, found.vary
-    if mode != DEFAULT_MODE:
-        yield replace(call, mode=DEFAULT_MODE)
-    if mode.autocast:
-        yield replace(call, mode=replace(mode, autocast=False))
-    if mode.grads is not None:
-        yield replace(call, mode=replace(mode, grads=None))
-    for name in mode.layouts:
-        yield replace(call, mode=replace(mode, layouts={n: l for n, l in mode.layouts.items() if n != name}))
-    if call.dtype is not torch.float32:
-        yield replace(call, dtype=torch.float32)
-    needed = {name for name, default in _defaults(found).items() if default is inspect.Parameter.empty}
-    for name in call.values:
-        if name not in needed and name not in vary.sizes:
-            yield replace(call, values={n: v for n, v in call.values.items() if n != name})
-    for name, size in vary.sizes.items():
-        for less in size.smaller(call.values[name]):
-            values = call.values | {name: less}
-            for other, choices in vary.depending.items():
-                if other in values and values[other] not in (possible := _call(choices, found, values)):
-                    values[other] = possible[0]
-            yield replace(call, values=values)
-
-
 def _smaller(value: int, least: int, step: int) -> Iterator[int]:
     """Between a value and the least: that, then nearer and nearer to the value."""
     distance = (value - least) // step
@@ -295,67 +137,6 @@ def _smaller(value: int, least: int, step: int) -> Iterator[int]:
         distance //= 2
 
 
-def _log_uniform(source: random.Random, least: int, most: int) -> int:
+def log_uniform(source: random.Random, least: int, most: int) -> int:
+    """A number between two bounds; 0 may be the least."""
     return min(most, max(least, int(math.exp(source.uniform(math.log(least or 0.5), math.log(most + 1))))))
-
-
-def _draw_sizes(source: random.Random, vary: Vary, most: int) -> dict[str, Any]:
-    """Sizes, drawn one after the other in any order, each within what the others leave of the tensors."""
-    sizes = {name: size.least for name, size in vary.sizes.items()}
-    for name in source.sample(list(sizes), len(sizes)):
-        left = [
-            most // max(1, math.prod(sizes[other] for other in tensor.split() if other != name))
-            for tensor in vary.tensors
-            if name in tensor.split()
-        ]
-        sizes[name] = vary.sizes[name].draw(source, min(left, default=most))
-    return {name: vary.sizes[name].divide(source, size) for name, size in sizes.items()}
-
-
-def _draw_values(source: random.Random, vary: Vary) -> dict[str, Any]:
-    """Some of the values that follow from no others."""
-    drawn: dict[str, Any] = {}
-    for name, values in vary.values.items():
-        if not callable(values) and source.random() < 0.4:
-            drawn[name] = _pick(source, values)
-    return drawn
-
-
-def _pick(source: random.Random, values: Number | Choices) -> Any:
-    chosen: Any = source.choice(values) if isinstance(values, tuple) else values
-    return chosen.draw(source) if isinstance(chosen, Number) else chosen
-
-
-def _draw_mode(source: random.Random, op: Op[..., Any], arguments: dict[str, Any]) -> CallMode:
-    """The layout of some arguments and of the incoming gradients, and what wants a gradient."""
-    layouts: dict[str, str] = {}
-    if source.random() < 0.6:
-        for name in (*op.tensors, "incoming"):
-            tensor = arguments.get(name)
-            if source.random() < 0.5 and (name == "incoming" or (isinstance(tensor, Tensor) and tensor.dim())):
-                fit = [key for key, layout in LAYOUTS.items() if tensor is None or layout.fits(tensor)]
-                layouts[name] = source.choice(fit)
-    there = [name for name in op.differentiable if arguments[name] is not None]
-    grads, kind = None, source.random()
-    if kind < 0.1:
-        grads = ()
-    elif kind < 0.4 and len(there) > 1:
-        grads = tuple(source.sample(there, source.randrange(1, len(there))))
-    return CallMode(layouts, grads, source.random() < 0.07)
-
-
-def _defaults(found: OpCases) -> dict[str, Any]:
-    """The parameters of ``build``, and their defaults."""
-    return {name: parameter.default for name, parameter in inspect.signature(found.module.build).parameters.items()}
-
-
-def _for_build(found: OpCases, values: dict[str, Any]) -> dict[str, Any]:
-    """The values that ``build`` takes, among them options that the contract has, in its order."""
-    takes = (*_defaults(found), *ops[found.op].names, *(name for case in found.cases for name in case.values))
-    return {name: values[name] for name in dict.fromkeys(takes) if name in values}
-
-
-def _call(choices: Callable[..., Choices], found: OpCases, values: dict[str, Any]) -> Choices:
-    """Choices of a value beside others; those that are not there have the default of ``build`` or of the op."""
-    known = ops[found.op].template | _defaults(found) | values
-    return choices(*(known[name] for name in inspect.signature(choices).parameters))

@@ -28,7 +28,7 @@ from liger_conformance.plugin.outcomes import (
     watch,
 )
 from liger_conformance.plugin.selection import (
-    CASES,
+    MARKS,
     of_suite,
     parameters,
     pytest_collection_modifyitems,
@@ -60,11 +60,8 @@ __all__ = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        f"cases({', '.join(CASES)}): the cases and targets that a conformance test takes",
-    )
-    config.addinivalue_line("markers", "slow: sizes of real models, and what takes long; run with -m slow")
+    for mark in MARKS:
+        config.addinivalue_line("markers", mark)
     options.check(config)
     targets, report = targets_of_chips(config) if option(config, "--compile") else targets_of_devices(config)
     config.stash[targets_key] = targets

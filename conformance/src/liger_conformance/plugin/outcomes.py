@@ -14,8 +14,9 @@ from liger_conformance.known import KnownUnreached, matches
 from liger_conformance.plugin.options import option
 from liger_conformance.plugin.selection import place, short
 from liger_conformance.plugin.stash import part_key, report_key, results_key, targets_key, watch_key
+from liger_conformance.random_call import RandomCall, lane_of
 from liger_conformance.report import classify
-from liger_conformance.vary import DTYPES, RandomCall, lane_of
+from liger_conformance.vary import DTYPES
 
 
 def watch(config: pytest.Config) -> None:

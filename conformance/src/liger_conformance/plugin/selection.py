@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from liger_conformance.case import QUICK, Case, cases_of
 from liger_conformance.compilers.host_code import compiled_cases
 from liger_conformance.plugin.options import option, seed
 from liger_conformance.plugin.stash import known_key, part_key, spills_key, targets_key
+from liger_conformance.random_call import RandomCall
 from liger_conformance.target import Target
-from liger_conformance.vary import DTYPES, RandomCall
+from liger_conformance.vary import DTYPES
 
 SUITE = "liger_conformance.suite"
 MODULES = {
@@ -21,26 +24,61 @@ MODULES = {
     "compiled": ("test_compiled",),
 }
 """The modules of the suite whose tests call ops, by lane."""
-PARAMETERS = ("target", "language", "case", "dtype")
-"""Parameters of the suite's tests, in the order of a test's name."""
+PARAMETERS = ("target", "language", "case", "call", "dtype")
+"""Parameters of the suite's tests, in the order of a test's name. A test that takes a `call` takes random ones."""
 
-CASES = (
-    "groups",
-    "dtypes",
-    "first",
-    "short",
-    "refused",
-    "one_op",
-    "kernels",
-    "recompute",
-    "out_of_range",
-    "huge",
-    "compiled",
-    "spills",
-    "executed",
-    "random",
+MARKS = (
+    "cases(groups, dtypes, first, short, claimed): the cases that a conformance test takes: selection.Cases",
+    "targets(NAME, ...): the targets that a conformance test takes: selection.TARGETS",
+    "lane(NAME): a module's tests of the suite take targets that are compiled, or executed, alone",
+    "slow: sizes of real models, and what takes long; run with -m slow",
 )
-"""Keywords of the mark `cases`."""
+
+
+@dataclass(frozen=True)
+class Cases:
+    """The mark `cases`: which cases of an op a test takes.
+
+    Attributes:
+        groups: of the cases.
+        dtypes: that it is called with; None: all.
+        first: so many of the cases stand for all; None: all.
+        short: groups of which an interpreter takes short cases alone, and of the others none, but under `-m slow`.
+        claimed: with `first`, a case that the kernel refuses is replaced by the next one that it doesn't.
+    """
+
+    groups: tuple[str, ...] = QUICK
+    dtypes: tuple[torch.dtype, ...] | None = None
+    first: int | None = None
+    short: tuple[str, ...] = ()
+    claimed: bool = True
+
+    @classmethod
+    def of(cls, test: Any) -> Cases:
+        """Of a test's definition or item.
+
+        Raises:
+            pytest.UsageError: a keyword that the mark doesn't have.
+        """
+        mark = test.get_closest_marker("cases")
+        try:
+            return cls(**mark.kwargs) if mark else cls()
+        except TypeError as error:
+            raise pytest.UsageError(
+                f"{test.name}: cases takes {', '.join(f.name for f in fields(cls))}: {error}"
+            ) from None
+
+
+TARGETS: dict[str, Callable[[Target, pytest.Config], bool]] = {
+    "kernel": lambda target, config: target.backend is not None,
+    "one_op": lambda target, config: target in _one_op_of_each(config.stash[targets_key]),
+    "recompute": lambda target, config: target.op.recompute is not None,
+    "out_of_range": lambda target, config: bool(cases_of(target.op.name).out_of_range),
+    "huge": lambda target, config: cases_of(target.op.name).huge is not None,
+    "spills": lambda target, config: config.stash[spills_key].declares(str(target)),
+}
+"""Names that the mark `targets` takes: of targets with a kernel, of one op for each language and device, of ops whose results
+are made again in `lean`, of ops with arguments out of range, with a huge case, and with declared spills."""
 
 
 def parameters(item: pytest.Item) -> dict[str, Any]:
@@ -52,47 +90,57 @@ def parameters(item: pytest.Item) -> dict[str, Any]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not _module_of(metafunc).startswith(SUITE):
         return
-    wants = metafunc.fixturenames
-    targets = metafunc.config.stash[targets_key]
-    mark = next(metafunc.definition.iter_markers("cases"), None)
-    options: dict[str, Any] = dict(mark.kwargs) if mark else {}
-    if unknown := {*options} - {*CASES}:
-        name = metafunc.definition.name
-        raise pytest.UsageError(f"{name}: cases has no {', '.join(sorted(unknown))}; it takes {', '.join(CASES)}")
-    if (option(metafunc.config, "--random") is not None) != options.get("random", False):
-        metafunc.parametrize([name for name in PARAMETERS if name in wants], [])
-        return
-    if "language" in wants:
-        asked = {language for language in option(metafunc.config, "--impl") if language != "torch"}
-        metafunc.parametrize("language", sorted({t.language for t in targets if t.backend} | asked))
-        return
-    if "target" not in wants:
-        return
+    config, test, wants = metafunc.config, metafunc.definition, metafunc.fixturenames
     names = [name for name in PARAMETERS if name in wants]
-    rows: list[Any] = []
-    if options.get("random"):
-        for target, call in _random_calls(targets, metafunc.config):
-            text = f"{target}-{call}-{short(call.dtype)}"
-            rows.append(pytest.param(target, call, call.dtype, id=text))
+    if (option(config, "--random") is not None) != ("call" in wants):
+        metafunc.parametrize(names, [])
+    elif "call" in wants:
+        calls = _random_calls(config.stash[targets_key], config)
+        rows = [pytest.param(t, call, call.dtype, id=f"{t}-{call}-{short(call.dtype)}") for t, call in calls]
         metafunc.parametrize(names, rows)
-        return
-    if options.get("one_op"):
-        targets = _one_op_of_each(targets)
-    makes_slow = _makes_slow(metafunc.config)
-    if metafunc.definition.get_closest_marker("slow") and not makes_slow:
-        targets = []
+    elif "language" in wants:
+        asked = {language for language in option(config, "--impl") if language != "torch"}
+        metafunc.parametrize("language", sorted({t.language for t in config.stash[targets_key] if t.backend} | asked))
+    elif "target" in wants:
+        makes_slow = _makes_slow(config)
+        targets = _targets(test, config) if makes_slow or not test.get_closest_marker("slow") else []
+        rows = _rows(names, targets, Cases.of(test), makes_slow)
+        metafunc.parametrize(names, rows)
+
+
+def _rows(names: list[str], targets: list[Target], cases: Cases, makes_slow: bool) -> list[Any]:
+    """Sets of parameters of a test that is about targets."""
+    rows: list[Any] = []
     for target in targets:
-        if not _concerns(target, options, metafunc.config):
-            continue
-        for case, dtype in _calls(target, options, wants):
-            slow = is_slow(target, case, dtype, options)
+        for case, dtype in _calls(target, cases, names):
+            slow = is_slow(target, case, dtype, cases)
             if slow and not makes_slow:
                 continue
             values = {"target": target, "case": case, "dtype": dtype}
             text = [str(target), *([str(case)] if case is not None else []), *([short(dtype)] if dtype else [])]
             marks = [pytest.mark.slow] if slow else []
-            rows.append(pytest.param(*(values[n] for n in names), id="-".join(text), marks=marks))
-    metafunc.parametrize(names, rows)
+            rows.append(pytest.param(*(values[name] for name in names), id="-".join(text), marks=marks))
+    return rows
+
+
+def _targets(test: Any, config: pytest.Config) -> list[Target]:
+    """Targets that a test takes by its marks.
+
+    Raises:
+        pytest.UsageError: the mark `targets` has a name that is none of `TARGETS`.
+    """
+    kinds = {kind for mark in test.iter_markers("targets") for kind in mark.args}
+    if unknown := kinds - {*TARGETS}:
+        raise pytest.UsageError(
+            f"{test.name}: targets has no {', '.join(sorted(unknown))}; it takes {', '.join(TARGETS)}"
+        )
+    mark = test.get_closest_marker("lane")
+    lanes = mark.args if mark else ("passed", "interpreted")
+    return [
+        target
+        for target in config.stash[targets_key]
+        if target.lane in lanes and all(TARGETS[kind](target, config) for kind in kinds)
+    ]
 
 
 def _makes_slow(config: pytest.Config) -> bool:
@@ -104,7 +152,7 @@ def _makes_slow(config: pytest.Config) -> bool:
     return not leaves_slow or config.stash[known_key].declares_any or any("::" in name for name in config.args)
 
 
-def is_slow(target: Target, case: object, dtype: torch.dtype | None, options: dict[str, Any]) -> bool:
+def is_slow(target: Target, case: object, dtype: torch.dtype | None, cases: Cases) -> bool:
     """Whether a test of a case is left to `-m slow`.
 
     At the sizes of models, wherever it runs. In an interpreter also, but of the op's first case:
@@ -118,19 +166,19 @@ def is_slow(target: Target, case: object, dtype: torch.dtype | None, options: di
         return False
     if case.group not in QUICK:
         return True
-    if target.lane != "interpreted" or "first" in options:
+    if target.lane != "interpreted" or cases.first is not None:
         return False
     known = cases_of(target.op.name)
     if case == known.cases[0]:
         return False
     if dtype is torch.float16:
         return case.group != "extreme" and (not known.float16_apart or known.is_long(case))
-    if short := options.get("short", ()):
-        return known.is_long(case) or case.group not in short
+    if cases.short:
+        return known.is_long(case) or case.group not in cases.short
     if not known.is_long(case) or known.dtypes_apart:
         return False
     in_turn = (torch.float32, torch.bfloat16)[known.cases.index(case) % 2]
-    return "dtypes" not in options and case.group != "extreme" and dtype is not in_turn
+    return cases.dtypes is None and case.group != "extreme" and dtype is not in_turn
 
 
 def _is_traced_again(target: Target, start: str | None) -> bool:
@@ -162,31 +210,14 @@ def _one_op_of_each(targets: list[Target]) -> list[Target]:
     return list(chosen.values())
 
 
-def _calls(target: Target, options: dict[str, Any], wants: list[str]) -> list[tuple[Any, torch.dtype | None]]:
+def _calls(target: Target, cases: Cases, names: list[str]) -> list[tuple[Any, torch.dtype | None]]:
     """The cases of a target's test, and their dtypes; None for what the test doesn't take."""
-    cases: list[Any] = [None]
-    if "case" in wants:
-        if options.get("compiled"):
-            return list(compiled_cases(target))
-        groups = options.get("groups", QUICK)
-        cases = [case for case in cases_of(target.op.name).cases if case.group in groups][: options.get("first")]
-    dtypes = options.get("dtypes", DTYPES) if "dtype" in wants else [None]
-    return [(case, dtype) for case in cases for dtype in dtypes]
-
-
-def _concerns(target: Target, options: dict[str, Any], config: pytest.Config) -> bool:
-    if any(options.get(lane, False) != (target.lane == lane) for lane in ("compiled", "executed")):
-        return False
-    spills = config.stash[spills_key]
-    if options.get("spills") and not (spills.of(str(target)) or spills.losses_of(str(target))):
-        return False
-    if options.get("kernels") and target.backend is None:
-        return False
-    if options.get("recompute") and target.op.recompute is None:
-        return False
-    if options.get("out_of_range") and not cases_of(target.op.name).out_of_range:
-        return False
-    return not (options.get("huge") and cases_of(target.op.name).huge is None)
+    if "case" in names and target.lane == "compiled":
+        return list(compiled_cases(target))
+    taken: list[Any] = [None]
+    if "case" in names:
+        taken = [case for case in cases_of(target.op.name).cases if case.group in cases.groups][: cases.first]
+    return [(case, dtype) for case in taken for dtype in (cases.dtypes or DTYPES if "dtype" in names else [None])]
 
 
 def short(dtype: torch.dtype) -> str:
@@ -215,7 +246,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dtype = values.get("dtype")
         item.user_properties += [
             ("liger", place(target, short(dtype) if dtype else "any")),
-            ("liger case", str(values.get("case"))),
+            ("liger case", str(values.get("call", values.get("case")))),
         ]
         if mode := values.get("mode"):
             item.user_properties.append(("liger mode", mode.name))

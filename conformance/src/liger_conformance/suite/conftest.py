@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from liger_conformance import reach
-from liger_conformance.case import QUICK, Case, cases_of
-from liger_conformance.plugin.selection import parameters
+from liger_conformance.case import Case, cases_of
+from liger_conformance.plugin.selection import Cases, parameters
 from liger_conformance.plugin.stash import watch_key
 from liger_conformance.report import NOT_CLAIMED
 from liger_conformance.target import Target, refusal
@@ -53,9 +53,9 @@ def _is_interpreted(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Function) -> Generator[None, object, object]:
-    mark = item.get_closest_marker("cases")
-    if mark is not None and "first" in mark.kwargs and not mark.kwargs.get("refused", False):
-        _take_one_that_is_claimed(item, mark.kwargs.get("groups", QUICK))
+    cases = Cases.of(item)
+    if cases.first is not None and cases.claimed:
+        _take_one_that_is_claimed(item, cases.groups)
     try:
         with reach.watching(item.config.stash.get(watch_key, None)):
             return (yield)

@@ -19,6 +19,8 @@ from liger_conformance.route import is_empty
 from liger_conformance.target import Target
 from liger_core import Unsupported
 
+pytestmark = pytest.mark.lane("compiled")
+
 
 def compile_launches(target: Target, case: Case, dtype: torch.dtype) -> list[Compiled]:
     """Kernels that a case launches on the target's chip, each kernel once."""
@@ -62,7 +64,6 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Seen((folder.parent if hasattr(request.config, "workerinput") else folder) / "spills.jsonl")
 
 
-@pytest.mark.cases(compiled=True)
 def test_compiled(
     target: Target,
     case: Case,
@@ -116,7 +117,7 @@ def check_launches(
         pytest.fail("\n".join([f"registers are kept in memory on {target.device}; {advice}", *spilling]), pytrace=False)
 
 
-@pytest.mark.cases(compiled=True, spills=True)
+@pytest.mark.targets("spills")
 def test_known_spills(target: Target, known_spills: KnownSpills, seen: Seen) -> None:
     """Kernels that are declared to spill, or to lose fast instructions, do: in what the run compiled, or else in all cases."""
 

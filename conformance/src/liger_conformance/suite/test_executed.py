@@ -22,6 +22,8 @@ from liger_conformance.rounding import Samples
 from liger_conformance.route import only
 from liger_conformance.target import Target, refusal
 
+pytestmark = pytest.mark.lane("executed")
+
 
 def execute(target: Target, case: Case, dtype: torch.dtype) -> Outcome:
     """Call a kernel file's forward and backward, for the gradients that the case wants."""
@@ -50,7 +52,7 @@ def execute(target: Target, case: Case, dtype: torch.dtype) -> Outcome:
     return Outcome(results, {name: gradient for name, gradient in named if name in there})
 
 
-@pytest.mark.cases(executed=True, groups=("odd", "option"), dtypes=(torch.float32, torch.bfloat16))
+@pytest.mark.cases(groups=("odd", "option"), dtypes=(torch.float32, torch.bfloat16))
 def test_executed(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The kernel computes, as it is lowered for the chip, what the contract says.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import liger_core
 from liger_conformance import interpreters
-from liger_conformance.case import QUICK, Case, cases_of
+from liger_conformance.case import Case, cases_of
 from liger_conformance.compare import compare, same_bits
 from liger_conformance.dividing import ends_of, place_of_rows, select_rows
 from liger_conformance.evaluate import (
@@ -35,7 +35,7 @@ from liger_core import dispatch
 from liger_core.contract import Op, ops
 
 
-@pytest.mark.cases(kernels=True)
+@pytest.mark.targets("kernel")
 def test_signature(target: Target) -> None:
     """Parameters, kinds and defaults of `forward`, `refuses` and `saves_early` are the contract's, or ``**options``."""
     for name, extra in (("forward", 1), ("refuses", 0), ("saves_early", 0)):
@@ -51,7 +51,7 @@ def test_signature(target: Target) -> None:
             assert found == wanted, f"{name} has another signature than {target.op!r}"
 
 
-@pytest.mark.cases(kernels=True)
+@pytest.mark.targets("kernel")
 def test_backward_signature(target: Target) -> None:
     """`backward` takes each option of the contract by keyword."""
     kernel = target.kernel
@@ -61,7 +61,7 @@ def test_backward_signature(target: Target) -> None:
         assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(target.op.options)
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=2)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=2)
 def test_route(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The package that was asked for launches the kernels, all of them, also inside composed ops.
 
@@ -81,7 +81,8 @@ def test_route(target: Target, case: Case, dtype: torch.dtype) -> None:
     assert not foreign, f"{foreign[0].kernel} of {foreign[0].module} ran where {target} was asked for"
 
 
-@pytest.mark.cases(groups=QUICK, first=1, kernels=True, refused=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(first=1, claimed=False)
 def test_claims(target: Target, case: Case, dtype: torch.dtype, unclaimed: Unclaimed) -> None:
     """A kernel takes its op's first case in every dtype, or its package declares that it doesn't, and why."""
     why = refusal(target, arguments_of(target, case, dtype))
@@ -93,7 +94,7 @@ def test_claims(target: Target, case: Case, dtype: torch.dtype, unclaimed: Uncla
         assert why is None, f"{target} owes the case {case}, which it refuses: {why}. Take it, or say why in {where}"
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.float32,), first=1)
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_bad_input(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The contract's checks come before any kernel: an int64 tensor is refused with the reference's error."""
     op, name = target.op, target.op.differentiable[0]
@@ -108,7 +109,7 @@ def test_bad_input(target: Target, case: Case, dtype: torch.dtype) -> None:
     assert texts[0] == texts[1], "another message than the reference's"
 
 
-@pytest.mark.cases(out_of_range=True)
+@pytest.mark.targets("out_of_range")
 def test_values_out_of_range(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A label or an index out of range is never read: NaN on an accelerator, IndexError under LIGER_KERNEL_CHECK=1."""
     op = target.op
@@ -127,7 +128,8 @@ def test_values_out_of_range(target: Target, monkeypatch: pytest.MonkeyPatch) ->
             op(**arguments_of(target, case, torch.float32))
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.float32,), first=1, kernels=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_float64(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Only the reference takes float64; a kernel that is demanded says so."""
     arguments = arguments_of(target, case, torch.float64)
@@ -135,7 +137,7 @@ def test_float64(target: Target, case: Case, dtype: torch.dtype) -> None:
         target.op(**arguments)
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.float32,), first=1)
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_autocast(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Autocast casts the operands of a matmul and nothing else."""
     op = target.op
@@ -160,13 +162,13 @@ def test_autocast(target: Target, case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("start", ["cold", "warm"])
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.float32,), first=1)
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_compile(target: Target, case: Case, dtype: torch.dtype, start: str) -> None:
     """`torch.compile(fullgraph=True)`, forward and backward, with sizes that change."""
     check_compiled(target, case, dtype, start)
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_compile_dynamic(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The same with `dynamic=True`, in half precision: host code may go other ways there."""
     check_compiled(target, case, dtype, "dynamic")
@@ -199,7 +201,7 @@ def more_rows(op: Op[..., Any], arguments: Arguments) -> Arguments:
     return {n: torch.cat([v, v], rows[n]) if n in rows else v for n, v in arguments.items()}
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_graph_capture(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Forward and backward are captured in a CUDA graph and replayed on other data: there is no host sync."""
     check_graph_capture(target, case, dtype)
@@ -236,7 +238,8 @@ def evaluate_incoming(target: Target, arguments: dict[str, Any]) -> dict[str, Te
 
 
 @pytest.mark.slow
-@pytest.mark.cases(huge=True, dtypes=(torch.bfloat16,))
+@pytest.mark.targets("huge")
+@pytest.mark.cases(dtypes=(torch.bfloat16,))
 def test_huge(target: Target, dtype: torch.dtype) -> None:
     """A tensor of more than 2^31 elements: the first and the last rows are right, and so are their gradients."""
     op = target.op

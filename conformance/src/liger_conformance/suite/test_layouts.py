@@ -35,14 +35,14 @@ def relaid(arguments: Arguments, layout: Callable[[Tensor], Tensor]) -> Argument
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_input_layouts(target: Target, case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
     """Non-contiguous inputs give the answer of contiguous ones."""
     check(target, lambda draw: relaid(arguments_of(target, case, dtype, draw), layout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_incoming_gradient_layouts(
     target: Target, case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]
 ) -> None:
@@ -68,7 +68,7 @@ def kept(layout: Callable[[Tensor], Tensor]) -> saved_tensors_hooks:
         ("transposed", "from-the-cpu"),
     ],
 )
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_saved_layouts(target: Target, case: Case, dtype: torch.dtype, given: str, back: str) -> None:
     """Hooks of saved tensors may return other strides than they got, as offloading and compressing ones do."""
     layouts = {"contiguous": Tensor.contiguous, "transposed": transposed, "sliced": sliced, "shifted": shifted}
@@ -87,7 +87,7 @@ def test_saved_layouts_of_options(target: Target, case: Case, dtype: torch.dtype
         check(target, lambda draw: arguments_of(target, case, dtype, draw))
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_sum_backward(target: Target, case: Case, dtype: torch.dtype) -> None:
     """`result.sum().backward()` sends an incoming gradient of stride 0 in every dimension: the same bits as a full one."""
     arguments = complete(target.op, arguments_of(target, case, dtype))
@@ -135,7 +135,7 @@ def with_rows(arguments: Arguments, dtype: torch.dtype) -> list[tuple[str, ...]]
     return [(name,) for names in alike.values() for name in names] + [n for n in alike.values() if len(n) > 1]
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_offsets_beyond_32_bits(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Offsets and strides are 64-bit: inputs have rows that end beyond 2^31 elements, and a single row of such a stride."""
     arguments, first = arguments_of(target, case, dtype), target.op.names[0]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 import liger_core
 from liger_conformance import interpreters
-from liger_conformance.case import QUICK, Case
+from liger_conformance.case import Case
 from liger_conformance.compare import same_bits
 from liger_conformance.evaluate import complete, evaluate, name_results, present, require
 from liger_conformance.route import only
@@ -335,7 +335,8 @@ MODES = (
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.float32,), first=1, one_op=True)
+@pytest.mark.targets("one_op")
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_mode(target: Target, case: Case, dtype: torch.dtype, mode: Mode) -> None:
     """The documentation's words for a mode, in its table."""
     mode.check(Call(target, case, dtype))

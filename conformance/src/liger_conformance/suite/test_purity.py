@@ -42,7 +42,7 @@ def assert_unchanged(before: dict[str, Tensor], after: dict[str, Any], when: str
         require(same_bits(value, after[name].detach()), f"{when} wrote to {name}")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), short=("odd", "option"))
+@pytest.mark.cases(dtypes=(torch.bfloat16,), short=("odd", "option"))
 def test_writes_to_nothing_it_is_given(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Inputs, saved tensors and incoming gradients stay as they were."""
     op = target.op
@@ -84,7 +84,7 @@ def check_repeats(target: Target, case: Case, dtype: torch.dtype, times: int) ->
                 raise AssertionError(f"{', '.join(differing)} not the same {why}")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), short=QUICK)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), short=QUICK)
 def test_same_bits_again(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The same inputs give the same bits, also where allocations start as NaN: every element is written, and always alike."""
     check_repeats(target, case, dtype, times=1)
@@ -98,7 +98,8 @@ def test_same_bits_at_model_sizes(target: Target, case: Case, dtype: torch.dtype
     check_repeats(target, case, dtype, times=8)
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1, kernels=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_gradients_are_not_inputs(target: Target, case: Case, dtype: torch.dtype) -> None:
     """A gradient shares no memory with an input, a saved tensor or an incoming gradient: autograd may add to it in place."""
     op = target.op
@@ -143,13 +144,15 @@ def check_saves_nothing(
         require(same_bits(value, expected[name]), f"{name} differs {how}")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), short=("odd", "option"), kernels=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16,), short=("odd", "option"))
 def test_saves_nothing_without_gradients(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Without grad mode nothing is saved, and the results are the same."""
     check_saves_nothing(target, case, dtype, torch.no_grad, leaves=True)
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1, kernels=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 @pytest.mark.parametrize("way", ["inference-mode", "no-leaves"])
 def test_saves_nothing_in_other_ways(target: Target, case: Case, dtype: torch.dtype, way: str) -> None:
     """As without grad mode, in inference mode, and where nothing requires a gradient."""
@@ -157,7 +160,7 @@ def test_saves_nothing_in_other_ways(target: Target, case: Case, dtype: torch.dt
     check_saves_nothing(target, case, dtype, mode, leaves=way == "inference-mode")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=2)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=2)
 def test_backward_twice(target: Target, case: Case, dtype: torch.dtype) -> None:
     """With `retain_graph`, backward gives the same bits again."""
     op = target.op
@@ -197,7 +200,8 @@ class User(torch.autograd.Function):
         return grads[0], None
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=2, recompute=True)
+@pytest.mark.targets("recompute")
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=2)
 def test_results_made_again(target: Target, case: Case, dtype: torch.dtype) -> None:
     """In `liger_core.lean` whoever saves a result keeps no memory: it is made again, with all its bits."""
     op, recompute, found = target.op, target.op.recompute, list[bool]()
@@ -256,7 +260,7 @@ def test_results_made_again(target: Target, case: Case, dtype: torch.dtype) -> N
     require(used <= alone, f"with a user of {len(outputs[0])} results it keeps {used} bytes, and {alone} without")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_second_derivative(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Kernels have none and say so; the reference has."""
     op = target.op

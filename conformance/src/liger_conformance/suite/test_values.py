@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import liger_core
-from liger_conformance.case import QUICK, TIMED, Case, cases_of, uneven
+from liger_conformance.case import TIMED, Case, cases_of, uneven
 from liger_conformance.compare import check_reference, compare, same_bits
 from liger_conformance.dispatch import Poison
 from liger_conformance.evaluate import (
@@ -220,7 +220,7 @@ def test_values_at_model_sizes(target: Target, case: Case, dtype: torch.dtype) -
     check(target, lambda draw: arguments_of(target, case, dtype, draw))
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=2)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=2)
 def test_partial_gradients(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Any subset of the arguments may want a gradient: those get the right one, and the others cost nothing."""
     names = present(target.op, complete(target.op, arguments_of(target, case, dtype)))
@@ -236,7 +236,7 @@ def test_partial_gradients(target: Target, case: Case, dtype: torch.dtype) -> No
         check(target, lambda draw: arguments_of(target, case, dtype, draw), wanted, observe=observe)
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_some_results_unused(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Each differentiable result may be the only one with an incoming gradient."""
     arguments = complete(target.op, arguments_of(target, case, dtype))

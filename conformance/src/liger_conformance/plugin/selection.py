@@ -181,9 +181,9 @@ def is_slow(target: Target, case: object, dtype: torch.dtype | None, cases: Case
     return cases.dtypes is None and case.group != "extreme" and dtype is not in_turn
 
 
-def _is_traced_again(target: Target, start: str | None) -> bool:
-    """Whether a test compiles a reference for the CPU that others have compiled: all but rms_norm's is left to `-m slow`."""
-    again = start is not None and start != "cold"
+def _is_traced_again(item: pytest.Item, target: Target) -> bool:
+    """Whether a test compiles a reference for the CPU that `test_compile` compiles: all but rms_norm's is left to `-m slow`."""
+    again = parameters(item).get("start") == "warm" or item.name.startswith("test_compile_dynamic[")
     return again and target.backend is None and target.device == "cpu" and target.op.name != "rms_norm"
 
 
@@ -241,7 +241,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         target = values.get("target")
         if target is None:
             continue
-        if _is_traced_again(target, values.get("start")):
+        if _is_traced_again(item, target):
             item.add_marker(pytest.mark.slow)
         dtype = values.get("dtype")
         item.user_properties += [

@@ -50,7 +50,10 @@ TL_DTYPE = {
     torch.float16: tl.float16,
     torch.int32: tl.int32,
     torch.int64: tl.int64,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
 }
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 N = 64
 
 
@@ -217,6 +220,53 @@ def test_cast_rounds_to_nearest_even(dtype, rounding):
     equal(cast(x, dtype, rounding), x.to(dtype))
 
 
+def every_fp8(dtype):
+    """All 256 values, NaN and infinities among them."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype)
+
+
+def fp8_value(bits, dtype):
+    """A positive finite value, by the definition of the format."""
+    mantissa_bits, bias = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}[dtype]
+    exponent, mantissa = bits >> mantissa_bits, bits & (1 << mantissa_bits) - 1
+    return (mantissa / (1 << mantissa_bits) + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias)
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_fp8_is_widened_exactly(dtype):
+    x = every_fp8(dtype)
+    for wide in DTYPES:
+        equal(cast(x, wide), x.float().to(wide))
+    largest = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}[dtype]
+    expected = torch.tensor([fp8_value(bits, dtype) for bits in range(largest + 1)])
+    equal(cast(x, torch.float32)[: largest + 1], expected)
+    assert expected[-1] == torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize("rounding", [None, "rtne"])
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_cast_to_fp8_rounds_to_nearest_even_and_saturates(dtype, source, rounding):
+    """The result is a nearest value, of two such the even one. NaN stays NaN, and infinity becomes the largest."""
+    values = every_fp8(dtype).float().nan_to_num(0.0, 1e5, -1e5).sort().values
+    between = (values[1:] + values[:-1]) / 2
+    x = torch.cat([values, between, between * (1 + 2.0**-7), torch.tensor([math.inf, -math.inf, math.nan, 6e4, -1e-9])])
+    x = torch.nn.functional.pad(x, (0, 1024 - x.numel())).to(source)
+    bits = cast(x, dtype, rounding).view(torch.uint8).int()
+    result = bits.to(torch.uint8).view(dtype).float()
+    assert result[x.isnan()].isnan().all()
+    x, bits, result = (each[~x.isnan()] for each in (x.float(), bits, result))
+    most = torch.finfo(dtype).max
+    finite = every_fp8(dtype).float()
+    finite = finite[finite.abs() <= most]
+    distance = (x.clamp(-most, most)[:, None].double() - finite.double()).abs()
+    assert ((result.double() - x.clamp(-most, most)).abs() == distance.min(1).values).all()
+    tie = (distance == distance.min(1).values[:, None]).sum(1) > 1
+    tie &= result != 0  # of which there are two
+    assert tie.sum() > 100
+    assert (bits[tie] % 2 == 0).all()
+
+
 def test_cast_towards_zero():
     x = values_to_round()
     x = x[~x.isinf()]
@@ -293,6 +343,13 @@ def test_dot(dtype):
     a, b, out = randn(32, 32, dtype=dtype), randn(32, 32, dtype=dtype, seed=1), torch.empty(32, 32)
     dot_kernel[(1,)](a, b, out, "ieee", 32)
     torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_dot_of_fp8(dtype):
+    a, b, out = randn(32, 32).to(dtype), (randn(32, 32, seed=1) * 2.0**-8).to(dtype), torch.empty(32, 32)
+    dot_kernel[(1,)](a, b, out, "ieee", 32)
+    torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-8)
 
 
 def test_dot_is_tf32_by_default():

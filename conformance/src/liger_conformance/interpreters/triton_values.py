@@ -1,7 +1,7 @@
-"""Repairs of the values in Triton's interpreter: bf16, casts, tl.dot, and the types of arguments.
+"""Repairs of the values in Triton's interpreter: bf16, fp8, casts, tl.dot, and the types of arguments.
 
-A value is a `TensorHandle`: a numpy array beside a Triton dtype. numpy has no bf16, so those are kept as their bits, in
-uint16.
+A value is a `TensorHandle`: a numpy array beside a Triton dtype. numpy has no bf16 and no fp8, so those are kept as their bits,
+in uint16 and uint8.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 _BF16_NAN = 0x7FC0
+FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+"""PyTorch's dtypes of Triton's, by name."""
 _Convert = Callable[[np.ndarray], np.ndarray]
 
 
@@ -26,6 +29,19 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(values), _BF16_NAN, rounded).astype(np.uint16)
+
+
+def from_fp8(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """The values of fp8 bits in fp32, exactly."""
+    return torch.from_numpy(np.array(bits)).view(dtype).float().numpy()
+
+
+def to_fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """The bits of fp32 values in fp8, to nearest, ties to even. Larger ones become the largest, as on NVIDIA's devices."""
+    most = torch.finfo(dtype).max
+    nan = torch.full((1,), torch.nan).to(dtype).view(torch.uint8).item()
+    bits = torch.from_numpy(np.clip(values, -most, most)).to(dtype).view(torch.uint8).numpy()
+    return np.where(np.isnan(values), nan, bits).astype(np.uint8)
 
 
 def is_bf16(handle: Any) -> bool:
@@ -69,13 +85,19 @@ def repair_bf16_arithmetic(interpreter: Any) -> None:
 
 
 def repair_bf16_dot(interpreter: Any) -> None:
-    """tl.dot multiplies the bits of bf16 operands as integers. All releases."""
+    """tl.dot multiplies the bits of bf16 operands as integers, and widens subnormal fp8 ones wrongly. All releases."""
+    import triton.language as tl
+
     builder = interpreter.InterpreterBuilder
     create_dot = builder.create_dot
 
+    def widened(handle: Any) -> Any:
+        dtype = FP8.get(handle.dtype.scalar.name)
+        return widen(handle) if dtype is None else type(handle)(from_fp8(handle.data, dtype), tl.float32)
+
     @functools.wraps(create_dot)
     def dot(self: Any, a: Any, b: Any, *arguments: Any) -> Any:
-        return create_dot(self, widen(a), widen(b), *arguments)
+        return create_dot(self, widened(a), widened(b), *arguments)
 
     builder.create_dot = dot
 
@@ -123,7 +145,8 @@ def repair_comparisons(interpreter: Any) -> None:
 
 def repair_casts(interpreter: Any) -> None:
     """fp32 to bf16 truncates, which doubles the error, biases sums and makes some NaN inf. Casts between bf16 and int take
-    the bits for the value, as does one of a comparison of fp32, whose result says that it is fp32. All releases.
+    the bits for the value, as does one of a comparison of fp32, whose result says that it is fp32. A cast to fp8 loses a carry,
+    so that 1.97 becomes 1.0, and makes NaN a number. All releases.
     """
     import triton.language as tl
 
@@ -132,17 +155,26 @@ def repair_casts(interpreter: Any) -> None:
     create_fp_to_fp = builder.create_fp_to_fp
     towards_zero = interpreter._ir.ROUNDING_MODE.RTZ
 
+    def eight_bits(dtype: Any) -> torch.dtype | None:
+        return FP8.get(dtype.scalar.name)
+
     @functools.wraps(cast_impl)
     def cast(self: Any, source: Any, dtype: Any) -> Any:
         if is_bf16(source):
             return source if dtype.scalar == tl.bfloat16 else cast(self, widen(source), dtype)
+        if (narrowest := eight_bits(source.dtype)) is not None:
+            return cast(self, type(source)(from_fp8(source.data, narrowest), tl.float32), dtype)
+        if (narrowest := eight_bits(dtype)) is not None:
+            return type(source)(to_fp8(source.data.astype(np.float32), narrowest), dtype.scalar)
         if dtype.scalar == tl.bfloat16:
             return narrow(type(source)(source.data.astype(np.float32), tl.float32))
         return cast_impl(self, source, dtype)
 
     @functools.wraps(create_fp_to_fp)
     def cast_with_rounding(self: Any, source: Any, dtype: Any, rounding: Any) -> Any:
-        if rounding != towards_zero or dtype.scalar != tl.bfloat16:  # casts of fp8
+        if rounding != towards_zero and eight_bits(source.dtype) is not eight_bits(dtype):
+            return cast(self, source, dtype)
+        if rounding != towards_zero or dtype.scalar != tl.bfloat16:
             return create_fp_to_fp(self, source, dtype, rounding)
         values = source.data.astype(np.float32)
         truncated = np.where(np.isnan(values), _BF16_NAN, values.view(np.uint32) >> 16)

@@ -134,6 +134,31 @@ def test_a_divided_dimension(pool: Pool, name: str, over: str) -> None:
     assert forward == (["all_reduce"] if over in pages.counted(ops[name]) else [])
 
 
+OF_HEADS = ["rope", "qwen2vl_mrope", "llama4_rope"]
+
+
+def with_one_q_head(op: Op[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """One head of q, and six of k."""
+    heads = names_of(op, arguments)["q"].index("h")
+    q, k = (arguments[name].narrow(heads, 0, 1) for name in ("q", "k"))
+    return arguments | {"q": q, "k": torch.cat([k * factor for factor in range(1, 7)], heads)}
+
+
+def of_one_q_head(name: str) -> None:
+    import reference_kernels
+
+    arguments = with_one_q_head(ops[name], arguments_of(ops[name]))
+    hold(ops[name], arguments, placed(ops[name], arguments, "h"))
+    with reference_kernels.installed():
+        hold(ops[name], arguments, placed(ops[name], arguments, "h"))
+
+
+@pytest.mark.parametrize("name", OF_HEADS)
+def test_one_q_head_beside_divided_k_heads(pool: Pool, name: str) -> None:
+    """A result whose dimension has one element is no sum over the processes: no other tensor of that name has more."""
+    pool.run(of_one_q_head, name)
+
+
 GATHER = ["all_gather_into_tensor"]
 SMOOTH = {"label_smoothing": 0.1, "lse_square_scale": 0.1, "softcap": 3.0, "return_predicted_tokens": True}
 
@@ -550,7 +575,7 @@ def test_kernels_of_a_divided_dimension(pool: Pool, name: str, over: str) -> Non
         assert all(node.startswith(name) for node in nodes), "the kernel's own node is the DTensor's"
 
 
-def by_the_suites_rule(name: str, over: str) -> int:
+def by_the_suites_rule(name: str, over: str, one_q_head: bool = False) -> int:
     """Hold a language's kernel of an op, on parts of a dimension, to the reference as the conformance suite does.
 
     In float32, gathered as one process sees it. Returns how many kernels were launched.
@@ -572,6 +597,8 @@ def by_the_suites_rule(name: str, over: str) -> int:
 
     def build(draw: int) -> dict[str, Any]:
         arguments = complete(op, known.build(known.cases[0], torch.float32, device, draw))
+        if one_q_head:
+            arguments = with_one_q_head(op, arguments)
         return arguments | ({"reduction": "none"} if "reduction" in op.options else {})
 
     def call(**arguments: Any) -> Any:
@@ -602,6 +629,12 @@ def by_the_suites_rule(name: str, over: str) -> int:
 @pytest.mark.parametrize(("name", "over"), [*independent_names(), *((name, "V") for name in OF_VOCABULARY)])
 def test_a_languages_kernels_by_the_suites_rule(pool: Pool, name: str, over: str) -> None:
     assert min(pool.run(by_the_suites_rule, name, over)) > 0
+
+
+@pytest.mark.parametrize("name", OF_HEADS)
+def test_a_languages_kernels_of_one_q_head(pool: Pool, name: str) -> None:
+    """The process without a head of q runs the reference."""
+    assert max(pool.run(by_the_suites_rule, name, "h", True)) > 0
 
 
 def shared_gradient() -> None:

@@ -24,7 +24,7 @@ class Dimensions(NamedTuple):
     the parts of the results are those of the whole. A capital name is needed whole, and so is each dimension of ``*``.
 
     - A tensor that lacks an independent name is needed by every part, so its gradient is a sum over them. A dimension
-      of size 1 lacks its name where another tensor has more; missing leading dimensions are lacking.
+      of size 1 lacks its name where another tensor has more of it; missing leading dimensions are lacking.
     - A result that lacks one is a sum over the parts.
     - ``h'`` is divided as ``h`` is, and has a size of its own, such as the heads of k beside those of q.
     - ``V@dim`` is the dimension whose number is the option ``dim``, wherever it is written.

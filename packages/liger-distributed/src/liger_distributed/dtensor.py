@@ -278,8 +278,8 @@ def _plan(op: Op[..., Any], arguments: dict[str, Any]) -> ShardingPlan:
         chosen = [dim if dim in by_rule else None for dim in chosen]
     placements: dict[str, tuple[tuple[Placement, ...], tuple[Placement, ...] | None]] = {}
     for name, tensor in inputs.items():
-        forward = _placements(chosen, names[name], tensor.shape, Replicate())
-        gradient = _placements(chosen, names[name], tensor.shape, Partial())
+        forward = _placements(chosen, names[name], tensor.shape, sizes, Replicate())
+        gradient = _placements(chosen, names[name], tensor.shape, sizes, Partial())
         placements[name] = forward, gradient if name in op.differentiable else None
     sharding = Sharding([(dim, mesh.get_group(number)) for number, dim in enumerate(chosen) if dim is not None])
     results = [None if rule and dim in rule.combines else dim for dim in chosen]
@@ -325,7 +325,7 @@ def _global_layout(
     assert layout is not None
     dims = layout.of_result(number, value.dim(), arguments) if value.dim() else ()
     shape = [plan.sizes[d] if d.rstrip("'") in plan.results else s for d, s in zip(dims, value.shape, strict=True)]
-    return _placements(plan.results, dims, shape, Partial()), torch.Size(shape), _stride(value, shape)
+    return _placements(plan.results, dims, shape, plan.sizes, Partial()), torch.Size(shape), _stride(value, shape)
 
 
 def _factory(
@@ -397,18 +397,27 @@ def _has_empty_part(size: int, counts: list[int]) -> bool:
 
 
 def _placements(
-    chosen: Sequence[str | None], dims: tuple[str, ...], shape: Sequence[int], otherwise: Placement
+    chosen: Sequence[str | None],
+    dims: tuple[str, ...],
+    shape: Sequence[int],
+    sizes: dict[str, int],
+    otherwise: Placement,
 ) -> tuple[Placement, ...]:
-    """The placements of a tensor with these dimensions; `otherwise` where it lacks the chosen name."""
+    """The placements of a tensor with these dimensions; `otherwise` if it lacks the chosen name.
+
+    One of size 1 lacks it only beside a larger one of the same name: a single head of q is divided as the heads of k are.
+    """
     placements: list[Placement] = []
     bare = [dim.rstrip("'") for dim in dims]
     for dim in chosen:
         if dim is None:
             placements.append(Replicate())
-        elif dim in bare and (shape[bare.index(dim)] != 1 or not independent(dim) or dims[bare.index(dim)] != dim):
-            placements.append(Shard(bare.index(dim)))
-        else:
+            continue
+        at = bare.index(dim) if dim in bare else None
+        if at is None or (independent(dim) and shape[at] == 1 < sizes[dims[at]]):
             placements.append(otherwise)
+        else:
+            placements.append(Shard(at))
     return tuple(placements)
 
 

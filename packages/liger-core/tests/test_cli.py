@@ -207,6 +207,27 @@ def test_doctor_sees_a_cache_that_cant_be_written(
     }
 
 
+def test_doctor_of_a_user_without_a_home_directory(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a container's user that has a number and no name."""
+
+    def unknown(*_: object) -> None:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    for variable in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("liger_core.doctor.find_spec", lambda name: name in ("triton", "packaging") or None)
+    install()
+    found = problems()
+    assert list(found.values()) == [
+        "TRITON_CACHE_DIR=<a folder that can be written>",
+        "TORCHINDUCTOR_CACHE_DIR=<a folder that can be written>",
+    ]
+    assert all(what.startswith("the folder where compiled kernels are kept can't be found: ") for what in found)
+
+
 def test_doctor_for_programs(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     """The same answer and exit status as text."""
     install(broken=(BrokenBackend("acme", "ImportError: libacme.so"),))

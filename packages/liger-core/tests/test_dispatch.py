@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import liger_core
-from liger_core import BackendInfo, Unsupported, cli, dispatch, resolve
+from liger_core import BackendInfo, Unsupported, backend, cli, dispatch, doctor, resolve
 from liger_core.backend import BrokenBackend
 
 X = torch.tensor([[3.0, 4.0]])
@@ -290,7 +291,6 @@ def test_broken_entry_points_are_told(install: object) -> None:
 
 
 def test_discover_reports_what_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    from liger_core import backend
 
     def entry(name: str, load: object) -> types.SimpleNamespace:
         return types.SimpleNamespace(name=name, value=f"{name}:backend", load=load)
@@ -320,6 +320,34 @@ def test_discover_reports_what_does_not_load(monkeypatch: pytest.MonkeyPatch) ->
     assert "package 'toy_traced.ops.rms_norm', which is not an importable package" in broken[4].error
 
 
+def test_a_language_that_two_packages_declare_is_an_error(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither runs, whichever entry point comes first by its name, unless another language is requested."""
+    import toy_opaque
+    import toy_traced
+
+    other = dataclasses.replace(toy_traced.backend, package="toy_opaque")
+    infos = {"a-other": other, "toy-traced": toy_traced.backend, "again": toy_traced.backend, "o": toy_opaque.backend}
+    entries = [
+        types.SimpleNamespace(name=name, value=f"{name}:backend", load=lambda info=info: info)
+        for name, info in infos.items()
+    ]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
+    languages, broken = backend.discover.__wrapped__()
+    assert languages == (toy_opaque.backend,)
+    install(*languages, broken=broken)
+    both = r"toy_opaque \(entry point 'a-other'\) and toy_traced \(entry point 'again'\) both declare the language 'toy-traced'"
+    with pytest.raises(Unsupported, match=f"rms_norm: {both}: uninstall one, or request another language"):
+        liger_core.rms_norm(X, W)
+    with pytest.raises(Unsupported, match=f"use: {both}: uninstall one"):
+        liger_core.use("toy-traced")
+    for language in ("torch", "toy-opaque"):
+        with liger_core.use(language):
+            liger_core.rms_norm(X, W)
+    assert [problem.fix for problem in doctor.examine().problems] == ["uninstall one of them"]
+
+
 @pytest.mark.parametrize("error", [KeyError, SyntaxError, AssertionError, SystemExit, ZeroDivisionError])
 def test_whatever_a_package_raises_is_its_own_error(
     install: Callable[..., None],
@@ -331,15 +359,10 @@ def test_whatever_a_package_raises_is_its_own_error(
     """From its entry point, from its ``ops`` and from what it says of a machine: the others go on, and it is named."""
     import toy_traced
 
-    from liger_core import backend
-
     def fails(*_: object) -> str | None:
         raise error("acme's own")
 
-    if not issubclass(error, SystemExit):
-        picky = BackendInfo("a-picky", ("cpu",), "torch", "toy_traced", "pip install it", ("cpu",), refuses=fails)
-    else:
-        picky = None
+    picky = BackendInfo("a-picky", ("cpu",), "torch", "toy_traced", "pip install it", ("cpu",), refuses=fails)
     name = f"liger_ops_{error.__name__.lower()}"
     (tmp_path / name / "ops").mkdir(parents=True)
     (tmp_path / name / "__init__.py").write_text("")
@@ -352,7 +375,7 @@ def test_whatever_a_package_raises_is_its_own_error(
         types.SimpleNamespace(name="acme", value="acme:backend", load=fails),
         types.SimpleNamespace(name="toy-traced", value="toy:backend", load=lambda: toy_traced.backend),
         types.SimpleNamespace(name="b-ops", value="ops:backend", load=lambda: ops),
-        *([types.SimpleNamespace(name="a-picky", value="picky:backend", load=lambda: picky)] if picky else []),
+        types.SimpleNamespace(name="a-picky", value="picky:backend", load=lambda: picky),
     ]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
     languages, broken = backend.discover.__wrapped__()
@@ -364,7 +387,7 @@ def test_whatever_a_package_raises_is_its_own_error(
     assert "-> toy-traced: chosen" in explanation
     assert f"acme: no: {error.__name__}" in explanation
     assert f"b-ops: no: {name}.ops can't be imported: {error.__name__}" in explanation
-    assert picky is None or f"a-picky: no: toy_traced can't say whether it runs on cpu: {error.__name__}" in explanation
+    assert f"a-picky: no: toy_traced can't say whether it runs on cpu: {error.__name__}" in explanation
     assert liger_core.list_overridden_ops("cpu") == ["rms_norm"]
     with liger_core.use("b-ops"), pytest.raises(Unsupported, match=f"ops can't be imported: {error.__name__}"):
         liger_core.rms_norm(X, W)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import liger_core
-from liger_core import BackendInfo, Unsupported, checks, contract
+from liger_core import BackendInfo, Unsupported, checks, contract, dispatch
 from liger_core.contract import Needs, Saved, op
 from liger_core.custom_op import opaque
 
@@ -290,6 +290,59 @@ def test_compile_fullgraph(toys: None, language: str, start: str, needs: tuple[b
             torch.testing.assert_close(
                 torch.autograd.grad(actual.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
             )
+
+
+def nested(x: Tensor) -> Tensor:
+    with liger_core.use("toy-traced", embedding="torch"):
+        y = liger_core.rms_norm(x, None)
+        with liger_core.use(rms_norm="toy-opaque"):
+            z = liger_core.rms_norm(x, None)
+    return 10 * y + z
+
+
+def decorated(x: Tensor) -> Tensor:
+    return liger_core.use("toy-opaque")(liger_core.rms_norm)(x, None)
+
+
+def bound(x: Tensor) -> Tensor:
+    return liger_core.get_op("rms_norm", language="toy-opaque")(x, None)
+
+
+def bound_to_what_is_requested(x: Tensor) -> Tensor:
+    with liger_core.use("toy-opaque"):
+        norm = liger_core.get_op(liger_core.rms_norm, device=x.device)
+    return norm(x, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "value"), [(nested, 75.0), (decorated, 5.0), (bound, 5.0), (bound_to_what_is_requested, 5.0)]
+)
+def test_a_language_is_requested_inside_of_compiled_code(
+    toys: None, monkeypatch: pytest.MonkeyPatch, function: Callable[[Tensor], Tensor], value: float
+) -> None:
+    """Each kernel gives a number of its own. Behind the code the request is what it was before."""
+    import toy_opaque.ops.rms_norm as opaque_kernel
+    import toy_traced.ops.rms_norm as traced_kernel
+
+    for kernel, number in ((opaque_kernel, 5.0), (traced_kernel, 7.0)):
+        monkeypatch.setattr(kernel, "forward", lambda _, x, *args, n=number, **options: (torch.full_like(x, n), ()))
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for call in (function, compiled, compiled):
+        assert call(torch.ones(2, 8)).unique().tolist() == [value]
+        assert dispatch.state.demand is None
+
+
+@pytest.mark.parametrize("request_it", [liger_core.use, lambda name: liger_core.get_op("rms_norm", language=name)])
+def test_what_is_no_language_inside_of_compiled_code(toys: None, request_it: Callable[[str], Any]) -> None:
+    torch.compiler.reset()
+
+    def call(x: Tensor) -> Tensor:
+        request_it("nothing")
+        return x
+
+    with pytest.raises(Exception, match="there is no language 'nothing'; installed: torch, toy-opaque, toy-traced"):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(torch.ones(2))
 
 
 def test_compiled_code_follows_use(toys: None) -> None:

@@ -81,7 +81,7 @@ class BackendInfo:
             return f"{self.requires} is not installed: {self.install}"
         try:
             return self.refuses(device) if self.refuses else None
-        except Exception as error:  # the package's own: the other languages go on without it
+        except (Exception, SystemExit) as error:  # the package's own: the other languages go on without it
             return f"{self.package} can't say whether it runs on {device}: {type(error).__name__}: {error}"
 
     def broken(self) -> str | None:
@@ -105,28 +105,28 @@ class BackendInfo:
 
 @dataclass(frozen=True)
 class BrokenBackend:
-    """An installed entry point that could not be loaded."""
+    """An entry point that could not be loaded, or a language that several packages declare (a `conflict`)."""
 
     name: str
     error: str
+    conflict: bool = False
 
 
 @functools.cache
 def discover() -> tuple[tuple[BackendInfo, ...], tuple[BrokenBackend, ...]]:
-    """Read the entry points, once. Languages come in name order, which is also their order of preference."""
+    """Read the entry points, once. Languages come in name order, which is also their order of preference.
+
+    Of a language that several packages declare none is used: the name of an entry point doesn't choose between them.
+    """
     from importlib.metadata import entry_points
 
-    languages: dict[str, BackendInfo] = {}
+    declared: dict[str, dict[BackendInfo, str]] = {}
     broken: list[BrokenBackend] = []
     for entry in sorted(entry_points(group="liger.backends"), key=lambda e: e.name):
         try:
             info = entry.load()
             if not isinstance(info, BackendInfo):
                 raise TypeError(f"{entry.value} is a {type(info).__name__}, not a BackendInfo")
-            if info.language in languages and languages[info.language] != info:
-                raise ValueError(
-                    f"language {info.language!r} is already declared by {languages[info.language].package}"
-                )
             spec = find_spec(info.package)
             if spec is None or spec.submodule_search_locations is None:
                 raise ImportError(
@@ -135,8 +135,15 @@ def discover() -> tuple[tuple[BackendInfo, ...], tuple[BrokenBackend, ...]]:
         except (Exception, SystemExit) as error:  # whatever it is, the package's own: the others go on without it
             broken.append(BrokenBackend(entry.name, f"{type(error).__name__}: {error}"))
         else:
-            languages[info.language] = info
-    return tuple(languages[name] for name in sorted(languages)), tuple(broken)
+            declared.setdefault(info.language, {}).setdefault(info, f"{info.package} (entry point {entry.name!r})")
+    languages: list[BackendInfo] = []
+    for language, packages in sorted(declared.items()):
+        if len(packages) == 1:
+            languages += packages
+        else:
+            error = f"{' and '.join(packages.values())} both declare the language {language!r}"
+            broken.append(BrokenBackend(language, error, conflict=True))
+    return tuple(languages), tuple(broken)
 
 
 def backends() -> tuple[BackendInfo, ...]:
@@ -145,7 +152,7 @@ def backends() -> tuple[BackendInfo, ...]:
 
 
 def broken_backends() -> tuple[BrokenBackend, ...]:
-    """Every entry point of a kernel language that could not be loaded."""
+    """Every entry point of a kernel language that could not be loaded, and every language that several packages declare."""
     return discover()[1]
 
 
@@ -173,7 +180,11 @@ def not_installed(language: str) -> str:
     """The error text for a language that no installed package declares."""
     for entry in broken_backends():
         if entry.name == language:
-            return f"{language} is installed but can't be imported: {entry.error}"
+            return (
+                f"{entry.error}: uninstall one"
+                if entry.conflict
+                else f"{language} is installed but can't be imported: {entry.error}"
+            )
     if language in absent_languages():
         return f'{language} is not installed: uv pip install "liger-core[{language}]"'
     installed = ", ".join(["torch", *(b.language for b in backends())])

@@ -43,3 +43,7 @@ def type_of(device: str | torch.device | None) -> str:
         if match and match[1] in known:
             return match[1]
         raise ValueError(f"device is {device!r}; it takes a torch device or its type: {', '.join(known)}") from None
+
+
+# Dynamo can't trace the look-up of installed packages; it can run it. The effect of torch.compiler.assume_constant_result.
+type_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

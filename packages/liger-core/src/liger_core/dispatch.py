@@ -50,6 +50,11 @@ def _on(variable: str) -> bool:
     return value == "1"
 
 
+def reads_values(device: str) -> bool:
+    """Whether checks read tensors' data on a device: on the CPU always, on an accelerator under LIGER_KERNEL_CHECK=1."""
+    return device == "cpu" or settings().check
+
+
 class DemandState:
     """The demand that `use` has set, for the whole process. Backward runs in autograd's threads: a setting of the calling thread
     alone would be lost when activation checkpointing recomputes a forward.
@@ -91,6 +96,24 @@ def one_language(language: Any, source: str) -> str:
     return language
 
 
+def checked_demand(language: str | None, /, **ops: str) -> str | None:
+    """The arguments of `use` as one text that `parse_demand` reads, or None if there are none.
+
+    Raises:
+        TypeError, Unsupported, ValueError: as `use` does.
+    """
+    parts = ([one_language(language, "use")] if language is not None else []) + [
+        f"{name}={one_language(value, 'use')}" for name, value in sorted(ops.items())
+    ]
+    if parts:
+        parse_demand(",".join(parts), "use")
+    return ",".join(parts) or None
+
+
+# Dynamo can't trace the look-up of installed packages; it can run it. The effect of torch.compiler.assume_constant_result.
+checked_demand._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class use:
     """Demand a language for every op, or for single ones. Where it can't run, a call raises `Unsupported`.
 
@@ -115,12 +138,7 @@ class use:
     """
 
     def __init__(self, language: str | None = None, /, **ops: str) -> None:
-        parts = ([one_language(language, "use")] if language is not None else []) + [
-            f"{name}={one_language(value, 'use')}" for name, value in sorted(ops.items())
-        ]
-        self._demand = ",".join(parts) or None
-        if self._demand is not None:
-            parse_demand(self._demand, "use")
+        self._demand = checked_demand(language, **ops)
         self._before = [state.demand]
         """Demands to restore, innermost last. The first was set before the call: a ``with`` of the same line, or a decorator,
         takes it back."""

@@ -7,7 +7,7 @@ import importlib
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distributions, version
 from importlib.util import find_spec
@@ -104,6 +104,9 @@ def _language(backend: BackendInfo, device: str) -> Language:
 def _broken(device: str) -> Iterator[Problem]:
     """Packages that can't be imported, and languages that can't run on this machine's device."""
     for entry in broken_backends():
+        if entry.conflict:
+            yield Problem(entry.error, "uninstall one of them")
+            continue
         yield Problem(f"{entry.name} can't be imported: {entry.error}", "reinstall its package, or uninstall it")
     for backend in backends():
         if why := backend.broken():
@@ -177,16 +180,19 @@ def _liger_distributions() -> list[Distribution]:
 
 
 def _caches() -> Iterator[Problem]:
-    """Cache folders of compiled kernels that can't be written."""
-    folders: dict[str, Path] = {}
+    """Cache folders of compiled kernels that can't be found or written."""
+    usual: dict[str, Callable[[], Path]] = {}
     if find_spec("triton") is not None:
-        folders["TRITON_CACHE_DIR"] = Path.home() / ".triton" / "cache"
-    folders["TORCHINDUCTOR_CACHE_DIR"] = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    for variable, usual in folders.items():
-        folder = Path(os.environ.get(variable) or usual)
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        usual["TRITON_CACHE_DIR"] = lambda: Path.home() / ".triton" / "cache"
+    usual["TORCHINDUCTOR_CACHE_DIR"] = lambda: Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    for variable, find in usual.items():
+        fix = f"{variable}=<a folder that can be written>"
+        try:
+            folder = Path(os.environ.get(variable) or find())
+        except (RuntimeError, KeyError, OSError) as error:  # a user without a name, or without a home directory
+            yield Problem(f"the folder where compiled kernels are kept can't be found: {error}", fix)
+            continue
+        # `Path.exists` raises for a folder inside of one that can't be read.
+        existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            yield Problem(
-                f"{folder}, where compiled kernels are kept, can't be written",
-                f"{variable}=<a folder that can be written>",
-            )
+            yield Problem(f"{folder}, where compiled kernels are kept, can't be written", fix)

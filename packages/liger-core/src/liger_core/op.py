@@ -148,7 +148,7 @@ class Op(Declaration[P, R]):
         return chosen.run(arguments, needs, options)
 
     def _check_data(self, device: str, arguments: Arguments) -> None:
-        if self._check_values is not None and (device == "cpu" or dispatch.settings().check):
+        if self._check_values is not None and dispatch.reads_values(device):
             self._check_values(**arguments)
 
     def _run_reference(self, arguments: Arguments) -> R:
@@ -342,7 +342,8 @@ class BoundOp(Generic[P, R]):
     """An op bound to a device and a language, as `get_op` returns it. Call it like the op."""
 
     def __init__(self, op: Op[P, R], device: str | None, language: str | None) -> None:
-        functools.update_wrapper(self, op.reference)
+        if not torch_state.compiling():  # Dynamo can't trace it
+            functools.update_wrapper(self, op.reference)
         self.op, self.device, self.language = op, device, language
 
     def __repr__(self) -> str:
@@ -380,15 +381,23 @@ def get_op(name: Any, *, device: str | torch.device | None = None, language: str
     """
     op = by_name(name)
     device = None if device is None else type_of(device)
+    return BoundOp(op, device, _language_of(op.name, device, language, dispatch.state.demand))
+
+
+def _language_of(name: str, device: str | None, language: str | None, demand: str | None) -> str | None:
+    """The language of a `BoundOp`, checked. Dynamo runs this, and doesn't trace it."""
     if language is not None:
         dispatch.parse_demand(dispatch.one_language(language, "get_op"), "get_op")
         if language != "torch":
             backend = next(b for b in backends() if b.language == language)
             places = [device] if device else list(backend.devices)
-            obstacles = [resolve.obstacle(backend, op.name, place) for place in places]
+            obstacles = [resolve.obstacle(backend, name, place) for place in places]
             if all(obstacles):
-                raise Unsupported(f"{op.name} in {language}: {'; '.join(filter(None, obstacles))}")
+                raise Unsupported(f"{name} in {language}: {'; '.join(filter(None, obstacles))}")
     elif device is not None:
-        chosen = op.plan(device, dispatch.state.demand).chosen
+        chosen = ops[name].plan(device, demand).chosen
         language = "torch" if chosen is None else chosen.language
-    return BoundOp(op, device, language)
+    return language
+
+
+_language_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import torch
 
 from liger_core import dispatch, torch_state
 from liger_core.autograd import Parts, Run, differentiable
-from liger_core.backend import BackendInfo, Unsupported, backends, broken_backends
+from liger_core.backend import BackendInfo, Unsupported, backends, broken_backends, not_installed
 from liger_core.declaration import Arguments, Declaration, Needs
 
 log = logging.getLogger("liger_core")
@@ -93,8 +93,14 @@ def plan(op: Declaration[..., Any], device: str, demand: str | None) -> Resoluti
         op: the op.
         device: the device type.
         demand: the languages that are requested, as `use` writes them.
+
+    Raises:
+        Unsupported: several packages declare a language, and no other one is requested.
     """
     language = dispatch.demanded_language(op.name, demand)
+    for broken in broken_backends():
+        if broken.conflict and language is None:
+            raise Unsupported(f"{op.name}: {not_installed(broken.name)}, or request another language")
     why = None
     if language not in (None, "torch"):
         why = f"{language} is demanded"

@@ -160,13 +160,16 @@ def send(case: str) -> tuple[Any, Any]:
 
 
 def test_what_is_sent(pool: Pool) -> None:
-    """A divergence sends 12 bytes a row, and the sum; a policy 8 bytes a token. Backward sends the sum of x's gradient alone."""
+    """A divergence sends 12 bytes a row, and the sum; a policy 8 bytes a token. Backward sends the sum of x's gradient alone.
+
+    Each all-gather has 4 bytes more, the vocabulary's size. On the CPU a divergence sends 24 bytes before, by `in_step`.
+    """
     gather = "all_gather_into_tensor"
     assert pool.run(send, "jsd")[0] == (
-        [(gather, 8 * ROWS), (gather, 4 * ROWS + 4)],
+        [(gather, 24), (gather, 8 * ROWS + 4), (gather, 4 * ROWS + 4 + 4)],
         [("all_reduce", 4 * ROWS * HIDDEN)],
     )
-    assert pool.run(send, "grpo")[0] == ([(gather, 8 * ROWS * (LENGTH + 1))], [])
+    assert pool.run(send, "grpo")[0] == ([(gather, 8 * ROWS * (LENGTH + 1) + 4)], [])
 
 
 def under_autocast() -> tuple[torch.dtype, torch.dtype]:

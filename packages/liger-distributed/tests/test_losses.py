@@ -197,6 +197,10 @@ def test_a_second_derivative_is_refused(pool: Pool, name: str) -> None:
         assert errors
 
 
+IN_STEP = ("all_gather_into_tensor", 24)
+"""The collective of `in_step`, on the CPU and under LIGER_KERNEL_CHECK=1."""
+
+
 def send(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """Collectives of a call, forward and backward, in float32."""
     call = Call(name, 12, options)
@@ -222,9 +226,9 @@ def send(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
     ],
 )
 def test_what_is_sent(pool: Pool, name: str, options: dict[str, Any], each: int, dx: bool) -> None:
-    """Forward sends an all-gather, of so many bytes a row; backward nothing, but for the sum of x's gradient."""
+    """Forward sends an all-gather, of so many bytes a row and the vocabulary's size; backward the sum of x's gradient alone."""
     forward, backward = pool.run(send, name, options)[0]
-    assert forward == [("all_gather_into_tensor", each * ROWS)]
+    assert forward == [IN_STEP, ("all_gather_into_tensor", each * ROWS + 4)]
     assert backward == ([("all_reduce", 4 * ROWS * HIDDEN)] if dx else [])
 
 
@@ -237,7 +241,7 @@ def without_gradient_of_x() -> Any:
 
 
 def test_a_frozen_x_sends_nothing_backward(pool: Pool) -> None:
-    assert pool.run(without_gradient_of_x) == [["all_gather_into_tensor"]] * 2
+    assert pool.run(without_gradient_of_x) == [["all_gather_into_tensor"] * 2] * 2
 
 
 def in_flight() -> None:
@@ -323,6 +327,96 @@ def test_what_is_refused(pool: Pool, name: str, columns: int, options: Any, erro
     for kind, text in pool.run(refuse, name, columns, options)[:1]:
         assert kind == error, text
         assert says in text
+
+
+CALLS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "cross_entropy": ((4, -1),),
+    "fused_linear_cross_entropy": ((4, 8), (-1, 8)),
+    "token_logprobs": ((4, -1),),
+    "fused_linear_token_logprobs": ((4, 8), (-1, 8)),
+    "fused_linear_jsd": ((4, 8), (-1, 8), (4, 8), (-1, 8)),
+}
+"""Shapes of each loss's tensors. -1 is the number of columns."""
+
+
+def differ(name: str, columns: int, rows: int, vocabulary: int | None, options: dict[str, Any]) -> str:
+    """The error of a loss of so many columns and rows, on this process, or its values."""
+    shapes = [(rows if size == 4 else columns if size == -1 else size for size in shape) for shape in CALLS[name]]
+    tensors = [torch.ones(*shape) for shape in shapes]
+    target = torch.zeros(rows, dtype=torch.int64)
+    try:
+        function = getattr(liger_distributed, name)
+        return str(function(*tensors, target, group=dist.group.WORLD, vocabulary=vocabulary, **options))
+    except ValueError as error:
+        return str(error)
+
+
+def differ_by_rank(name: str, *calls: tuple[Any, ...]) -> str:
+    return differ(name, *calls[dist.get_rank()])
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        (
+            ((3, 4, None, {}), (7, 4, None, {})),
+            [
+                "the processes take the vocabulary to have 6 and 14 tokens; if they have different numbers of columns, it takes "
+            ]
+            * 2,
+        ),
+        (
+            ((5, 4, None, {}), (5, 3, 10, {})),
+            ["the processes have 4 and 3 rows; it takes the same rows on every process"] * 2,
+        ),
+        (
+            ((5, 4, None, {}), (5, 4, 7, {})),
+            [
+                "process 1 of 2 raised an error, which says what it takes",
+                "process 1 of 2 has 5 columns of a vocabulary of 7",
+            ],
+        ),
+    ],
+)
+def test_processes_that_differ_all_raise(pool: Pool, name: str, calls: Any, says: list[str]) -> None:
+    """Not a wrong number on each, or a number on one and an endless wait on the other."""
+    for text, expected in zip(pool.run(differ_by_rank, name, *calls), says, strict=True):
+        assert text.startswith(f"{name}: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("cross_entropy", {"reduction": "median"}),
+        ("fused_linear_cross_entropy", {"softcap": -1.0}),
+        ("token_logprobs", {"temperature": 0.0}),
+        ("fused_linear_token_logprobs", {"memory_budget": 1}),
+        ("fused_linear_jsd", {"memory_budget": 1}),
+    ],
+)
+def test_an_error_of_one_process_is_one_of_all(pool: Pool, name: str, options: dict[str, Any]) -> None:
+    """Options that one process alone has wrong."""
+    first, second = pool.run(differ_by_rank, name, (5, 4, None, options), (5, 4, None, {}))
+    assert next(iter(options)) in first
+    assert second == f"{name}: process 0 of 2 raised an error, which says what it takes"
+
+
+def differ_compiled(name: str) -> tuple[bool, bool]:
+    """Whether the loss and its gradient are NaN, of another number of columns on each process."""
+    x = torch.ones(4, 8, requires_grad=True)
+    weight, target = torch.ones(3 + 4 * dist.get_rank(), 8), torch.zeros(4, dtype=torch.int64)
+    arguments = (x, weight, torch.ones(4, 8), weight.clone(), target) if "jsd" in name else (x, weight, target)
+    function = torch.compile(getattr(liger_distributed, name), backend="aot_eager", fullgraph=True)
+    loss = function(*arguments, group=dist.group.WORLD).sum()
+    (gradient,) = torch.autograd.grad(loss, x)
+    return bool(loss.isnan()), bool(gradient.isnan().all())
+
+
+@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "fused_linear_token_logprobs", "fused_linear_jsd"])
+def test_processes_that_differ_get_nan_if_no_error_can_be_raised(pool: Pool, name: str) -> None:
+    """In compiled code, as on an accelerator, which would have to wait for an error."""
+    assert pool.run(differ_compiled, name) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("group", [None, "world"])

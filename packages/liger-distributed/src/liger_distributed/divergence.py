@@ -18,7 +18,7 @@ from liger_core.contract import upcast
 from liger_core.host.linear import Linear
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
 from liger_core.ops.jsd import above_mixture, kl_of_classes, times_probability
-from liger_distributed.vocabulary import VocabularyShard, gather, shard_of, sum_gradient
+from liger_distributed.vocabulary import VocabularyShard, gather, in_step, shard_of, sum_gradient
 
 NAME = "fused_linear_jsd"
 COPIES = 10
@@ -60,11 +60,17 @@ def fused_linear_jsd(
     Raises:
         TypeError, ValueError: as there; ValueError for a number of rows that doesn't fit.
     """
-    shard = shard_of(NAME, group, student_weight.shape[0], vocabulary)
     options: dict[str, Any] = {"beta": beta, "ignore_index": ignore_index, "temperature": temperature}
     options["accum_dtype"] = accum_dtype
     inputs = student_weight, teacher_x, teacher_weight, labels
-    check(shard, student_x, *inputs, **options)
+
+    def prepare() -> tuple[VocabularyShard, None]:
+        shard = shard_of(NAME, group, student_weight.shape[0], vocabulary)
+        check(shard, student_x, *inputs, **options)
+        _rows_of_chunk(_cast(student_x), _cast(student_weight), accum_dtype, memory_budget)
+        return shard, None
+
+    shard, _ = in_step(NAME, group, student_x, prepare)
     x = sum_gradient(student_x, group)
     loss = divergence_of_linear(x, *inputs, shard, memory_budget=memory_budget, **options)
     counted = student_x.shape[0] if labels is None else (labels != ignore_index).sum()
@@ -125,7 +131,7 @@ def divergence_of_linear(
             target = target.masked_fill(ignored, ignore_index)
         head_options = {"ignore_index": ignore_index, "temperature": temperature, "memory_budget": memory_budget}
         pairs = (tensors[0], tensors[1]), (tensors[2], tensors[3])
-        lse = gather(torch.stack([_lse(x, weight, target, shard, head_options) for x, weight in pairs]), shard.group)
+        lse = gather(torch.stack([_lse(x, weight, target, shard, head_options) for x, weight in pairs]), shard)
         lse = lse.logsumexp(0)
         local = lse.new_zeros(student_x.shape[0] + 1)
         for chunk in _chunks(student_x.shape[0], rows):
@@ -134,7 +140,7 @@ def divergence_of_linear(
                 divergence, inner = (sums.masked_fill(ignored[chunk], 0.0) for sums in (divergence, inner))
             local[chunk] = inner
             local[-1] += divergence.sum()
-        summed = gather(local, shard.group).sum(0)
+        summed = gather(local, shard).sum(0)
     return cast("Any", _Divergence).apply(*tensors, summed[-1], lse, summed[:-1], ignored, options)
 
 

@@ -1,8 +1,8 @@
 """Losses of logits whose columns, the vocabulary, are divided among the processes of a group.
 
 The rows are the same on all processes, and so is the result, to the bit. Forward sends one all-gather of 8 bytes per row and
-process. Label smoothing and entropy add 4 bytes each; predicted tokens or accuracy add 8. Backward sends nothing but the sum of
-x's gradient.
+process, and 4 more. Label smoothing and entropy add 4 bytes a row each; predicted tokens or accuracy add 8. Backward sends
+nothing but the sum of x's gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from liger_core.losses.logprobs import TokenLogprobsOutput
 from liger_core.ops.cross_entropy import CrossEntropyOutput, check_options, loss_of_statistics
 from liger_core.ops.fused_linear_logit_statistics import fused_linear_logit_statistics
 from liger_core.ops.logit_statistics import LogitStatistics, logit_statistics, logprobs_of_statistics
-from liger_distributed.vocabulary import VocabularyShard, combined, empty_statistics, shard_of, sum_gradient
+from liger_distributed.vocabulary import VocabularyShard, combined, empty_statistics, in_step, shard_of, sum_gradient
 
 
 def cross_entropy(
@@ -56,35 +56,31 @@ def cross_entropy(
         TypeError, ValueError, IndexError: as there; ValueError for a number of columns that doesn't fit.
     """
     name = "cross_entropy"
-    shard = shard_of(name, group, logits.shape[-1], vocabulary)
-    statistics = statistics_of_logits(
-        logits,
-        target,
-        shard,
-        ignore_index,
-        {
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "lse_square_scale": lse_square_scale,
+        "reduction": reduction,
+        "return_z_loss": return_z_loss,
+        "return_token_accuracy": return_token_accuracy,
+        "return_predicted_tokens": return_predicted_tokens,
+    }
+
+    def prepare() -> tuple[VocabularyShard, LogitStatistics]:
+        shard = shard_of(name, group, logits.shape[-1], vocabulary)
+        of_columns = {
             "weight": _local_weight(name, weight, shard),
             "softcap": softcap,
             "return_total": bool(label_smoothing),
             "return_best": return_token_accuracy or return_predicted_tokens,
-        },
-    )
-    return loss_of(
-        name,
-        statistics,
-        target,
-        weight,
-        shard,
-        softcap=softcap,
-        token_scaling=False,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        reduction=reduction,
-        return_z_loss=return_z_loss,
-        return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
-    )
+        }
+        local = local_statistics_of_logits(logits, target, shard, ignore_index, of_columns)
+        _check_loss(name, target, shard, softcap=softcap, **options)
+        return shard, local
+
+    shard, local = in_step(name, group, logits, prepare)
+    statistics = combined(local, target, shard, ignore_index)
+    return loss_of_statistics(statistics, target, weight, vocabulary=shard.vocabulary, token_scaling=False, **options)
 
 
 def fused_linear_cross_entropy(
@@ -131,39 +127,36 @@ def fused_linear_cross_entropy(
         TypeError, ValueError, IndexError: as there; ValueError for a number of rows that doesn't fit.
     """
     name = "fused_linear_cross_entropy"
-    checks.flag(name, token_scaling=token_scaling)
-    shard = shard_of(name, group, linear_weight.shape[0], vocabulary)
-    statistics = statistics_of_linear(
-        sum_gradient(x, group),
-        linear_weight,
-        target,
-        bias,
-        shard,
-        ignore_index,
-        {
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "lse_square_scale": lse_square_scale,
+        "reduction": reduction,
+        "return_z_loss": return_z_loss,
+        "return_token_accuracy": return_token_accuracy,
+        "return_predicted_tokens": return_predicted_tokens,
+    }
+
+    def prepare() -> tuple[VocabularyShard, LogitStatistics]:
+        checks.flag(name, token_scaling=token_scaling)
+        shard = shard_of(name, group, linear_weight.shape[0], vocabulary)
+        of_columns = {
             "class_weight": _local_weight(name, class_weight, shard),
             "softcap": softcap,
             "return_total": bool(label_smoothing),
             "return_best": return_token_accuracy or return_predicted_tokens,
             "accum_dtype": accum_dtype,
             "memory_budget": memory_budget,
-        },
-    )
-    return loss_of(
-        name,
-        statistics,
-        target,
-        class_weight,
-        shard,
-        softcap=softcap,
-        token_scaling=token_scaling,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        reduction=reduction,
-        return_z_loss=return_z_loss,
-        return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
+        }
+        summed = sum_gradient(x, group)
+        local = local_statistics_of_linear(summed, linear_weight, target, bias, shard, ignore_index, of_columns)
+        _check_loss(name, target, shard, softcap=softcap, **options)
+        return shard, local
+
+    shard, local = in_step(name, group, x, prepare)
+    statistics = combined(local, target, shard, ignore_index)
+    return loss_of_statistics(
+        statistics, target, class_weight, vocabulary=shard.vocabulary, token_scaling=token_scaling, **options
     )
 
 
@@ -196,16 +189,22 @@ def token_logprobs(
         TypeError, ValueError, IndexError: as there; ValueError for a number of columns that doesn't fit.
     """
     name = "token_logprobs"
-    checks.flag(name, return_lse=return_lse)
-    shard = shard_of(name, group, logits.shape[-1], vocabulary)
     options = {
         "temperature": temperature,
         "softcap": softcap,
         "return_entropy": return_entropy,
         "return_best": return_predicted_tokens,
     }
-    statistics = statistics_of_logits(logits, target, shard, ignore_index, options)
-    return _logprobs_output(name, statistics, target, shard, ignore_index, return_lse)
+
+    def prepare() -> tuple[VocabularyShard, LogitStatistics]:
+        checks.flag(name, return_lse=return_lse)
+        shard = shard_of(name, group, logits.shape[-1], vocabulary)
+        local = local_statistics_of_logits(logits, target, shard, ignore_index, options)
+        check_tokens(name, target, shard, ignore_index)
+        return shard, local
+
+    shard, local = in_step(name, group, logits, prepare)
+    return _logprobs_output(combined(local, target, shard, ignore_index), target, shard, ignore_index, return_lse)
 
 
 def fused_linear_token_logprobs(
@@ -244,8 +243,6 @@ def fused_linear_token_logprobs(
         TypeError, ValueError, IndexError: as there; ValueError for a number of rows that doesn't fit.
     """
     name = "fused_linear_token_logprobs"
-    checks.flag(name, return_lse=return_lse)
-    shard = shard_of(name, group, linear_weight.shape[0], vocabulary)
     options = {
         "temperature": temperature,
         "softcap": softcap,
@@ -254,22 +251,29 @@ def fused_linear_token_logprobs(
         "accum_dtype": accum_dtype,
         "memory_budget": memory_budget,
     }
-    statistics = statistics_of_linear(sum_gradient(x, group), linear_weight, target, bias, shard, ignore_index, options)
-    return _logprobs_output(name, statistics, target, shard, ignore_index, return_lse)
+
+    def prepare() -> tuple[VocabularyShard, LogitStatistics]:
+        checks.flag(name, return_lse=return_lse)
+        shard = shard_of(name, group, linear_weight.shape[0], vocabulary)
+        summed = sum_gradient(x, group)
+        local = local_statistics_of_linear(summed, linear_weight, target, bias, shard, ignore_index, options)
+        check_tokens(name, target, shard, ignore_index)
+        return shard, local
+
+    shard, local = in_step(name, group, x, prepare)
+    return _logprobs_output(combined(local, target, shard, ignore_index), target, shard, ignore_index, return_lse)
 
 
-def statistics_of_logits(
+def local_statistics_of_logits(
     logits: Tensor, target: Tensor, shard: VocabularyShard, ignore_index: int, options: dict[str, Any]
 ) -> LogitStatistics:
-    """`logit_statistics` of the whole vocabulary, from this process's columns."""
+    """`logit_statistics` of this process's columns, for `combined`."""
     if shard.columns == 0:
-        local = empty_statistics(logits, target, shard, options)
-    else:
-        local = logit_statistics(logits, target, first=shard.first, ignore_index=ignore_index, **options)
-    return combined(local, target, shard, ignore_index)
+        return empty_statistics(logits, target, shard, options)
+    return logit_statistics(logits, target, first=shard.first, ignore_index=ignore_index, **options)
 
 
-def statistics_of_linear(
+def local_statistics_of_linear(
     x: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -278,15 +282,13 @@ def statistics_of_linear(
     ignore_index: int,
     options: dict[str, Any],
 ) -> LogitStatistics:
-    """`fused_linear_logit_statistics` of the whole vocabulary. The gradient of x is that of this process's columns."""
+    """`fused_linear_logit_statistics` of this process's columns, for `combined`. So is the gradient of x."""
     if shard.columns == 0:
         logits = x @ linear_weight.T
-        local = empty_statistics(logits if bias is None else logits + bias, target, shard, options)
-    else:
-        local = fused_linear_logit_statistics(
-            x, linear_weight, target, bias, first=shard.first, ignore_index=ignore_index, **options
-        )
-    return combined(local, target, shard, ignore_index)
+        return empty_statistics(logits if bias is None else logits + bias, target, shard, options)
+    return fused_linear_logit_statistics(
+        x, linear_weight, target, bias, first=shard.first, ignore_index=ignore_index, **options
+    )
 
 
 def _local_weight(op: str, weight: Tensor | None, shard: VocabularyShard) -> Tensor | None:
@@ -295,30 +297,15 @@ def _local_weight(op: str, weight: Tensor | None, shard: VocabularyShard) -> Ten
     return None if weight is None else weight[shard.first : shard.first + shard.columns]
 
 
-def loss_of(
-    op: str,
-    statistics: LogitStatistics,
-    target: Tensor,
-    weight: Tensor | None,
-    shard: VocabularyShard,
-    *,
-    softcap: float | None,
-    token_scaling: bool,
-    **options: Any,
-) -> Tensor | CrossEntropyOutput:
-    """The loss from rows' statistics, after checks of the arguments."""
-    check_options(op, softcap=softcap, **options)
+def _check_loss(op: str, target: Tensor, shard: VocabularyShard, **options: Any) -> None:
+    check_options(op, **options)
     checks.ndim(op, 1, 1, target=target)
     check_tokens(op, target, shard, options["ignore_index"])
-    return loss_of_statistics(
-        statistics, target, weight, vocabulary=shard.vocabulary, token_scaling=token_scaling, **options
-    )
 
 
 def _logprobs_output(
-    op: str, statistics: LogitStatistics, target: Tensor, shard: VocabularyShard, ignore_index: int, return_lse: bool
+    statistics: LogitStatistics, target: Tensor, shard: VocabularyShard, ignore_index: int, return_lse: bool
 ) -> Tensor | TokenLogprobsOutput:
-    check_tokens(op, target, shard, ignore_index)
     logprobs = logprobs_of_statistics(statistics, target, shard.vocabulary, ignore_index)
     if not (return_lse or statistics.entropy is not None or statistics.best_index is not None):
         return logprobs

@@ -12,8 +12,8 @@ from liger_core import grpo_loss as grpo_loss_of_whole
 from liger_core.losses.policy import policy_loss
 from liger_core.ops.grpo_loss import IGNORED, GRPOOutput, ids_that_count
 from liger_core.ops.logit_statistics import logprobs_of_statistics
-from liger_distributed.losses import check_tokens, statistics_of_logits
-from liger_distributed.vocabulary import VocabularyShard, shard_of
+from liger_distributed.losses import check_tokens, local_statistics_of_logits
+from liger_distributed.vocabulary import VocabularyShard, combined, shard_of
 
 NAME = "grpo_loss"
 
@@ -104,8 +104,8 @@ def grpo_loss_of_shard(
     ids = ids_that_count(completion_ids, completion_mask, shard.vocabulary, loss_type, reduction)
     check_tokens(NAME, ids, shard, IGNORED, "completion_ids")
     target = pad(ids, (0, 1), value=IGNORED)  # includes the last position, which predicts nothing, to copy no logits
-    statistics = statistics_of_logits(
-        logits.flatten(0, 1), target.flatten(), shard, IGNORED, {"temperature": temperature}
-    )
-    logprobs = logprobs_of_statistics(statistics, target.flatten(), shard.vocabulary, IGNORED).view(target.shape)
+    flat = target.flatten()
+    local = local_statistics_of_logits(logits.flatten(0, 1), flat, shard, IGNORED, {"temperature": temperature})
+    statistics = combined(local, flat, shard, IGNORED)
+    logprobs = logprobs_of_statistics(statistics, flat, shard.vocabulary, IGNORED).view(target.shape)
     return policy_loss(logprobs[:, :-1], old_logps, ref_logps, advantages, completion_mask, **options)

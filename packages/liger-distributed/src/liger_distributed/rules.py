@@ -11,12 +11,12 @@ from torch.distributed import ProcessGroup
 
 from liger_core import checks, torch_state
 from liger_core.contract import Op, upcast
-from liger_core.ops.cross_entropy import CrossEntropyOutput
+from liger_core.ops.cross_entropy import CrossEntropyOutput, loss_of_statistics
 from liger_core.ops.grpo_loss import GRPOOutput
 from liger_distributed.divergence import divergence_of_linear
-from liger_distributed.losses import loss_of, statistics_of_linear, statistics_of_logits
+from liger_distributed.losses import check_tokens, local_statistics_of_linear, local_statistics_of_logits
 from liger_distributed.policy import grpo_loss_of_shard
-from liger_distributed.vocabulary import VocabularyShard, shard_of, wait_tensor
+from liger_distributed.vocabulary import VocabularyShard, combined, shard_of, wait_tensor
 
 
 class Sharding:
@@ -164,17 +164,21 @@ def _loss_of_columns(call: LocalCall, shard: VocabularyShard, weight: Tensor | N
     if fused:
         options |= {name: arguments[name] for name in ("accum_dtype", "memory_budget")} | {"class_weight": local_weight}
         x, linear_weight, bias = arguments["x"], arguments["linear_weight"], arguments["bias"]
-        statistics = statistics_of_linear(x, linear_weight, target, bias, shard, ignore_index, options)
+        local = local_statistics_of_linear(x, linear_weight, target, bias, shard, ignore_index, options)
     else:
-        statistics = statistics_of_logits(
-            arguments["logits"], target, shard, ignore_index, options | {"weight": local_weight}
-        )
-    names = ("softcap", "ignore_index", "label_smoothing", "lse_square_scale")
+        options |= {"weight": local_weight}
+        local = local_statistics_of_logits(arguments["logits"], target, shard, ignore_index, options)
+    check_tokens(call.op.name, target, shard, ignore_index)
+    names = ("ignore_index", "label_smoothing", "lse_square_scale")
     names += ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
-    loss_options = {name: arguments[name] for name in names}
-    scaling = fused and arguments["token_scaling"]
-    return loss_of(
-        call.op.name, statistics, target, weight, shard, token_scaling=scaling, reduction=reduction, **loss_options
+    return loss_of_statistics(
+        combined(local, target, shard, ignore_index),
+        target,
+        weight,
+        vocabulary=shard.vocabulary,
+        token_scaling=fused and arguments["token_scaling"],
+        reduction=reduction,
+        **{name: arguments[name] for name in names},
     )
 
 

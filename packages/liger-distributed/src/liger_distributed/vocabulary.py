@@ -6,7 +6,8 @@ picked and total are sums. With share_r = e^(lse_r − lse), the entropy is Σ s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,10 @@ from torch.distributed import ProcessGroup
 from liger_core import checks, torch_state
 from liger_core.autograd import without_second_derivatives
 from liger_core.contract import upcast
+from liger_core.dispatch import reads_values
 from liger_core.ops.logit_statistics import LogitStatistics
+
+T = TypeVar("T")
 
 LARGEST_VOCABULARY = 1 << 24
 """The largest vocabulary for which predicted tokens can be requested: their ids are sent in float32."""
@@ -77,7 +81,7 @@ def combined(local: LogitStatistics, target: Tensor, shard: VocabularyShard, ign
                 f"predicted tokens take a vocabulary of at most {LARGEST_VOCABULARY}; it has {shard.vocabulary}"
             )
         sent += [local.best[:, None].to(dtype), local.best_index[:, None].to(dtype)]
-    received = gather(torch.cat(sent, -1), shard.group)
+    received = gather(torch.cat(sent, -1), shard)
     column = 1 + targets.shape[1]
 
     lse_by_process = received[..., 0]
@@ -115,20 +119,65 @@ def empty_statistics(
     )
 
 
-def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
+def gather(tensor: Tensor, shard: VocabularyShard) -> Tensor:
     """All processes' tensors, ``[processes, *shape]``. Only this process's own part has a gradient.
 
     Every process makes the same loss from the gathered tensors. So its own part's gradient is complete, and nothing is added up
     in backward. PyTorch's differentiable all-gather would count it once per process.
+
+    Each process sends the size of its vocabulary as well. If they differ, the result is NaN on all: an accelerator would have to
+    wait for an error.
     """
-    rank, size = group.rank(), group.size()
-    sent = tensor.detach()[None].contiguous()
-    parts = wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group.group_name))
+    rank, size = shard.group.rank(), shard.group.size()
+    sent = torch.cat((tensor.detach().reshape(-1), tensor.new_full((1,), shard.vocabulary)))[None]
+    received = wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, shard.group.group_name))
+    parts, vocabularies = received[:, :-1].reshape(size, *tensor.shape), received[:, -1]
     local: Tensor = tensor
     # torch.compile makes no second derivative.
     if torch.is_grad_enabled() and tensor.requires_grad and not torch_state.compiling():
         local = cast("Any", _LocalPart).apply(tensor)
-    return torch.cat((parts[:rank], local[None], parts[rank + 1 :]))
+    valid = torch.where((vocabularies == shard.vocabulary).all(), 1.0, torch.nan)
+    return torch.cat((parts[:rank], local[None], parts[rank + 1 :])) * valid
+
+
+def in_step(
+    op: str, group: ProcessGroup, rows: Tensor, prepare: Callable[[], tuple[VocabularyShard, T]]
+) -> tuple[VocabularyShard, T]:
+    """The result of `prepare`, which checks and makes all that a process needs before it sends statistics.
+
+    An error of one process is an error of all, as is another number of rows or another vocabulary: the others would wait for
+    the process, or add up what doesn't belong together. For that the processes exchange three numbers, on the CPU and under
+    LIGER_KERNEL_CHECK=1: an accelerator would have to wait for them.
+    """
+    check_member(op, group)
+    if torch_state.compiling() or torch_state.without_values([rows]) or not reads_values(rows.device.type):
+        return prepare()
+    error = prepared = None
+    try:
+        prepared = prepare()
+    except (TypeError, ValueError, IndexError) as raised:
+        error = raised
+    told = [rows.shape[:1].numel(), 0 if prepared is None else prepared[0].vocabulary, error is not None]
+    sent = torch.tensor([told], device=rows.device)
+    received = torch.ops._c10d_functional.all_gather_into_tensor(sent, group.size(), group.group_name)
+    numbers, vocabularies, failed = cast("list[list[int]]", wait_tensor(received).t().tolist())
+    if error is not None:
+        raise error
+    if any(failed):
+        raise ValueError(f"{op}: process {failed.index(1)} of {group.size()} raised an error, which says what it takes")
+    if len(set(numbers)) > 1:
+        raise ValueError(f"{op}: the processes have {_listed(numbers)} rows; it takes the same rows on every process")
+    if len(set(vocabularies)) > 1:
+        raise ValueError(
+            f"{op}: the processes take the vocabulary to have {_listed(vocabularies)} tokens; if they have different numbers "
+            "of columns, it takes `vocabulary`, the same on every process"
+        )
+    assert prepared is not None
+    return prepared
+
+
+def _listed(numbers: list[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 NO_DOUBLE = "a loss of a vocabulary that is divided among processes has no second derivative"

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,96 @@ def test_a_dry_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert after.stdout == before.stdout
 
 
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of two files. Its releases run git, and of the other tools nothing."""
+    real = release.run
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    monkeypatch.setattr(release, "run", lambda *command: real(*command) if command[0] == "git" else "")
+    monkeypatch.setattr(release, "tool", lambda name: types.SimpleNamespace(strip_in_place=lambda: None))
+    monkeypatch.setattr(release, "build", lambda planned, dist: (dist / "new.whl").write_text("new"))
+    for name in ("uv.lock", "pyproject.toml"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "old.whl").write_text("old")
+    (tmp_path / ".gitignore").write_text("dist")
+    for command in (["init"], ["config", "user.name", "nobody"], ["config", "user.email", "nobody@invalid.example"]):
+        real("git", *command)
+    real("git", "add", "--all")
+    real("git", "commit", "--message", "before")
+    return tmp_path
+
+
+def state(checkout: Path) -> list[str]:
+    """The commits, tags, changes and files of a checkout."""
+    built = sorted(file.name for file in (checkout / "dist").iterdir())
+    git = [release.run("git", *command) for command in (["log", "--format=%s"], ["tag"], ["status", "--porcelain"])]
+    return [*git, *built, *((checkout / name).read_text() for name in ("uv.lock", "pyproject.toml"))]
+
+
+def a_release(checkout: Path) -> object:
+    return release.Plan({checkout / "pyproject.toml": "new"}, {"liger-triton": "0.2.0", "liger-core": "0.2.0"})
+
+
+def test_tags_are_annotated(checkout: Path) -> None:
+    """git push --follow-tags leaves others behind, and what isn't pushed starts no workflow."""
+    release.carry_out(a_release(checkout), checkout / "dist", ci=False)
+    for tag in ("liger-triton-v0.2.0", "liger-core-v0.2.0"):
+        assert release.run("git", "cat-file", "-t", tag) == "tag\n"
+    assert state(checkout) == [
+        "liger-triton 0.2.0, liger-core 0.2.0\nbefore\n", "liger-core-v0.2.0\nliger-triton-v0.2.0\n", "",
+        "new.whl", "old.whl", "old", "new",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fails", ["uv lock", ".ci/run", "git add", "git commit", "git tag --annotate --message liger-core"]
+)
+def test_a_release_that_fails_half_way_leaves_nothing(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    before, real = state(checkout), release.run
+
+    def run(*command: str) -> str:
+        if " ".join(command).startswith(fails):
+            raise release.Refused(fails)
+        return real(*command)
+
+    monkeypatch.setattr(release, "run", run)
+    with pytest.raises(release.Refused, match=fails):
+        release.carry_out(a_release(checkout), checkout / "dist", ci=True)
+    assert state(checkout) == before
+
+
+def test_each_tag_is_pushed_by_itself() -> None:
+    """The forge starts no workflow for more than three tags that one push brings."""
+    assert release.pushes(["liger-triton-v0.2.0", "liger-core-v0.2.0"]) == [
+        "git push --atomic origin HEAD:main liger-triton-v0.2.0",
+        "git push origin liger-core-v0.2.0",
+    ]
+
+
+def test_actions_of_workflows_are_pinned() -> None:
+    """By the hash of a commit, which nobody can move, and the version that it is."""
+    used = [
+        (file.name, line.strip())
+        for file in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+        for line in file.read_text().splitlines()
+        if re.match(r"\s*(- )?uses: (?!\./)", line)
+    ]
+    assert used
+    for file, line in used:
+        assert re.search(r"uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), f"{file}: {line}"
+
+
+def test_only_a_commit_of_main_that_passes_ci_is_published() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert "  ci:\n    uses: ./.github/workflows/ci.yml\n" in workflow
+    assert "    needs: [ci, build]\n" in workflow
+    assert "git merge-base --is-ancestor HEAD origin/main\n" in workflow
+    assert "\n  workflow_call:" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+
+
 PROBE = """
 import liger_core, torch
 assert liger_core.list_overridden_ops("cuda"), "no kernel package is installed"
@@ -158,7 +249,8 @@ def test_releases_install_from_a_folder(tmp_path: Path) -> None:
     for package in release.packages():
         printed = run(sys.executable, "tools/release.py", package, "patch", "--skip-ci", f"--dist={dist}")
         assert re.search(rf"^tagged {package}-v\d+\.\d+\.\d+$", printed, re.M)
-        assert "uv publish" in printed
+        assert re.search(rf"^git push --atomic origin HEAD:main {package}-v\d+\.\d+\.\d+$", printed, re.M)
+        assert "uv publish" not in printed
     tags = {tag.rpartition("-v")[0]: tag for tag in run("git", "tag").split()}
     assert set(tags) == set(release.packages())
     assert not run("git", "status", "--porcelain")

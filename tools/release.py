@@ -2,8 +2,8 @@
 """Release one package: tools/release.py liger-cutile patch
 
 It sets the version, dates the changelog, widens the ranges that have to take the new version, writes uv.lock, runs .ci/run,
-builds the package, checks what was built, commits and tags. It publishes nothing: the last line that it prints is the
-command that does. If a step fails, the files are as they were before.
+builds the package, checks what was built, commits and tags. It publishes nothing: it prints the push that starts the workflow
+which does. If a step fails, everything is as it was before: files, commits, tags and what was built.
 
     tools/release.py PACKAGE {first,patch,minor,major}
         first       release the version that stands in pyproject.toml, which has no tag yet
@@ -165,22 +165,26 @@ def tool(name: str) -> ModuleType:
     return module
 
 
-def build(planned: Plan, dist: Path) -> list[Path]:
-    """Build a wheel and an sdist of each package, and check them; the files."""
+def build(planned: Plan, dist: Path) -> None:
+    """Build a wheel and an sdist of each package, and check them."""
     builder = tool("build")
-    files: list[Path] = []
     for name, version in planned.releases.items():
         run(sys.executable, "tools/build.py", name, "--out-dir", str(dist))
         built = sorted(dist.glob(f"{name.replace('-', '_')}-{version}*"))
         if faults := [problem for file in built if file.suffix == ".whl" for problem in builder.problems(file)]:
             raise Refused("\n".join(faults))
-        files += built
-    return files
 
 
-def carry_out(planned: Plan, dist: Path, ci: bool) -> list[Path]:
-    """Make the release: files, lock, checks, build, commit and tags. Undo it if a step fails."""
+def pushes(tags: list[str]) -> list[str]:
+    """Commands that push the commit with the first tag, and then each other tag: a forge may start nothing for many at once."""
+    return [f"git push --atomic origin HEAD:main {tags[0]}", *(f"git push origin {tag}" for tag in tags[1:])]
+
+
+def carry_out(planned: Plan, dist: Path, ci: bool) -> None:
+    """Make the release, from a clean working tree: files, lock, checks, build, commit and tags. Undo it if a step fails."""
     changed = [path.relative_to(ROOT).as_posix() for path in planned.edits]
+    before, had = run("git", "rev-parse", "HEAD").strip(), set(dist.glob("*"))
+    tagged: list[str] = []
     try:
         for path, text in planned.edits.items():
             path.write_text(text, encoding="utf-8")
@@ -188,7 +192,7 @@ def carry_out(planned: Plan, dist: Path, ci: bool) -> list[Path]:
         tool("lock").strip_in_place()
         if ci:
             run(".ci/run")
-        files = build(planned, dist)
+        build(planned, dist)
         if changed:
             run("git", "add", "uv.lock", *changed)
             run(
@@ -199,11 +203,15 @@ def carry_out(planned: Plan, dist: Path, ci: bool) -> list[Path]:
                 ", ".join(f"{name} {version}" for name, version in planned.releases.items()),
             )
         for tag in planned.tags:
-            run("git", "tag", tag)
+            run("git", "tag", "--annotate", "--message", tag, tag)
+            tagged.append(tag)
     except BaseException:
-        subprocess.run(["git", "restore", "--staged", "--worktree", "uv.lock", *changed], cwd=ROOT, check=True)
+        if tagged:
+            run("git", "tag", "--delete", *tagged)
+        run("git", "reset", "--quiet", "--hard", before)
+        for file in set(dist.glob("*")) - had:
+            file.unlink()
         raise
-    return files
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -227,12 +235,12 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if changes := run("git", "status", "--porcelain"):
             raise Refused(f"the working tree has changes; commit them first:\n{changes}".rstrip())
-        files = carry_out(planned, args.dist, ci=not args.skip_ci)
+        carry_out(planned, args.dist, ci=not args.skip_ci)
     except Refused as refusal:
         print(refusal, file=sys.stderr)
         return 1
     print(f"tagged {', '.join(planned.tags)}")
-    print("git push --follow-tags && uv publish " + " ".join(str(file) for file in files))
+    print("\n".join(pushes(planned.tags)))
     return 0
 
 

@@ -267,7 +267,7 @@ class Bench:
         if mode == "forward":
             return torch.no_grad()(lambda: function(x, weight, target))
         if mode == "held":
-            budget = most_statistics_memory(rows, self.sizes.vocabulary)
+            budget = most_statistics_memory(rows, self.sizes.vocabulary, torch.bfloat16)
             function = functools.partial(function, memory_budget=budget)
         leaves = (x.requires_grad_(),) if mode == "frozen" else (x.requires_grad_(), weight.requires_grad_())
         return lambda: torch.autograd.grad(function(x, weight, target), leaves, dlogprobs)

@@ -154,7 +154,7 @@ def test_a_group_is_one_call_that_holds_its_logits(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(grouped, "fused_linear_token_logprobs", noted)
     returned = first(call("dpo", call_inputs))
-    assert budgets == [most_statistics_memory(2 * LENGTH, VOCABULARY)] * PAIRS
+    assert budgets == [most_statistics_memory(2 * LENGTH, VOCABULARY, torch.bfloat16)] * PAIRS
     gradients(returned, call_inputs)
     assert len(budgets) == PAIRS
     first(call("dpo", call_inputs, memory_budget=5000))
@@ -167,7 +167,7 @@ def test_a_group_is_one_call_that_holds_its_logits(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_memory_of_a_group_is_the_least_that_holds_its_logits(dtype: torch.dtype) -> None:
     x, weight = torch.empty(10, HIDDEN, dtype=dtype), torch.empty(VOCABULARY, HIDDEN, dtype=dtype)
-    most = most_statistics_memory(10, VOCABULARY)
+    most = most_statistics_memory(10, VOCABULARY, dtype)
 
     def held(budget: int) -> bool:
         needs = (True, True, True)
@@ -175,6 +175,26 @@ def test_the_memory_of_a_group_is_the_least_that_holds_its_logits(dtype: torch.d
 
     assert held(most)
     assert held(most - 1) == (dtype is torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_a_group_of_few_tokens_of_a_small_vocabulary(dtype: torch.dtype, tokens: int) -> None:
+    """All logits of it take less memory than a sum of x's gradient, or of the weight's, which the least budget counted."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, tokens, 1024, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(256, 1024, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    target = torch.randint(256, (1, tokens), generator=generator)
+    loss = losses.fused_linear_grouped_loss(lambda lp: -lp.sum(), x, weight, target)
+    every = losses.fused_linear_token_logprobs(x[0], weight, target[0])
+    assert isinstance(every, Tensor)
+    got, right = (torch.autograd.grad(one, (x, weight)) for one in (loss, -every.sum()))
+    for mine, theirs in zip(got, right, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    narrow = x[0].detach(), weight.detach()
+    budget = most_statistics_memory(tokens, 256, dtype)
+    plan = plan_of((True, True, True), *narrow, accum_dtype=torch.float32, memory_budget=budget, picked_alone=True)
+    assert plan.whole
 
 
 @pytest.mark.parametrize("leaves", [("x",), ("weight",), ("x", "weight")], ids=str)

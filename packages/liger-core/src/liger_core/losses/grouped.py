@@ -184,7 +184,7 @@ class _Gradients(torch.autograd.Function):
         )
         budget = call.options["memory_budget"]
         if budget is None:
-            budget = most_statistics_memory(call.target[0].numel(), linear_weight.shape[0])
+            budget = most_statistics_memory(call.target[0].numel(), linear_weight.shape[0], x.dtype)
         rows, factors = list[tuple[Any, ...]](), list[Tensor]()
         for group in range(x.shape[0]):
             with torch.enable_grad():

@@ -103,28 +103,31 @@ def _with_gradient_in(logits: Tensor, dtype: torch.dtype) -> Tensor:
 def least_statistics_memory(x: Tensor, linear_weight: Tensor, *, accum_dtype: torch.dtype, weight_grad: bool) -> int:
     """Bytes below which a `memory_budget` is refused.
 
-    That is the memory of a tile of all rows and `least_chunk` columns, or of `least_chunk` rows and all columns, whichever is
-    less. The latter has `padded_columns`. Each logit of the tile takes 4 bytes and its gradient in x's dtype, each class 4 for
-    bias's gradient, and each row 32. All rows take a float32 sum of x's gradient as well. Some rows take an accumulator of
-    linear_weight's gradient in `accum_dtype` as well, unless that is the gradient's dtype.
+    That is the memory of a tile of all rows and `least_chunk` columns, of `least_chunk` rows and all columns, or of all logits at
+    once, whichever is least. The last two have `padded_columns`. Each logit of the tile takes 4 bytes and its gradient in x's
+    dtype, each class 4 for bias's gradient, and each row 32. All rows and some columns take a float32 sum of x's gradient as
+    well. Some rows take an accumulator of linear_weight's gradient in `accum_dtype` as well, unless that is the gradient's
+    dtype. All logits take no sum, and a float32 gradient takes the place of its logit.
     """
     rows, hidden = x.shape
     vocabulary = linear_weight.shape[0]
-    element = 4 + x.dtype.itemsize
-    always = 4 * vocabulary + 32 * rows
+    element, row = 4 + x.dtype.itemsize, padded_columns(vocabulary)
     by_columns = least_chunk(vocabulary) * rows * element + 4 * rows * hidden
-    by_rows = least_chunk(rows) * padded_columns(vocabulary) * element
+    by_rows = least_chunk(rows) * row * element
     if weight_grad and rows > 1 and accum_dtype != linear_weight.dtype:
         by_rows += vocabulary * hidden * accum_dtype.itemsize
-    return always + min(by_columns, by_rows)
+    at_once = rows * row * (4 if x.dtype is torch.float32 else element)
+    return 4 * vocabulary + 32 * rows + min(by_columns, by_rows, at_once)
 
 
-def most_statistics_memory(rows: int, vocabulary: int) -> int:
+def most_statistics_memory(rows: int, vocabulary: int, dtype: torch.dtype) -> int:
     """Bytes of a `memory_budget` with which the logits of some rows are all held, so that backward doesn't make them again.
 
-    It is the least of such budgets if x has half precision, as autocast may make it; terms as in `least_statistics_memory`.
+    For an x of half precision it is the least of such budgets. For float32 it is the same, since autocast may make x half
+    precision. Terms are as in `least_statistics_memory`.
     """
-    return rows * padded_columns(vocabulary) * 6 + 4 * vocabulary + 32 * rows
+    element = 12 if dtype is torch.float64 else 6
+    return rows * padded_columns(vocabulary) * element + 4 * vocabulary + 32 * rows
 
 
 @fused_linear_logit_statistics.checks

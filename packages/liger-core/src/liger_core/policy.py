@@ -39,10 +39,6 @@ class PolicyOptions(NamedTuple):
         """Whether a ratio belongs to a whole row."""
         return self.importance_sampling_level == "sequence"
 
-    def uses_masked(self) -> bool:
-        """Whether masked tokens are in the mean."""
-        return self.loss_type == "luspo" and self.reduction == "mean"
-
     def means_rows(self) -> bool:
         """Whether the mean is that of rows' means."""
         return self.loss_type in ("grpo", "sapo")
@@ -75,17 +71,15 @@ def loss_of_logprobs(
     """`losses.policy_loss` without its checks: the fields of `GRPOOutput`."""
     rows = logprobs.shape[0]
     mask = torch.ones_like(logprobs, dtype=torch.bool) if completion_mask is None else completion_mask != 0
-    used = torch.ones_like(mask) if options.uses_masked() else mask
-
-    lp = upcast(logprobs).masked_fill(~used, 0.0)
-    old = lp.detach() if old_logps is None else upcast(old_logps.detach()).masked_fill(~used, 0.0)
+    lp = upcast(logprobs).masked_fill(~mask, 0.0)
+    old = lp.detach() if old_logps is None else upcast(old_logps.detach()).masked_fill(~mask, 0.0)
     log_ratio = lp - old
     if options.by_sequence():
         log_ratio = log_ratio.masked_fill(~mask, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     ratio = log_ratio.exp()
 
     advantage = upcast(advantages.detach())
-    advantage = advantage[:, None] if advantage.dim() == 1 else advantage.masked_fill(~used, 0.0)
+    advantage = advantage[:, None] if advantage.dim() == 1 else advantage.masked_fill(~mask, 0.0)
     importance = None
     if importance_sampling_ratio is not None:
         importance = upcast(importance_sampling_ratio.detach())
@@ -98,7 +92,7 @@ def loss_of_logprobs(
         loss = loss if importance is None else loss * importance
     kl = None
     if options.beta != 0 and ref_logps is not None:
-        difference = upcast(ref_logps.detach()).masked_fill(~used, 0.0) - lp
+        difference = upcast(ref_logps.detach()).masked_fill(~mask, 0.0) - lp
         kl = difference.exp() - difference - 1
         if options.use_bias_correction_kl:
             kl = kl * ratio
@@ -155,12 +149,12 @@ def _ratio_loss(
 def _mean(
     loss: Tensor, mask: Tensor, num_items_in_batch: int | float | Tensor | None, options: PolicyOptions
 ) -> Tensor:
-    """The mean of the tokens' losses that `loss_type` takes. A masked token counts only in the mean of ``"luspo"``."""
+    """The mean of the tokens' losses that `loss_type` takes."""
     rows, length = mask.shape
     row_tokens, tokens = mask.sum(-1), mask.sum().clamp(min=1)
-    if options.loss_type == "luspo":
-        return (loss * row_tokens[:, None]).expand(rows, length).sum() / max(rows * length, 1)
     masked = loss.masked_fill(~mask, 0.0)
+    if options.loss_type == "luspo":
+        return masked.sum() / max(rows, 1)
     if options.means_rows():
         return (masked.sum(-1) / row_tokens.clamp(min=1)).sum() / max(rows, 1)
     if options.loss_type == "dr_grpo":

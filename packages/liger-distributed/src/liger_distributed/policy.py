@@ -100,8 +100,7 @@ def grpo_loss_of_shard(
     policy = old_logps, ref_logps, completion_ids, advantages, completion_mask
     checked = logits if shard.columns else logits.new_empty((*logits.shape[:-1], 1))
     grpo_loss_of_whole._checks(checked, *policy, temperature=temperature, **options)
-    loss_type, reduction = options["loss_type"], options["reduction"]
-    ids = ids_that_count(completion_ids, completion_mask, shard.vocabulary, loss_type, reduction)
+    ids = ids_that_count(completion_ids, completion_mask, shard.vocabulary)
     check_tokens(NAME, ids, shard, IGNORED, "completion_ids")
     target = pad(ids, (0, 1), value=IGNORED)  # includes the last position, which predicts nothing, to copy no logits
     flat = target.flatten()

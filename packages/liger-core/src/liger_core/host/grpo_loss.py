@@ -48,12 +48,10 @@ class PolicyInputs(NamedTuple):
     def divisor(self, options: PolicyOptions) -> float | None:
         """The divisor of the mean. None if it is `items`, or the number of unmasked tokens."""
         rows, length = self.ids.shape
-        if options.means_rows():
+        if options.means_rows() or options.loss_type == "luspo":
             return rows
         if options.loss_type == "dr_grpo":
             return rows * (options.max_completion_length or length)
-        if options.loss_type == "luspo":
-            return rows * length
         return self.item_count
 
 

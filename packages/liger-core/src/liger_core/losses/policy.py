@@ -41,7 +41,7 @@ def policy_loss(
       [log 1e-8, 20]; k and λ are vespo_k_pos and vespo_lambda_pos if A ≥ 0, else those of neg. A φ that is not finite
       is 0. importance_sampling_ratio, each logarithm clamped to [log 1e-8, 20], is in w and multiplied no second time.
 
-    A masked token has loss and gradient 0, whatever its log-probabilities, except in the mean of ``"luspo"``.
+    A masked token has loss and gradient 0, whatever its log-probabilities.
 
     Args:
         logprobs: ``[B, L]``, log-probabilities of the completions' tokens; a float dtype. The only one with a gradient.

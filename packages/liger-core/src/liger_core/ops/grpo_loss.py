@@ -76,8 +76,8 @@ def grpo_loss(
 
     times importance_sampling_ratio, plus beta (exp(ref_logps − lp) − (ref_logps − lp) − 1).
 
-    A masked token has loss and gradient 0, whatever its logits, id and log-probabilities, except in the mean of
-    ``"luspo"``. A token whose id is not in [0, V) has loss and gradient NaN.
+    A masked token has loss and gradient 0, whatever its logits, id and log-probabilities. A token whose id is not in
+    [0, V) has loss and gradient NaN.
 
     Args:
         logits: ``[B, L + 1, V]``; float32, bfloat16 or float16. Position i predicts token i; the last gets gradient 0.
@@ -103,8 +103,7 @@ def grpo_loss(
         reduction: ``"none"`` gives ``[B, L]``. ``"mean"`` gives, by `loss_type` and with divisors of at least 1,
             ``"grpo"``, ``"sapo"``: the mean over rows of the row's mean over unmasked tokens; ``"bnpo"``: the mean over
             unmasked tokens; ``"dr_grpo"``: the sum divided by B · (max_completion_length or L); ``"dapo"``, ``"cispo"``:
-            the sum divided by num_items_in_batch; ``"luspo"``: the mean over all B · L tokens, including masked ones, of the
-            loss times the row's number of unmasked tokens.
+            the sum divided by num_items_in_batch; ``"luspo"``: the sum divided by B.
 
     Returns:
         `GRPOOutput`.
@@ -124,7 +123,7 @@ def grpo_loss(
     GRPOOutput(loss=tensor(-1.), kl=None, clip_ratio=tensor(0.))
     """
     vocabulary = logits.shape[-1]
-    ids = ids_that_count(completion_ids, completion_mask, vocabulary, loss_type, reduction).flatten()
+    ids = ids_that_count(completion_ids, completion_mask, vocabulary).flatten()
     rows = logits[:, :-1].reshape(-1, vocabulary)
     statistics = statistics_of_logits(rows, ids, ignore_index=IGNORED, temperature=temperature)
     logprobs = logprobs_of_statistics(statistics, ids, vocabulary, IGNORED).view(completion_ids.shape)
@@ -145,14 +144,11 @@ def grpo_loss(
     return GRPOOutput(*policy.loss_of_logprobs(logprobs, *inputs, options))
 
 
-def ids_that_count(
-    completion_ids: Tensor, completion_mask: Tensor | None, vocabulary: int, loss_type: str, reduction: str
-) -> Tensor:
-    """`completion_ids`, with IGNORED for tokens on which the loss doesn't depend."""
-    mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask != 0
-    used = torch.ones_like(mask) if loss_type == "luspo" and reduction == "mean" else mask
+def ids_that_count(completion_ids: Tensor, completion_mask: Tensor | None, vocabulary: int) -> Tensor:
+    """`completion_ids`, with IGNORED for masked tokens."""
     # A negative id is out of range, and stays so: IGNORED, which is negative too, must not hide it.
-    return completion_ids.masked_fill(completion_ids < 0, vocabulary).masked_fill(~used, IGNORED)
+    ids = completion_ids.masked_fill(completion_ids < 0, vocabulary)
+    return ids if completion_mask is None else ids.masked_fill(completion_mask == 0, IGNORED)
 
 
 @grpo_loss.checks
@@ -194,15 +190,6 @@ def _(
 
 
 @grpo_loss.checks_values
-def _(
-    logits: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor | None,
-    loss_type: str,
-    reduction: str,
-    **others: Any,
-) -> None:
-    ids = completion_ids
-    if completion_mask is not None and (loss_type != "luspo" or reduction != "mean"):
-        ids = ids.masked_fill(completion_mask == 0, 0)
+def _(logits: Tensor, completion_ids: Tensor, completion_mask: Tensor | None, **others: Any) -> None:
+    ids = completion_ids if completion_mask is None else completion_ids.masked_fill(completion_mask == 0, 0)
     checks.indices_below("grpo_loss", "completion_ids", ids, logits.shape[-1])

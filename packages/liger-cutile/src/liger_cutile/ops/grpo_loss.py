@@ -230,43 +230,38 @@ def _sequence_ratios(ratios, state, old_logps, mask, ids, BLOCK: ConstInt):
 def _losses(
     loss, kl, clip, sums, state, ids, old_logps, ref_logps, ratios, advantages, mask, importances,
     beta, low, high, delta, tau_positive, tau_negative,
-    CISPO: ConstBool, SAPO: ConstBool, CORRECT_KL: ConstBool, WITH_MASKED: ConstBool, KEEP: ConstBool,
-    BLOCK: ConstInt,
+    CISPO: ConstBool, SAPO: ConstBool, CORRECT_KL: ConstBool, KEEP: ConstBool, BLOCK: ConstInt,
 ):  # fmt: skip
     across = ct.num_tiles(ids, axis=1, shape=(1, BLOCK))
     row, column = ct.bid(0) // across, ct.bid(0) % across
     at = row, column
-    inside = _inside(ids, column, BLOCK)
-    counts = _counts(mask, inside, at, BLOCK)
-    used = counts
-    if WITH_MASKED:
-        used = ct.broadcast_to(inside, (1, BLOCK))
-    depth, log_sum = _load_log_probability(state, at, used, BLOCK)
+    counts = _counts(mask, _inside(ids, column, BLOCK), at, BLOCK)
+    depth, log_sum = _load_log_probability(state, at, counts, BLOCK)
     if given(ratios):
-        log_ratio = ct.where(inside, _load(ratios, (row, 0), 1, 1), 0.0)
+        log_ratio = ct.where(counts, _load(ratios, (row, 0), 1, 1), 0.0)
     else:
-        log_ratio = _distance(depth, log_sum, old_logps, at, used, BLOCK)
-    ref_distance = -_distance(depth, log_sum, ref_logps, at, used, BLOCK)
+        log_ratio = _distance(depth, log_sum, old_logps, at, counts, BLOCK)
+    ref_distance = -_distance(depth, log_sum, ref_logps, at, counts, BLOCK)
     importance = 1.0
     if given(importances):
         if ct.static_eval(importances.ndim == 2):
-            importance = ct.where(used, _load(importances, at, 1, BLOCK), 0.0)
+            importance = ct.where(counts, _load(importances, at, 1, BLOCK), 0.0)
         else:
             importance = _load_number(importances, row)
     token_loss, token_kl, clipped, by_lp, by_ratio = _token_losses(
         -depth - log_sum, log_ratio, ref_distance, _load_number(advantages, row), importance,
         beta, low, high, delta, tau_positive, tau_negative, CISPO, SAPO, CORRECT_KL,
     )  # fmt: skip
-    token_loss = ct.where(used, token_loss, 0.0)
+    token_loss = ct.where(counts, token_loss, 0.0)
     token_kl = ct.where(counts, token_kl, 0.0)
     token_clip = ct.where(counts & clipped, 1.0, 0.0)
     if KEEP:
         if given(ratios):
             by_ratio = by_ratio * _load(ratios, (row, 1), 1, 1)
-            _store_state(state, 4, at, ct.where(used, by_ratio, 0.0), BLOCK)
+            _store_state(state, 4, at, ct.where(counts, by_ratio, 0.0), BLOCK)
         else:
             by_lp += by_ratio
-        _store_state(state, 3, at, ct.where(used, by_lp, 0.0), BLOCK)
+        _store_state(state, 3, at, ct.where(counts, by_lp, 0.0), BLOCK)
     if given(sums):
         _store_sum(sums, row, 4 * column, ct.where(counts, 1.0, 0.0))
         _store_sum(sums, row, 4 * column + 1, token_loss)
@@ -282,7 +277,7 @@ def _losses(
 @ct.kernel
 def _means(
     loss, kl, clip, weights, sums, items, divisor,
-    BY_SEQUENCE: ConstBool, ROW_MEAN: ConstBool, ROW_COUNT: ConstBool, BLOCK: ConstInt,
+    BY_SEQUENCE: ConstBool, ROW_MEAN: ConstBool, BLOCK: ConstInt,
 ):  # fmt: skip
     rows = sums.shape[0]
     counted = ct.zeros((BLOCK, 1), ct.float32)
@@ -304,10 +299,6 @@ def _means(
             if given(weights):
                 weight = 1.0 / (ct.maximum(count, 1.0) * rows)
                 ct.store(weights, (row,), ct.reshape(weight, (BLOCK,)), allow_tma=False)
-        if ROW_COUNT:
-            row_loss *= count
-            if given(weights):
-                ct.store(weights, (row,), ct.reshape(count / divisor, (BLOCK,)), allow_tma=False)
         if BY_SEQUENCE:
             row_clip = ct.minimum(row_clip, 1.0)
         counted += count
@@ -327,7 +318,7 @@ def _means(
     ct.store(clip, (0,), ct.sum(clip_total) / clip_divisor)
     if given(kl):
         ct.store(kl, (0,), ct.sum(kl_total) / token_count)
-    if given(weights) and not (ROW_MEAN or ROW_COUNT):
+    if given(weights) and not ROW_MEAN:
         for row in range(tiles):
             ct.store(weights, (row,), ct.full((BLOCK,), 1.0, ct.float32) / losses_divisor, allow_tma=False)
 
@@ -412,12 +403,7 @@ def _launch_forward(
             if result is not None:
                 result.zero_()
         return
-    keep, mean, loss_type, uses_masked = (
-        state.shape[0] > 2,
-        options.reduction == "mean",
-        options.loss_type,
-        options.uses_masked(),
-    )
+    keep, mean, loss_type = state.shape[0] > 2, options.reduction == "mean", options.loss_type
     (logits, _), ids = adjacent(logits), as_rows(inputs.ids)
     mask, old_logps, ref_logps = (
         None if x is None else as_rows(x) for x in (inputs.mask, inputs.old_logps, inputs.ref_logps)
@@ -426,7 +412,7 @@ def _launch_forward(
     # Multiplying differences by 1 / temperature takes registers, so there is half a tile.
     block = min(power_of_2(logits.shape[2]), TILE_BYTES // size // (1 if temperature == 1.0 else 2))
     launch(
-        _log_probabilities, (min(rows * length, MOST_BLOCKS),), state, logits, ids, None if uses_masked else mask,
+        _log_probabilities, (min(rows * length, MOST_BLOCKS),), state, logits, ids, mask,
         *temperatures(temperature), keep, block, GROUP_BYTES // size,
     )  # fmt: skip
 
@@ -446,14 +432,14 @@ def _launch_forward(
         ref_logps, ratios, inputs.advantages.contiguous(), mask, importances,
         float(options.beta) or None, low, float(high), None if options.delta is None else float(options.delta),
         float(options.sapo_temperature_pos), float(options.sapo_temperature_neg),
-        loss_type == "cispo", loss_type == "sapo", options.use_bias_correction_kl, uses_masked, keep, TOKENS,
+        loss_type == "cispo", loss_type == "sapo", options.use_bias_correction_kl, keep, TOKENS,
     )  # fmt: skip
     if mean:
         items, divisor = inputs.items, inputs.divisor(options)
         launch(
             _means, (1,), loss.view(1), None if kl is None else kl.view(1), clip.view(1), weights, sums,
             None if items is None else items.to(state.device).view(1), None if divisor is None else float(divisor),
-            options.by_sequence(), options.means_rows(), uses_masked, ROWS_OF_MEANS,
+            options.by_sequence(), options.means_rows(), ROWS_OF_MEANS,
         )  # fmt: skip
 
 

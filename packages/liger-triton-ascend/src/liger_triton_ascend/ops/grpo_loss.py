@@ -137,7 +137,7 @@ def _losses(
     loss, kl, clip, sums, state, old_logps, ref_logps, advantages, mask, importances, rows, length,
     beta, low, high, delta, tau_positive, tau_negative,
     CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr, BY_SEQUENCE: tl.constexpr,
-    BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, USE_MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the losses of all tokens of a row, or add them up in `sums` with divergences, clips and tokens that count."""
     tokens = tl.cast(rows, tl.int64) * length
@@ -172,31 +172,30 @@ def _losses(
             counts = inside
             if mask is not None:
                 counts = tl.load(mask + at, inside, other=0.0) != 0.0
-            used = inside if USE_MASKED else counts
-            depth, log_sum = _load_log_probability(state, tokens, at, inside, used)
+            depth, log_sum = _load_log_probability(state, tokens, at, inside, counts)
             if BY_SEQUENCE:
                 log_ratio = tl.where(inside, mean_log_ratio, 0.0)
             else:
-                log_ratio = _distance(depth, log_sum, old_logps, at, inside, used)
-            ref_distance = -_distance(depth, log_sum, ref_logps, at, inside, used)
+                log_ratio = _distance(depth, log_sum, old_logps, at, inside, counts)
+            ref_distance = -_distance(depth, log_sum, ref_logps, at, inside, counts)
             importance = 1.0
             if BY_TOKEN:
-                importance = _load(importances, at, inside, used)
+                importance = _load(importances, at, inside, counts)
             elif importances is not None:
                 importance = tl.load(importances + row).to(tl.float32)
             token_loss, token_kl, clipped, by_lp, by_ratio = _token_losses(
                 -depth - log_sum, log_ratio, ref_distance, advantage, importance,
                 beta, low, high, delta, tau, CISPO, SAPO, CORRECT_KL,
             )  # fmt: skip
-            token_loss = tl.where(used, token_loss, 0.0)
+            token_loss = tl.where(counts, token_loss, 0.0)
             token_kl = tl.where(counts, token_kl, 0.0)
             token_clip = tl.where(counts & clipped, 1.0, 0.0)
             if KEEP:
                 if BY_SEQUENCE:
-                    tl.store(state + 4 * tokens + at, tl.where(used, by_ratio * per_token, 0.0), inside)
+                    tl.store(state + 4 * tokens + at, tl.where(counts, by_ratio * per_token, 0.0), inside)
                 else:
                     by_lp += by_ratio
-                tl.store(state + 3 * tokens + at, tl.where(used, by_lp, 0.0), inside)
+                tl.store(state + 3 * tokens + at, tl.where(counts, by_lp, 0.0), inside)
             if sums is None:
                 tl.store(loss + at, token_loss, inside)
                 tl.store(clip + at, token_clip, inside)
@@ -258,8 +257,6 @@ def _weights(row_tokens: Tensor, inputs: PolicyInputs, options: PolicyOptions) -
         return 1.0 / inputs.items.to(row_tokens.device, torch.float32).clamp(min=1.0)
     if divisor is None:
         return 1.0 / row_tokens.sum().clamp(min=1.0)
-    if options.uses_masked():
-        return row_tokens / max(divisor, 1)
     return torch.full_like(row_tokens[:1], 1.0 / max(divisor, 1))
 
 
@@ -267,7 +264,7 @@ class AscendGRPOLoss(GRPOLossKernels):
     def forward(
         self, state: Tensor, logits: Tensor, inputs: PolicyInputs, temperature: float, options: PolicyOptions
     ) -> GRPOResults:
-        keep, uses_masked, loss_type = state.shape[0] > 2, options.uses_masked(), options.loss_type
+        keep, loss_type = state.shape[0] > 2, options.loss_type
         (rows, length), columns = inputs.ids.shape, logits.shape[2]
         inputs = inputs.contiguous()
         mask = None if inputs.mask is None else (inputs.mask != 0).float()
@@ -275,7 +272,7 @@ class AscendGRPOLoss(GRPOLossKernels):
             x, (batch_stride, row_stride, _) = adjacent(logits)
             programs, block = long_row_blocks(x, rows * length, columns, FORWARD_TILES)
             _log_probabilities[(programs,)](
-                state, x, inputs.ids, None if uses_masked else mask, batch_stride, row_stride, columns, length,
+                state, x, inputs.ids, mask, batch_stride, row_stride, columns, length,
                 rows * length, *temperatures(temperature), KEEP=keep, BLOCK=block, LANES=min(block, LANES),
             )  # fmt: skip
 
@@ -291,7 +288,7 @@ class AscendGRPOLoss(GRPOLossKernels):
             options.sapo_temperature_pos, options.sapo_temperature_neg,
             CISPO=loss_type == "cispo", SAPO=loss_type == "sapo", CORRECT_KL=options.use_bias_correction_kl,
             BY_SEQUENCE=options.by_sequence(), BY_TOKEN=inputs.weighs_tokens(),
-            KEEP=keep, USE_MASKED=uses_masked, BLOCK=block,
+            KEEP=keep, BLOCK=block,
         )  # fmt: skip
         if sums is None:
             return GRPOResults(loss, kl, clip, None)

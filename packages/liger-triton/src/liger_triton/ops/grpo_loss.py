@@ -146,7 +146,7 @@ def _losses(
     loss, kl, clip, weights, state, old_logps, ref_logps, advantages, mask, importances, items, rows, length, divisor,
     beta, low, high, delta, tau_positive, tau_negative,
     CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr, BY_SEQUENCE: tl.constexpr,
-    BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, MEAN: tl.constexpr, ROW_MEAN: tl.constexpr, ROW_COUNT: tl.constexpr,
+    BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, MEAN: tl.constexpr, ROW_MEAN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # If there is a mean, one program makes it, so the order of the sums is always the same.
@@ -187,33 +187,32 @@ def _losses(
             counts = inside
             if mask is not None:
                 counts = inside & (tl.load(mask + at, inside, other=0) != 0)
-            used = inside if ROW_COUNT else counts
-            depth, log_sum = _load_log_probability(state, tokens, at, used)
+            depth, log_sum = _load_log_probability(state, tokens, at, counts)
             if BY_SEQUENCE:
                 log_ratio = tl.where(inside, mean_log_ratio[:, None], 0.0)
             else:
-                log_ratio = _distance(depth, log_sum, old_logps, at, used)
-            ref_distance = -_distance(depth, log_sum, ref_logps, at, used)
+                log_ratio = _distance(depth, log_sum, old_logps, at, counts)
+            ref_distance = -_distance(depth, log_sum, ref_logps, at, counts)
             importance = 1.0
             if importances is not None:
                 if BY_TOKEN:
-                    importance = tl.load(importances + at, used, other=0.0).to(tl.float32)
+                    importance = tl.load(importances + at, counts, other=0.0).to(tl.float32)
                 else:
                     importance = tl.load(importances + row, row_inside, other=0.0).to(tl.float32)[:, None]
             token_loss, token_kl, clipped, by_lp, by_ratio = _token_losses(
                 -depth - log_sum, log_ratio, ref_distance, advantage, importance,
                 beta, low, high, delta, tau_positive, tau_negative, CISPO, SAPO, CORRECT_KL,
             )  # fmt: skip
-            token_loss = tl.where(used, token_loss, 0.0)
+            token_loss = tl.where(counts, token_loss, 0.0)
             token_kl = tl.where(counts, token_kl, 0.0)
             token_clip = tl.where(counts & clipped, 1.0, 0.0)
             if KEEP:
                 if BY_SEQUENCE:
-                    by_ratio = tl.where(used, by_ratio * per_token, 0.0)
+                    by_ratio = tl.where(counts, by_ratio * per_token, 0.0)
                     tl.store(state + 4 * tokens + at, by_ratio, inside)
                 else:
                     by_lp += by_ratio
-                tl.store(state + 3 * tokens + at, tl.where(used, by_lp, 0.0), inside)
+                tl.store(state + 3 * tokens + at, tl.where(counts, by_lp, 0.0), inside)
             if MEAN:
                 count += tl.sum(tl.where(counts, 1.0, 0.0), 1)
                 row_loss += tl.sum(token_loss, 1)
@@ -229,11 +228,6 @@ def _losses(
                 row_loss = tl.math.div_rn(row_loss, tl.maximum(count, 1.0))
                 if weights is not None:
                     weight = tl.math.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.maximum(count, 1.0) * rows)
-                    tl.store(weights + row, weight, row_inside)
-            if ROW_COUNT:
-                row_loss *= count
-                if weights is not None:
-                    weight = tl.math.div_rn(count, tl.full([ROWS], 1.0, tl.float32) * divisor)
                     tl.store(weights + row, weight, row_inside)
             if BY_SEQUENCE:
                 row_clip = tl.minimum(row_clip, 1.0)
@@ -254,7 +248,7 @@ def _losses(
         tl.store(clip, tl.math.div_rn(tl.sum(clip_total), clip_divisor))
         if beta is not None:
             tl.store(kl, tl.math.div_rn(tl.sum(kl_total), token_count))
-        if weights is not None and not (ROW_MEAN or ROW_COUNT):
+        if weights is not None and not ROW_MEAN:
             tl.store(weights, tl.math.div_rn(tl.full([], 1.0, tl.float32), losses_divisor))
 
 
@@ -270,7 +264,7 @@ def _scale_of(dloss, weights, batch, place, weight_stride, dloss_batch_stride, d
 @kernel(do_not_specialize=["rows", "length"])
 def _sequence_coefficients(
     coefficients, state, mask, weights, dloss, rows, length, weight_stride, dloss_batch_stride, dloss_stride,
-    ROW_COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the log-probabilities, if each of them is in the ratio of its whole row."""
     tokens = tl.cast(rows, tl.int64) * length
@@ -280,11 +274,11 @@ def _sequence_coefficients(
         column = start + tl.arange(0, BLOCK)[None, :]
         at = row * length + column
         inside = (row < rows) & (column < length)
-        used = inside
-        if mask is not None and not ROW_COUNT:
-            used = inside & (tl.load(mask + at, inside, other=0) != 0)
-        scale = _scale_of(dloss, weights, row, column, weight_stride, dloss_batch_stride, dloss_stride, used)
-        through_ratio += tl.sum(tl.where(used, scale * tl.load(state + 4 * tokens + at, used), 0.0), 1)
+        counts = inside
+        if mask is not None:
+            counts = inside & (tl.load(mask + at, inside, other=0) != 0)
+        scale = _scale_of(dloss, weights, row, column, weight_stride, dloss_batch_stride, dloss_stride, counts)
+        through_ratio += tl.sum(tl.where(counts, scale * tl.load(state + 4 * tokens + at, counts), 0.0), 1)
     for start in range(0, length, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
         at = row * length + column
@@ -292,10 +286,9 @@ def _sequence_coefficients(
         counts = inside
         if mask is not None:
             counts = inside & (tl.load(mask + at, inside, other=0) != 0)
-        used = inside if ROW_COUNT else counts
-        scale = _scale_of(dloss, weights, row, column, weight_stride, dloss_batch_stride, dloss_stride, used)
-        coefficient = tl.where(used, scale * tl.load(state + 3 * tokens + at, used), 0.0)
-        coefficient += tl.where(counts, through_ratio[:, None], 0.0)
+        scale = _scale_of(dloss, weights, row, column, weight_stride, dloss_batch_stride, dloss_stride, counts)
+        coefficient = scale * tl.load(state + 3 * tokens + at, counts) + through_ratio[:, None]
+        coefficient = tl.where(counts, coefficient, 0.0)
         tl.store(coefficients + at, coefficient, inside)
 
 
@@ -340,7 +333,7 @@ class TritonGRPOLoss(GRPOLossKernels):
     def forward(
         self, state: Tensor, logits: Tensor, inputs: PolicyInputs, temperature: float, options: PolicyOptions
     ) -> GRPOResults:
-        keep, mean, uses_masked = state.shape[0] > 2, options.reduction == "mean", options.uses_masked()
+        keep, mean = state.shape[0] > 2, options.reduction == "mean"
         (rows, length), columns = inputs.ids.shape, logits.shape[2]
         inputs = inputs.contiguous()
         if length > 0:
@@ -350,14 +343,14 @@ class TritonGRPOLoss(GRPOLossKernels):
             block = min(block, FORWARD_BYTES // size)
             group = GROUP_BYTES // size
             _log_probabilities[(rows * length,)](
-                state, x, inputs.ids, None if uses_masked else inputs.mask, batch_stride, row_stride, columns, length,
+                state, x, inputs.ids, inputs.mask, batch_stride, row_stride, columns, length,
                 rows * length, *temperatures(temperature),
                 KEEP=keep, ALIGNED=batch_stride % 16 == 0 and row_stride % 16 == 0 and columns % 16 == 0,
                 GROUPS=block // group, GROUP=group, STAGES=FORWARD_STAGES,
                 num_warps=max(block * size * FORWARD_WARPS // FORWARD_BYTES, 1),
             )  # fmt: skip
 
-        results = GRPOResults.empty(state, options, options.means_rows() or uses_masked)
+        results = GRPOResults.empty(state, options, options.means_rows())
         loss_type, items = options.loss_type, None if inputs.items is None else inputs.items.to(logits.device)
         tile_rows, block = _tile_of(length)
         _losses[(1 if mean else (rows + tile_rows - 1) // tile_rows,)](
@@ -366,7 +359,7 @@ class TritonGRPOLoss(GRPOLossKernels):
             options.sapo_temperature_pos, options.sapo_temperature_neg,
             CISPO=loss_type == "cispo", SAPO=loss_type == "sapo", CORRECT_KL=options.use_bias_correction_kl,
             BY_SEQUENCE=options.by_sequence(), BY_TOKEN=inputs.weighs_tokens(), KEEP=keep, MEAN=mean,
-            ROW_MEAN=options.means_rows(), ROW_COUNT=uses_masked, ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
+            ROW_MEAN=options.means_rows(), ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
         )  # fmt: skip
         return results
 
@@ -392,7 +385,7 @@ class TritonGRPOLoss(GRPOLossKernels):
             _sequence_coefficients[((rows + tile_rows - 1) // tile_rows,)](
                 coefficients, state, None if mask is None else mask.contiguous(), weights, dloss, rows, length,
                 weight_stride, *dloss_strides,
-                ROW_COUNT=options.uses_masked(), ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
+                ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
             )  # fmt: skip
         x, (batch_stride, row_stride, _) = adjacent(logits)
         block = min(power_of_2(columns), GRADIENT_BLOCK)

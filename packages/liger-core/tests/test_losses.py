@@ -290,6 +290,23 @@ def test_low_precision_is_computed_in_float32(name: str, dtype: torch.dtype) -> 
             ValueError,
             "it takes .* when loss_type is 'vespo'",
         ),
+        (lambda: losses.sequence_logprobs(logps(1, 2), torch.tensor([[1, -100]])), ValueError, "mask holds -100"),
+        (lambda: losses.topk_kl(logps(2, 2), logps(2, 2), torch.tensor([0.5, 1])), ValueError, "mask holds 0.5"),
+        (
+            lambda: losses.policy_loss(logps(1, 2), None, None, logps(1), torch.tensor([[7, 1]]), beta=0.0),
+            ValueError,
+            "completion_mask holds 7; it takes 0 and 1",
+        ),
+        (
+            lambda: losses.policy_loss(logps(1, 2), None, None, logps(1), beta=0.0, num_items_in_batch=-3),
+            ValueError,
+            "num_items_in_batch is -3; it takes a number greater than 0",
+        ),
+        (
+            lambda: losses.policy_loss(logps(1, 2), None, None, logps(1), beta=0.0, num_items_in_batch=torch.tensor(0)),
+            ValueError,
+            "num_items_in_batch is 0; it takes a number greater than 0",
+        ),
     ],
 )
 def test_bad_input(call: Callable[[], Any], error: type[Exception], says: str) -> None:
@@ -464,18 +481,24 @@ def test_an_advantage_per_token() -> None:
     assert not loss[torch.eye(3, 5) == 0].any()
 
 
+@pytest.mark.parametrize("reduction", policy.REDUCTIONS)
+@pytest.mark.parametrize("level", policy.LEVELS)
 @pytest.mark.parametrize("kind", policy.LOSS_TYPES)
-def test_what_is_masked_may_hold_anything(kind: str) -> None:
-    inputs = policy_inputs()
+def test_what_is_masked_may_hold_anything(kind: str, level: str, reduction: str) -> None:
+    if level != "token" and kind in ("cispo", "sapo", "vespo"):
+        return
+    inputs = policy_inputs() | {"importance_sampling_ratio": torch.rand(3, 5, dtype=WIDE) + 0.5}
     mask = inputs["completion_mask"]
-    options: dict[str, Any] = {"loss_type": kind, "reduction": "none"}
+    options: dict[str, Any] = {"loss_type": kind, "importance_sampling_level": level, "reduction": reduction}
+    options |= {"eps_low": 1.0, "eps_high": 99.0}  # a clipped ratio has no gradient that could be wrong
     expected = losses.policy_loss(**inputs, **options)
-    for name in ("logprobs", "old_logps", "ref_logps"):
+    for name in ("logprobs", "old_logps", "ref_logps", "importance_sampling_ratio"):
         inputs[name] = inputs[name].detach().masked_fill(~mask, torch.nan)
     inputs["logprobs"].requires_grad_()
     actual = losses.policy_loss(**inputs, **options)
     torch.testing.assert_close(actual, expected)
     (gradient,) = torch.autograd.grad(actual.loss.sum(), inputs["logprobs"])
+    assert gradient[mask].isfinite().all()
     assert not gradient[~mask].any()
 
 

@@ -60,6 +60,8 @@ def policy(vocabulary: int, options: dict[str, Any], dtype: torch.dtype) -> tupl
         arguments["completion_mask"][1] = False
     if options.pop("ratio", False):
         arguments["importance_sampling_ratio"] = normal(draw, ROWS, LENGTH).abs().to(dtype)
+        if arguments.get("completion_mask") is not None:
+            arguments["importance_sampling_ratio"].masked_fill_(~arguments["completion_mask"], torch.nan)
     return arguments | options, {"logits": 2}
 
 
@@ -77,7 +79,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "grpo-sequences": (
         GRPO,
         11,
-        {"importance_sampling_level": "sequence", "delta": 1.5, "use_bias_correction_kl": True},
+        {"importance_sampling_level": "sequence", "delta": 1.5, "use_bias_correction_kl": True, "ratio": True},
     ),
     "grpo-dapo": (GRPO, 11, {"loss_type": "dapo", "num_items_in_batch": 9, "eps_high": 0.3}),
     "grpo-dr": (GRPO, 11, {"loss_type": "dr_grpo", "max_completion_length": 8, "beta": 0.0}),
@@ -237,6 +239,13 @@ def refuse(case: str, changed: dict[str, Any]) -> tuple[str, str]:
         ("jsd", {"teacher_weight": torch.ones(5, 3)}, "ValueError", "teacher_weight has shape (5, 3); it takes (6, 3)"),
         ("grpo", {"loss_type": "vespo"}, "ValueError", "grpo_loss: loss_type is 'vespo'"),
         ("grpo", {"ref_logps": None}, "ValueError", "grpo_loss: ref_logps is None"),
+        (
+            "grpo",
+            {"completion_mask": torch.full((ROWS, LENGTH), 2)},
+            "ValueError",
+            "grpo_loss: completion_mask holds 2",
+        ),
+        ("grpo", {"num_items_in_batch": 0}, "ValueError", "grpo_loss: num_items_in_batch is 0"),
         (
             "grpo",
             {"completion_ids": torch.full((ROWS, LENGTH), 12), "completion_mask": None},

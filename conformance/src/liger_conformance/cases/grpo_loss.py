@@ -36,8 +36,9 @@ def build(
     """`masked` is the share of masked tokens, None: no mask; in the first `masked_rows` rows all are.
 
     Old and reference log-probabilities are the policy's plus noise of standard deviation `spread`. With `garbage`,
-    masked tokens have an id out of range, and NaN elsewhere. `hidden` is the probability that a logit other than the
-    token's is −inf. `importance` is the shape of importance_sampling_ratio; `items` is num_items_in_batch as a tensor.
+    masked tokens have an id out of range, and NaN elsewhere, including an importance per token. `hidden` is the
+    probability that a logit other than the token's is −inf. `importance` is the shape of importance_sampling_ratio;
+    `items` is num_items_in_batch as a tensor.
     """
     wide = torch.promote_types(make.dtype, torch.float32)
     logits = make.randn(batch, length + 1, vocabulary) * scale
@@ -69,6 +70,9 @@ def build(
         mask = mask.to(mask_dtype)
     if items is not None:
         options["num_items_in_batch"] = torch.tensor(items, device=make.device)
+    ratio = None if importance is None else make.uniform(*importance, dtype=wide) + 0.5
+    if mask is not None and garbage and importance == (batch, length):
+        ratio = ratio.masked_fill(mask == 0, torch.nan)
     return {
         "logits": logits,
         "old_logps": old_logps,
@@ -76,7 +80,7 @@ def build(
         "completion_ids": ids,
         "advantages": make.randn(batch, dtype=wide),
         "completion_mask": mask,
-        "importance_sampling_ratio": None if importance is None else make.uniform(*importance, dtype=wide) + 0.5,
+        "importance_sampling_ratio": ratio,
         **options,
     }
 
@@ -142,9 +146,27 @@ CASES = (
         garbage=True,
         importance_sampling_level="sequence",
         use_bias_correction_kl=True,
+        importance=(3, 5),
+    ),
+    Case(
+        "garbage-under-the-mask-none",
+        "edge",
+        **TINY,
+        masked=0.4,
+        garbage=True,
+        importance_sampling_level="sequence",
+        importance=(3, 5),
         reduction="none",
     ),
-    Case("garbage-under-the-mask-luspo", "edge", **TINY, masked=0.4, garbage=True, loss_type="luspo"),
+    Case(
+        "garbage-under-the-mask-luspo",
+        "edge",
+        **TINY,
+        masked=0.4,
+        garbage=True,
+        loss_type="luspo",
+        importance=(3, 5),
+    ),
     Case("masked-vocabulary", "edge", **TINY, hidden=0.5, temperature=0.5),
     Case("bnpo-delta", "option", **TINY, masked=0.3, mask_dtype=torch.int32, loss_type="bnpo", delta=1.1),
     Case(

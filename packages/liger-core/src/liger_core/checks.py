@@ -109,6 +109,16 @@ def flag(op: str, **options: Any) -> None:
             raise TypeError(f"{op}: {name} is {value!r}; it takes True or False")
 
 
+def mask_values(op: str, **masks: Tensor | None) -> None:
+    """Every element of each mask that is not None is 0 or 1, or ValueError. Reads the data: a device sync."""
+    for name, mask in masks.items():
+        if mask is None or mask.dtype is torch.bool:
+            continue
+        wrong = (mask != 0) & (mask != 1)
+        if wrong.any():
+            raise ValueError(f"{op}: {name} holds {mask[wrong].flatten()[0].item()}; it takes 0 and 1")
+
+
 def indices_below(op: str, name: str, indices: Tensor, limit: int, ignore: int | None = None) -> None:
     """Every element of `indices` that isn't `ignore` lies in [0, limit), or IndexError. Reads the data: a device sync."""
     wrong = (indices < 0) | (indices >= limit)

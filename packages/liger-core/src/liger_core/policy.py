@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core import checks
+from liger_core import checks, torch_state
 from liger_core.contract import upcast
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -84,6 +84,8 @@ def loss_of_logprobs(
     if importance_sampling_ratio is not None:
         importance = upcast(importance_sampling_ratio.detach())
         importance = importance[:, None] if importance.dim() == 1 else importance
+        if importance.shape[1] == mask.shape[1]:
+            importance = importance.masked_fill(~mask, 1.0)
     if options.loss_type == "vespo":
         assert vespo is not None
         loss, clipped = _vespo_loss(lp, log_ratio, advantage, importance, mask, vespo), torch.zeros_like(mask)
@@ -116,10 +118,7 @@ def _vespo_loss(
     """The loss of each token for ``"vespo"``, without the KL term, ``[B, L]``."""
     log_weight = log_ratio.detach().clamp(-20, 20).masked_fill(~mask, 0.0).sum(-1, keepdim=True)
     if importance is not None:
-        length = lp.shape[1]
         log_importance = importance.log().clamp(math.log(LEAST_RATIO), 20)
-        if log_importance.shape[1] == length and length != 1:
-            log_importance = log_importance.masked_fill(~mask, 0.0)
         log_weight = log_weight + log_importance.sum(-1, keepdim=True)
     log_weight = log_weight.clamp(math.log(LEAST_RATIO), 20)
     k = torch.full_like(advantage, options.k_neg).masked_fill(advantage >= 0, options.k_pos)
@@ -202,7 +201,7 @@ def check_options(
         checks.dtypes(op, (*checks.INTEGERS, *checks.FLOATS), num_items_in_batch=num_items_in_batch)
         checks.ndim(op, 0, 0, num_items_in_batch=num_items_in_batch)
     elif num_items_in_batch is not None:
-        checks.number(op, num_items_in_batch=num_items_in_batch)
+        checks.number(op, above=0, num_items_in_batch=num_items_in_batch)
     if loss_type in ("cispo", "sapo", "vespo"):
         if delta is not None:
             raise ValueError(f"{op}: delta is {delta!r}; it takes None when loss_type is {loss_type!r}")
@@ -210,3 +209,11 @@ def check_options(
             raise ValueError(
                 f"{op}: importance_sampling_level is {level!r}; it takes 'token' when loss_type is {loss_type!r}"
             )
+
+
+def check_values(op: str, completion_mask: Tensor | None, num_items_in_batch: int | float | Tensor | None) -> None:
+    """The mask holds 0 and 1, and num_items_in_batch is above 0, if their data can be read."""
+    if torch_state.readable(completion_mask):
+        checks.mask_values(op, completion_mask=completion_mask)
+    if isinstance(num_items_in_batch, Tensor) and torch_state.readable(num_items_in_batch):
+        checks.number(op, above=0, num_items_in_batch=num_items_in_batch.item())

@@ -97,6 +97,11 @@ def without_values(tensors: Iterable[Tensor | None]) -> bool:
     return _are_functorch_transforms_active() or any(isinstance(t, FakeTensor) for t in tensors)
 
 
+def readable(tensor: Tensor | None) -> bool:
+    """Whether a check may read the tensor's data: nothing traces, and no device has to be waited for."""
+    return tensor is not None and tensor.device.type == "cpu" and not compiling() and not without_values([tensor])
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor stands for several, as with ``is_grads_batched=True``: it has no memory."""
     return tensor.layout is torch.strided and not _has_storage(tensor) and not is_traceable_wrapper_subclass(tensor)

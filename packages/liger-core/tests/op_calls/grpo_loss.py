@@ -93,6 +93,25 @@ BAD = (
     _option("max-length-not-an-int", TypeError, ("9.0",), max_completion_length=9.0),
     _option("max-length-zero", ValueError, ("0",), max_completion_length=0),
     _option("items-not-a-number", TypeError, ("'7'",), num_items_in_batch="7"),
+    _option("no-items", ValueError, ("0", "greater than 0"), num_items_in_batch=0),
+    _option("negative-items", ValueError, ("-2.5",), num_items_in_batch=-2.5),
+    BadCall(
+        "no-items-in-a-tensor",
+        ValueError,
+        ("num_items_in_batch", "0", "greater than 0"),
+        lambda: _good(num_items_in_batch=torch.tensor(0)),
+    ),
+    *(
+        BadCall(
+            f"mask-of-{value}",
+            ValueError,
+            ("completion_mask", f"holds {value}", "0 and 1"),
+            lambda value=value: _good(
+                completion_mask=mask(0.5, 2, 3).to(type(value)).masked_fill(mask(1.0, 2, 3), value)
+            ),
+        )
+        for value in (-100, 2, 0.5)
+    ),
     BadCall(
         "items-by-row",
         ValueError,

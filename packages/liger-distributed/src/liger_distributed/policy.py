@@ -12,6 +12,7 @@ from liger_core import grpo_loss as grpo_loss_of_whole
 from liger_core.losses.policy import policy_loss
 from liger_core.ops.grpo_loss import IGNORED, GRPOOutput, ids_that_count
 from liger_core.ops.logit_statistics import logprobs_of_statistics
+from liger_core.policy import check_values
 from liger_distributed.losses import check_tokens, local_statistics_of_logits
 from liger_distributed.vocabulary import VocabularyShard, combined, shard_of
 
@@ -100,6 +101,7 @@ def grpo_loss_of_shard(
     policy = old_logps, ref_logps, completion_ids, advantages, completion_mask
     checked = logits if shard.columns else logits.new_empty((*logits.shape[:-1], 1))
     grpo_loss_of_whole._checks(checked, *policy, temperature=temperature, **options)
+    check_values(NAME, completion_mask, options["num_items_in_batch"])
     ids = ids_that_count(completion_ids, completion_mask, shard.vocabulary)
     check_tokens(NAME, ids, shard, IGNORED, "completion_ids")
     target = pad(ids, (0, 1), value=IGNORED)  # includes the last position, which predicts nothing, to copy no logits

@@ -152,7 +152,7 @@ def _check_flags(name: str, return_entropy: bool, return_lse: bool, return_predi
 
 def _check_tokens(name: str, target: Tensor, vocabulary: int, ignore_index: int) -> None:
     """An accelerator would have to wait for the values: there such a token's log-probability is NaN."""
-    if target.device.type == "cpu" and not torch_state.compiling() and not torch_state.without_values([target]):
+    if torch_state.readable(target):
         checks.indices_below(name, "target", target, vocabulary, ignore_index)
 
 
@@ -174,7 +174,7 @@ def sequence_logprobs(
 
     Args:
         logprobs: ``[B, T]``, or ``[N]`` with `lengths`; a float dtype.
-        mask: of logprobs' shape, bool, int or float, 0 at tokens that don't count; None counts all.
+        mask: of logprobs' shape, bool, int or float: 1, and 0 at tokens that don't count; None counts all.
         lengths: int64 ``[B]``, tokens of each sequence of a packed row, in order. Tokens behind the last count nowhere.
         average: divide by the number of tokens that count, at least 1: an empty sequence gives 0.
 
@@ -183,7 +183,7 @@ def sequence_logprobs(
 
     Raises:
         TypeError: a dtype or type that is not accepted.
-        ValueError: shapes that don't fit together.
+        ValueError: shapes that don't fit together; on the CPU, a mask of other values.
 
     >>> sequence_logprobs(torch.tensor([[-1.0, -2.0], [-4.0, 0.0]]), torch.tensor([[1, 1], [1, 0]]))
     tensor([-3., -4.])
@@ -193,6 +193,8 @@ def sequence_logprobs(
     checks.flag(name, average=average)
     checks.ndim(name, 2 if lengths is None else 1, 2 if lengths is None else 1, logprobs=logprobs)
     checks.shape(name, "mask", mask, tuple(logprobs.shape), "the shape of logprobs")
+    if torch_state.readable(mask):
+        checks.mask_values(name, mask=mask)
     counted = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask != 0
     values = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)).masked_fill(~counted, 0.0)
     if lengths is None:
@@ -218,7 +220,7 @@ def topk_kl(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor | None = No
     Args:
         logprobs: ``[N, K]``, the student's at the teacher's tokens: `token_logprobs` with those as its target.
         teacher_logprobs: ``[N, K]``; −inf where there is no token. Gets no gradient.
-        mask: ``[N]``, bool, int or float, 0 at rows that don't count; None counts all.
+        mask: ``[N]``, bool, int or float: 1, and 0 at rows that don't count; None counts all.
         tail: add the tokens that aren't among the K.
 
     Returns:
@@ -226,7 +228,7 @@ def topk_kl(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor | None = No
 
     Raises:
         TypeError: a dtype or type that is not accepted.
-        ValueError: shapes that don't fit together.
+        ValueError: shapes that don't fit together; on the CPU, a mask of other values.
 
     >>> topk_kl(torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.5, 0.25]]).log(), tail=True)
     tensor([0.])
@@ -237,6 +239,8 @@ def topk_kl(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor | None = No
     checks.flag(name, tail=tail)
     checks.shape(name, "teacher_logprobs", teacher_logprobs, tuple(logprobs.shape), "the shape of logprobs")
     checks.shape(name, "mask", mask, tuple(logprobs.shape[:1]), "a value per row of logprobs")
+    if torch_state.readable(mask):
+        checks.mask_values(name, mask=mask)
     counted = torch.ones_like(logprobs[:, 0], dtype=torch.bool) if mask is None else mask != 0
     wide = torch.promote_types(logprobs.dtype, torch.float32)
     teacher = teacher_logprobs.detach().to(wide).masked_fill(~counted[:, None], -torch.inf)

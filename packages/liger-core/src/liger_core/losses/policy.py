@@ -4,7 +4,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.ops.grpo_loss import GRPOOutput
-from liger_core.policy import MASK_DTYPES, PolicyOptions, VespoOptions, check_options, loss_of_logprobs
+from liger_core.policy import MASK_DTYPES, PolicyOptions, VespoOptions, check_options, check_values, loss_of_logprobs
 
 
 def policy_loss(
@@ -48,7 +48,7 @@ def policy_loss(
         old_logps: ``[B, L]``, log-probabilities under the policy that sampled; None: logprobs, taken as a constant.
         ref_logps: ``[B, L]``, log-probabilities under the reference policy. None only when `beta` is 0.
         advantages: ``[B]``, or ``[B, L]``, an advantage per token (not with ``"vespo"``).
-        completion_mask: ``[B, L]``, bool, int or float, 0 at masked tokens; None masks nothing.
+        completion_mask: ``[B, L]``, bool, int or float: 1, and 0 at masked tokens; None masks nothing.
         vespo_k_pos, vespo_k_neg: at least 0.
         vespo_lambda_pos, vespo_lambda_neg: at least 0; below 1e-4 they are taken as 1e-4.
         beta, eps_low, eps_high, delta, loss_type, importance_sampling_level, max_completion_length: as in `grpo_loss`.
@@ -63,7 +63,7 @@ def policy_loss(
     Raises:
         TypeError: a dtype or type that is not accepted.
         ValueError: shapes that don't fit together; no `ref_logps` beside a `beta` that is not 0; `delta` or sequence
-            level with a loss_type that has none; an option out of its range.
+            level with a loss_type that has none; an option out of its range; on the CPU, a mask of other values.
 
     Source:
         as `grpo_loss`; VESPO arXiv 2602.10693; names and means as in TRL's GRPOTrainer.
@@ -117,6 +117,7 @@ def _check(
     if tuple(advantages.shape) not in (tokens[:1], tokens):
         raise ValueError(f"{name}: advantages has shape {tuple(advantages.shape)}; it takes {tokens[:1]} or {tokens}")
     check_options(name, tokens, ref_logps, importance_sampling_ratio, num_items_in_batch, options)
+    check_values(name, completion_mask, num_items_in_batch)
     checks.number(name, least=0, **{f"vespo_{option}": value for option, value in vespo._asdict().items()})
     if options.loss_type == "vespo" and advantages.dim() == 2:
         raise ValueError(f"{name}: advantages has shape {tokens}; it takes {tokens[:1]} when loss_type is 'vespo'")

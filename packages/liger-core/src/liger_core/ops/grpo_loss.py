@@ -86,7 +86,7 @@ def grpo_loss(
         completion_ids: int64 ``[B, L]``, the tokens.
         advantages: ``[B]``. An infinite one makes a row's loss infinite or NaN, and the gradient of its tokens that
             aren't clipped.
-        completion_mask: ``[B, L]``, bool, int or float, 0 at masked tokens; None masks nothing.
+        completion_mask: ``[B, L]``, bool, int or float: 1, and 0 at masked tokens; None masks nothing.
         temperature: the divisor of logits; greater than 0.
         beta: weight of the divergence from the reference policy; at least 0.
         eps_low, eps_high: how far ρ may go below and above 1; in ``"cispo"`` eps_high is the largest ρ. At least 0.
@@ -96,7 +96,7 @@ def grpo_loss(
             unmasked tokens. Not with ``"cispo"`` and ``"sapo"``.
         max_completion_length: L in the mean of ``"dr_grpo"``, or None.
         num_items_in_batch: divisor in the mean of ``"dapo"`` and ``"cispo"``: a number, or a 0-d int or float
-            tensor; None is the number of unmasked tokens.
+            tensor, greater than 0; below 1 it is 1. None is the number of unmasked tokens.
         use_bias_correction_kl: multiply the divergence by ρ, not limited by delta.
         importance_sampling_ratio: ``[B]``, ``[B, 1]`` or ``[B, L]``, or None.
         sapo_temperature_pos, sapo_temperature_neg: greater than 0.
@@ -111,7 +111,8 @@ def grpo_loss(
     Raises:
         TypeError: a dtype or type that is not accepted.
         ValueError: shapes that don't fit together; no `ref_logps` beside a `beta` that is not 0; `delta` or sequence
-            level with a loss_type that has none; an option out of its range; tensors on different devices.
+            level with a loss_type that has none; an option out of its range; tensors on different devices; on the CPU, a
+            mask of other values.
         IndexError: the id of a token that counts is out of range, on the CPU.
 
     Source:
@@ -190,6 +191,14 @@ def _(
 
 
 @grpo_loss.checks_values
-def _(logits: Tensor, completion_ids: Tensor, completion_mask: Tensor | None, **others: Any) -> None:
+def _(
+    logits: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor | None,
+    num_items_in_batch: int | float | Tensor | None,
+    **others: Any,
+) -> None:
+    checks.mask_values("grpo_loss", completion_mask=completion_mask)
+    policy.check_values("grpo_loss", None, num_items_in_batch)
     ids = completion_ids if completion_mask is None else completion_ids.masked_fill(completion_mask == 0, 0)
     checks.indices_below("grpo_loss", "completion_ids", ids, logits.shape[-1])

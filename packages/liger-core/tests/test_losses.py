@@ -314,6 +314,17 @@ def test_bad_input(call: Callable[[], Any], error: type[Exception], says: str) -
         call()
 
 
+@pytest.mark.parametrize("tau", [0.05, 50.0])
+def test_discopop_of_an_impossible_completion(tau: float) -> None:
+    """Loss and slope go on: −h and −beta."""
+    chosen = torch.tensor([-torch.inf, -1e4], requires_grad=True)
+    loss = losses.dpo_loss(
+        chosen, torch.zeros(2), beta=1.0, loss_type="discopop", discopop_tau=tau, reduction="none"
+    ).loss
+    assert loss.tolist() == [math.inf, 1e4]
+    assert torch.autograd.grad(loss.sum(), chosen)[0].tolist() == [-1.0, -1.0]
+
+
 def test_sequence_logprobs_of_what_is_masked_or_empty() -> None:
     logprobs = torch.tensor([[-1.0, torch.nan, -2.0], [torch.inf, -1.0, -3.0], [torch.nan] * 3], requires_grad=True)
     mask = torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0]])
@@ -500,6 +511,46 @@ def test_what_is_masked_may_hold_anything(kind: str, level: str, reduction: str)
     (gradient,) = torch.autograd.grad(actual.loss.sum(), inputs["logprobs"])
     assert gradient[mask].isfinite().all()
     assert not gradient[~mask].any()
+
+
+@pytest.mark.parametrize("level", policy.LEVELS)
+@pytest.mark.parametrize(
+    ("kind", "advantage", "options", "expected"),
+    [
+        ("grpo", 2.0, {}, -2.4),
+        ("grpo", -2.0, {"delta": 3.0}, 6.0),
+        ("grpo", 0.0, {}, 0.0),
+        ("grpo", 0.0, {"eps_high": math.inf}, 0.0),
+        ("grpo", -2.0, {"importance_sampling_ratio": torch.zeros(1)}, 0.0),
+        ("grpo", -2.0, {}, math.inf),
+        ("grpo", 2.0, {"eps_high": math.inf}, -math.inf),
+        ("grpo", -2.0, {"eps_high": math.inf, "delta": 3.0}, math.inf),
+        ("cispo", 2.0, {"eps_high": 3.0}, 3.0),
+        ("sapo", 2.0, {}, -8.0),
+        ("sapo", -2.0, {"sapo_temperature_neg": 2.0}, 4.0),
+    ],
+)
+def test_a_ratio_that_overflows(kind: str, level: str, advantage: float, options: Any, expected: float) -> None:
+    """Its gradient is 0 and its loss that of any large ratio, if the loss doesn't depend on it; otherwise infinite."""
+    if level != "token" and kind in ("cispo", "sapo"):
+        return
+    lp = torch.full((1, 3), -0.5, requires_grad=True)
+    actual = losses.policy_loss(
+        lp, lp.detach() - 100, None, torch.tensor([advantage]), beta=0.0, loss_type=kind,
+        importance_sampling_level=level, **options,
+    ).loss  # fmt: skip
+    assert actual.item() == pytest.approx(expected)
+    (gradient,) = torch.autograd.grad(actual, lp)
+    if kind == "cispo":
+        assert gradient.tolist() == [[pytest.approx(-2.0)] * 3]
+    elif math.isfinite(expected):
+        assert not gradient.any()
+    bounded = losses.policy_loss(
+        lp, lp.detach() - 100, lp.detach() + 100, torch.tensor([advantage]), loss_type=kind,
+        importance_sampling_level=level, log_ratio_clip=20.0, use_bias_correction_kl=True, **options,
+    ).loss  # fmt: skip
+    assert bounded.isfinite()
+    assert torch.autograd.grad(bounded, lp)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", [k for k in policy.LOSS_TYPES if k != "vespo"])

@@ -351,6 +351,7 @@ def loop_grpo(
     taus: tuple[float, float],
     max_length: int | None,
     items: float | None,
+    clip: float,
 ) -> tuple[float, float, float, list[list[float]]]:
     """Loss, kl, clip_ratio and the loss of each token, token by token."""
     rows, length = len(logps), len(logps[0])
@@ -361,27 +362,28 @@ def loop_grpo(
         mean = sum((logps[i][t] - old[i][t]) * mask[i][t] for t in range(length)) / count
         a, row_clip = advantages[i], False
         for t in range(length):
-            ratio = math.exp(logps[i][t] - old[i][t] if level == "token" else mean)
+            log_ratio = logps[i][t] - old[i][t] if level == "token" else mean
+            ratio = math.exp(max(-clip, min(clip, log_ratio)))
             low, high = 1 - eps[0], 1 + eps[1]
-            clip = (ratio < low and a < 0) or (ratio > high and a > 0)
+            clipped = (ratio < low and a < 0) or (ratio > high and a > 0)
             if loss_type == "cispo":
-                loss, clip = -min(ratio, eps[1]) * a * logps[i][t], ratio > eps[1] and a > 0
+                loss, clipped = -min(ratio, eps[1]) * a * logps[i][t], ratio > eps[1] and a > 0
             elif loss_type == "sapo":
                 tau = taus[0] if a > 0 else taus[1]
-                loss, clip = -a * 4 / (1 + math.exp(-tau * (ratio - 1))) / tau, False
+                loss, clipped = -a * 4 / (1 + math.exp(-tau * (ratio - 1))) / tau, False
             else:
                 limited = ratio if delta is None else min(ratio, delta)
                 loss = -min(limited * a, min(max(ratio, low), high) * a)
             if importance is not None:
                 loss *= importance[i][t]
             if ref is not None and beta:
-                difference = ref[i][t] - logps[i][t]
+                difference = max(-clip, min(clip, ref[i][t] - logps[i][t]))
                 kl = (math.exp(difference) - difference - 1) * (ratio if correct else 1)
                 loss += beta * kl
                 kls.append(kl * mask[i][t])
             losses[i][t] = loss
-            clips.append(clip * mask[i][t])
-            row_clip = clip
+            clips.append(clipped * mask[i][t])
+            row_clip = clipped
         row_clips.append(row_clip)
     count = max(sum(map(sum, mask)), 1)
     masked = [[loss * m for loss, m in zip(*pair, strict=True)] for pair in zip(losses, mask, strict=True)]
@@ -415,6 +417,8 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7, "delta": 1.1, "importance_sampling_ratio": (4,)},
     {"importance_sampling_level": "sequence", "use_bias_correction_kl": True},
+    {"log_ratio_clip": 0.3, "use_bias_correction_kl": True},
+    {"log_ratio_clip": 0.1, "importance_sampling_level": "sequence"},
     {"loss_type": "bnpo", "eps_low": 0.1, "eps_high": 0.3, "delta": 1.5, "use_bias_correction_kl": True},
     {"loss_type": "bnpo", "importance_sampling_level": "sequence", "delta": 1.1, "importance_sampling_ratio": (4, 1)},
     {"loss_type": "dr_grpo", "beta": 0.0},
@@ -458,6 +462,7 @@ def test_grpo_loss_is_the_formula(options: dict[str, Any]) -> None:
         (options.get("sapo_temperature_pos", 1.0), options.get("sapo_temperature_neg", 1.05)),
         options.get("max_completion_length"),
         None if items is None else float(items),
+        options.get("log_ratio_clip", math.inf),
     )
     actual = grpo_loss(**arguments)
     torch.testing.assert_close(actual.loss.item(), loss)

@@ -81,6 +81,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         11,
         {"importance_sampling_level": "sequence", "delta": 1.5, "use_bias_correction_kl": True, "ratio": True},
     ),
+    "grpo-log-ratio-clip": (GRPO, 11, {"log_ratio_clip": 0.8, "importance_sampling_level": "sequence"}),
     "grpo-dapo": (GRPO, 11, {"loss_type": "dapo", "num_items_in_batch": 9, "eps_high": 0.3}),
     "grpo-dr": (GRPO, 11, {"loss_type": "dr_grpo", "max_completion_length": 8, "beta": 0.0}),
     "grpo-bnpo": (GRPO, 11, {"loss_type": "bnpo"}),

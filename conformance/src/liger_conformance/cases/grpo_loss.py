@@ -21,6 +21,10 @@ def build(
     vocabulary: int,
     scale: float = 1.0,
     spread: float = 0.4,
+    drift: float = 0.0,
+    ref_drift: float = 0.0,
+    gain: float | None = None,
+    off_policy: float = 0.0,
     old: bool = True,
     ref: bool = True,
     logps_dtype: torch.dtype | None = None,
@@ -35,7 +39,9 @@ def build(
 ) -> dict[str, Any]:
     """`masked` is the share of masked tokens, None: no mask; in the first `masked_rows` rows all are.
 
-    Old and reference log-probabilities are the policy's plus noise of standard deviation `spread`. With `garbage`,
+    Old and reference log-probabilities are the policy's plus noise of standard deviation `spread`, the former less
+    `drift` and the latter plus `ref_drift`. With `gain` advantages have its sign. `off_policy` is the share of
+    importances that are 0. With `garbage`,
     masked tokens have an id out of range, and NaN elsewhere, including an importance per token. `hidden` is the
     probability that a logit other than the token's is −inf. `importance` is the shape of importance_sampling_ratio;
     `items` is num_items_in_batch as a tensor.
@@ -53,10 +59,10 @@ def build(
         [row.log_softmax(-1).gather(-1, i[:, None])[:, 0] for row, i in zip(tempered, ids, strict=True)]
     )
 
-    def near() -> Tensor:
-        return (logps + spread * make.randn(batch, length, dtype=wide)).to(logps_dtype or wide)
+    def near(shift: float) -> Tensor:
+        return (logps + spread * make.randn(batch, length, dtype=wide) + shift).to(logps_dtype or wide)
 
-    old_logps, ref_logps = near() if old else None, near() if ref else None
+    old_logps, ref_logps = near(-drift) if old else None, near(ref_drift) if ref else None
     mask = None
     if masked is not None:
         mask = ~make.mask(masked, batch, length)
@@ -71,14 +77,17 @@ def build(
     if items is not None:
         options["num_items_in_batch"] = torch.tensor(items, device=make.device)
     ratio = None if importance is None else make.uniform(*importance, dtype=wide) + 0.5
+    if ratio is not None and off_policy:
+        ratio = ratio.masked_fill(make.mask(off_policy, *importance), 0.0)
     if mask is not None and garbage and importance == (batch, length):
         ratio = ratio.masked_fill(mask == 0, torch.nan)
+    advantages = make.randn(batch, dtype=wide)
     return {
         "logits": logits,
         "old_logps": old_logps,
         "ref_logps": ref_logps,
         "completion_ids": ids,
-        "advantages": make.randn(batch, dtype=wide),
+        "advantages": advantages if gain is None else advantages.abs() * gain,
         "completion_mask": mask,
         "importance_sampling_ratio": ratio,
         **options,
@@ -103,6 +112,7 @@ VARY = Vary(
         "beta": lambda ref: (0.0, 0.04, 0.5) if ref else (0.0,),
         "eps_low": Number(0.0, 0.5),
         "eps_high": Number(0.0, 3.0),
+        "log_ratio_clip": (None, None, Number(0.1, 20.0)),
         "delta": lambda loss_type: (None,) if loss_type in PLAIN_RATIO else (None, None, 1.1, 2.5),
         "loss_type": LOSS_TYPES,
         "importance_sampling_level": lambda loss_type: LEVELS[:1] if loss_type in PLAIN_RATIO else LEVELS,
@@ -233,6 +243,19 @@ CASES = (
         reduction="none",
     ),
     Case("none-cispo", "option", **TINY, masked=0.3, loss_type="cispo", beta=0.0, eps_high=0.9, reduction="none"),
+    Case("off-policy-mask", "option", **TINY, masked=0.3, off_policy=0.5, importance=(3, 5)),
+    Case("log-ratio-clip", "option", **TINY, masked=0.3, spread=2.0, log_ratio_clip=1.5, use_bias_correction_kl=True),
+    Case(
+        "log-ratio-clip-sequence",
+        "option",
+        **TINY,
+        masked=0.3,
+        spread=1.0,
+        log_ratio_clip=0.3,
+        eps_low=0.5,
+        eps_high=0.5,
+        importance_sampling_level="sequence",
+    ),
     Case("uneven-rows", "extreme", batch=4, length=5, vocabulary=33, reduction="none", by_row=("incoming",)),
     Case("big-values", "extreme", **TINY, scale=1e3, masked=0.3),
     Case("random-61-11", "extreme", **OVERFLOWING),
@@ -240,6 +263,13 @@ CASES = (
     Case("overflow-26", "extreme", **OVERFLOWING),
     Case("infinite-advantage", "extreme", **TINY, loss_type="bnpo", holds={"advantages": torch.inf}),
     Case("infinite-ratio-cispo", "extreme", **TINY, loss_type="cispo", holds={"old_logps": -torch.inf}),
+    Case("overflow-clipped", "extreme", **TINY, masked=0.3, drift=200.0, gain=1.0),
+    Case("overflow-sequence", "extreme", **TINY, drift=200.0, gain=1.0, importance_sampling_level="sequence"),
+    Case("overflow-delta", "extreme", **TINY, drift=200.0, delta=2.0, gain=-1.0),
+    Case("overflow-sapo", "extreme", **TINY, drift=200.0, loss_type="sapo"),
+    Case("overflow-no-advantage", "extreme", **TINY, drift=200.0, gain=0.0),
+    Case("overflow-no-importance", "extreme", **TINY, drift=200.0, gain=-9.0, off_policy=1.0, importance=(3,)),
+    Case("overflow-log-ratio-clip", "extreme", **TINY, drift=200.0, ref_drift=200.0, log_ratio_clip=20.0, gain=-1.0),
     Case("infinite-advantage-clipped", "extreme", **TINY, delta=0.5, eps_low=1e-3, holds={"advantages": torch.inf}),
     Case(
         "infinite-importance-clipped",

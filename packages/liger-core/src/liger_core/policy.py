@@ -26,6 +26,7 @@ class PolicyOptions(NamedTuple):
     eps_low: float
     eps_high: float
     delta: float | None
+    log_ratio_clip: float | None
     loss_type: str
     importance_sampling_level: str
     max_completion_length: int | None
@@ -76,7 +77,8 @@ def loss_of_logprobs(
     log_ratio = lp - old
     if options.by_sequence():
         log_ratio = log_ratio.masked_fill(~mask, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = log_ratio.exp()
+    clip = options.log_ratio_clip
+    log_ratio = log_ratio if clip is None else log_ratio.clamp(-clip, clip)
 
     advantage = upcast(advantages.detach())
     advantage = advantage[:, None] if advantage.dim() == 1 else advantage.masked_fill(~mask, 0.0)
@@ -90,25 +92,25 @@ def loss_of_logprobs(
         assert vespo is not None
         loss, clipped = _vespo_loss(lp, log_ratio, advantage, importance, mask, vespo), torch.zeros_like(mask)
     else:
-        loss, clipped = _ratio_loss(lp, ratio, advantage, mask, options)
-        loss = loss if importance is None else loss * importance
+        loss, clipped = _ratio_loss(lp, log_ratio, advantage, importance, mask, options)
     kl = None
     if options.beta != 0 and ref_logps is not None:
         difference = upcast(ref_logps.detach()).masked_fill(~mask, 0.0) - lp
+        difference = difference if clip is None else difference.clamp(-clip, clip)
         kl = difference.exp() - difference - 1
         if options.use_bias_correction_kl:
-            kl = kl * ratio
+            kl = kl * log_ratio.exp()
         loss = loss + options.beta * kl
         kl = kl.detach().masked_fill(~mask, 0.0)
 
-    clip = clipped.to(loss.dtype)
+    share = clipped.to(loss.dtype)
     if options.reduction == "none":
-        return loss.masked_fill(~mask, 0.0), kl, clip.masked_fill(~mask, 0.0)
+        return loss.masked_fill(~mask, 0.0), kl, share.masked_fill(~mask, 0.0)
     tokens = mask.sum().clamp(min=1)
-    if options.by_sequence() and clip.shape[1] == 1:
-        clip_ratio = clip.sum() / max(rows, 1)
+    if options.by_sequence() and share.shape[1] == 1:
+        clip_ratio = share.sum() / max(rows, 1)
     else:
-        clip_ratio = clip.masked_fill(~mask, 0.0).sum() / tokens
+        clip_ratio = share.masked_fill(~mask, 0.0).sum() / tokens
     return _mean(loss, mask, num_items_in_batch, options), None if kl is None else kl.sum() / tokens, clip_ratio
 
 
@@ -128,21 +130,39 @@ def _vespo_loss(
 
 
 def _ratio_loss(
-    lp: Tensor, ratio: Tensor, advantage: Tensor, mask: Tensor, options: PolicyOptions
+    lp: Tensor, log_ratio: Tensor, advantage: Tensor, importance: Tensor | None, mask: Tensor, options: PolicyOptions
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token from the policies' ratio, without the KL term, and which ratios are clipped: ``[B, L]``, or
-    ``[B, 1]`` if neither the ratio nor the advantage is one per token.
+    ``[B, 1]`` if neither of the ratio, the advantage and the importance is one per token.
     """
     low, high = options.ratios()
+    actual = log_ratio.exp()
+    ratio = _settled(log_ratio, actual.isinf(), advantage if importance is None else advantage * importance, options)
+    ratio = ratio.exp()
     if options.loss_type == "cispo":
-        return -ratio.clamp(max=high).detach() * advantage * lp, (ratio > high) & (advantage > 0)
-    if options.loss_type == "sapo":
+        loss, clipped = -ratio.clamp(max=high).detach() * advantage * lp, (actual > high) & (advantage > 0)
+    elif options.loss_type == "sapo":
         tau = torch.full_like(advantage, options.sapo_temperature_neg)
         tau = tau.masked_fill(advantage > 0, options.sapo_temperature_pos)
-        return -4 * advantage * torch.sigmoid(tau * (ratio - 1)) / tau, torch.zeros_like(mask)
-    limited = ratio if options.delta is None else ratio.clamp(max=options.delta)
-    loss = -torch.minimum(limited * advantage, ratio.clamp(low, high) * advantage)
-    return loss, ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
+        loss, clipped = -4 * advantage * torch.sigmoid(tau * (ratio - 1)) / tau, torch.zeros_like(mask)
+    else:
+        limited = ratio if options.delta is None else ratio.clamp(max=options.delta)
+        loss = -torch.minimum(limited * advantage, ratio.clamp(low, high) * advantage)
+        clipped = ((actual < low) & (advantage < 0)) | ((actual > high) & (advantage > 0))
+    return loss if importance is None else loss * importance, clipped
+
+
+def _settled(log_ratio: Tensor, overflows: Tensor, weight: Tensor, options: PolicyOptions) -> Tensor:
+    """`log_ratio`, and a constant in place of one that overflows if the loss doesn't depend on it.
+
+    The derivative of an infinite ratio would be 0 times infinity. `weight` is the loss's factor: with 0 there is no loss.
+    """
+    idle, most = weight == 0, (options.ratios()[1], math.inf if options.delta is None else options.delta)
+    bounded = weight >= 0 if min(most) < math.inf else idle
+    if options.loss_type == "sapo" or max(most) < math.inf:
+        bounded = torch.ones_like(idle)
+    largest = math.floor(math.log(torch.finfo(log_ratio.dtype).max))
+    return log_ratio.masked_fill(overflows & bounded, largest).masked_fill(overflows & idle, 0.0)
 
 
 def _mean(
@@ -195,6 +215,8 @@ def check_options(
         raise ValueError(f"{op}: ref_logps is None; it takes a tensor when beta is not 0, and beta is {beta!r}")
     if delta is not None:
         checks.number(op, above=0, delta=delta)
+    if options.log_ratio_clip is not None:
+        checks.number(op, above=0, log_ratio_clip=options.log_ratio_clip)
     if options.max_completion_length is not None:
         checks.integer(op, least=1, max_completion_length=options.max_completion_length)
     if isinstance(num_items_in_batch, Tensor):

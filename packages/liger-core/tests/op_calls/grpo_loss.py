@@ -86,6 +86,8 @@ BAD = (
     _option("negative-eps-high", ValueError, ("-0.1",), eps_high=-0.1),
     _option("delta-not-a-number", TypeError, ("'2'",), delta="2"),
     _option("delta-zero", ValueError, ("0.0",), delta=0.0),
+    _option("log-ratio-clip-not-a-number", TypeError, ("'20'",), log_ratio_clip="20"),
+    _option("log-ratio-clip-zero", ValueError, ("0.0",), log_ratio_clip=0.0),
     _option("delta-with-cispo", ValueError, ("2.0", "'cispo'"), delta=2.0, loss_type="cispo"),
     _option("delta-with-sapo", ValueError, ("2.0", "'sapo'"), delta=2.0, loss_type="sapo"),
     _option("sequence-with-cispo", ValueError, ("'cispo'",), importance_sampling_level="sequence", loss_type="cispo"),

@@ -34,6 +34,7 @@ def grpo_loss(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
     delta: float | None = None,
+    log_ratio_clip: float | None = None,
     loss_type: str = "grpo",
     importance_sampling_level: str = "token",
     max_completion_length: int | None = None,
@@ -53,8 +54,9 @@ def grpo_loss(
         old_logps, ref_logps, completion_ids, advantages, completion_mask: as in `liger_core.grpo_loss`, the same on every
             process. Ids are global.
         group, vocabulary: as in `cross_entropy`.
-        temperature, beta, eps_low, eps_high, delta, loss_type, importance_sampling_level: as in `liger_core.grpo_loss`.
-        max_completion_length, num_items_in_batch, use_bias_correction_kl, importance_sampling_ratio: as there.
+        temperature, beta, eps_low, eps_high, delta, log_ratio_clip, loss_type: as in `liger_core.grpo_loss`.
+        importance_sampling_level, max_completion_length, num_items_in_batch, use_bias_correction_kl: as there.
+        importance_sampling_ratio: as there.
         sapo_temperature_pos, sapo_temperature_neg, reduction: as there.
 
     Returns:
@@ -73,6 +75,7 @@ def grpo_loss(
         eps_low=eps_low,
         eps_high=eps_high,
         delta=delta,
+        log_ratio_clip=log_ratio_clip,
         loss_type=loss_type,
         importance_sampling_level=importance_sampling_level,
         max_completion_length=max_completion_length,

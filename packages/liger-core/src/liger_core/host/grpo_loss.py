@@ -152,6 +152,7 @@ class GRPOLoss:
         eps_low: float = 0.2,
         eps_high: float = 0.2,
         delta: float | None = None,
+        log_ratio_clip: float | None = None,
         loss_type: str = "grpo",
         importance_sampling_level: str = "token",
         max_completion_length: int | None = None,
@@ -164,7 +165,7 @@ class GRPOLoss:
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor], Saved]:
         (differentiable,) = needs
         options = PolicyOptions(
-            beta, eps_low, eps_high, delta, loss_type, importance_sampling_level, max_completion_length,
+            beta, eps_low, eps_high, delta, log_ratio_clip, loss_type, importance_sampling_level, max_completion_length,
             use_bias_correction_kl, sapo_temperature_pos, sapo_temperature_neg, reduction,
         )  # fmt: skip
         items = item_count = None

@@ -18,6 +18,7 @@ def policy_loss(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
     delta: float | None = None,
+    log_ratio_clip: float | None = None,
     loss_type: str = "grpo",
     importance_sampling_level: str = "token",
     max_completion_length: int | None = None,
@@ -51,7 +52,8 @@ def policy_loss(
         completion_mask: ``[B, L]``, bool, int or float: 1, and 0 at masked tokens; None masks nothing.
         vespo_k_pos, vespo_k_neg: at least 0.
         vespo_lambda_pos, vespo_lambda_neg: at least 0; below 1e-4 they are taken as 1e-4.
-        beta, eps_low, eps_high, delta, loss_type, importance_sampling_level, max_completion_length: as in `grpo_loss`.
+        beta, eps_low, eps_high, delta, log_ratio_clip, loss_type, importance_sampling_level: as in `grpo_loss`.
+        max_completion_length: as in `grpo_loss`.
         num_items_in_batch: as in `grpo_loss`, for ``"vespo"`` too: this process's share of the tokens of the batch.
         use_bias_correction_kl, importance_sampling_ratio, sapo_temperature_pos, sapo_temperature_neg: as in
             `grpo_loss`.
@@ -77,6 +79,7 @@ def policy_loss(
         eps_low=eps_low,
         eps_high=eps_high,
         delta=delta,
+        log_ratio_clip=log_ratio_clip,
         loss_type=loss_type,
         importance_sampling_level=importance_sampling_level,
         max_completion_length=max_completion_length,

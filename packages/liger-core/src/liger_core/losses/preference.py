@@ -182,8 +182,11 @@ def _margin_loss(margin: Tensor, loss_type: str, beta: float, s: float, discopop
         return (margin - 1 / (2 * beta)).square()
     if loss_type == "exo_pair":
         return torch.sigmoid(h) * (logsigmoid(h) - math.log1p(-s)) + torch.sigmoid(-h) * (logsigmoid(-h) - math.log(s))
-    m = torch.sigmoid(h / discopop_tau)  # discopop
-    return -logsigmoid(h) * (1 - m) + (-h).clamp(max=LARGEST_EXPONENT).exp() * m
+    finite = h.clamp(
+        min=torch.finfo(h.dtype).min
+    )  # discopop: no infinite logarithm is multiplied by the derivative of m, 0
+    m = torch.sigmoid(finite / discopop_tau)
+    return -logsigmoid(h) + (logsigmoid(finite) + (-h).clamp(max=LARGEST_EXPONENT).exp()) * m
 
 
 def _separate_loss(a: Tensor, b: Tensor, loss_type: str, beta: float, bco_delta: float) -> Tensor:

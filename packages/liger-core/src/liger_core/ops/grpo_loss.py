@@ -54,6 +54,7 @@ def grpo_loss(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
     delta: float | None = None,
+    log_ratio_clip: float | None = None,
     loss_type: str = "grpo",
     importance_sampling_level: str = "token",
     max_completion_length: int | None = None,
@@ -79,6 +80,11 @@ def grpo_loss(
     A masked token has loss and gradient 0, whatever its logits, id and log-probabilities. A token whose id is not in
     [0, V) has loss and gradient NaN.
 
+    ρ overflows if lp − old_logps is above 88. If its token's loss doesn't depend on ρ then, since it is clipped or
+    limited by delta, by ``"sapo"``, or since A or the importance is 0, that loss is finite and its gradient 0.
+    Otherwise both are infinite or NaN, as they are if exp(ref_logps − lp) overflows, or ρ under
+    use_bias_correction_kl. With a log_ratio_clip below 44 nothing overflows.
+
     Args:
         logits: ``[B, L + 1, V]``; float32, bfloat16 or float16. Position i predicts token i; the last gets gradient 0.
         old_logps: ``[B, L]``, log-probabilities under the policy that sampled; None: lp, taken as a constant.
@@ -91,6 +97,8 @@ def grpo_loss(
         beta: weight of the divergence from the reference policy; at least 0.
         eps_low, eps_high: how far ρ may go below and above 1; in ``"cispo"`` eps_high is the largest ρ. At least 0.
         delta: the largest ρ, or None. Not with ``"cispo"`` and ``"sapo"``.
+        log_ratio_clip: bound of the magnitudes of lp − old_logps (or its mean over the row) and of ref_logps − lp before
+            exp; greater than 0, or None. Beyond it their gradient is 0.
         loss_type: one of ``LOSS_TYPES``.
         importance_sampling_level: ``"token"``; or ``"sequence"``: ρ is exp of the mean of lp − old_logps over the row's
             unmasked tokens. Not with ``"cispo"`` and ``"sapo"``.
@@ -133,6 +141,7 @@ def grpo_loss(
         eps_low=eps_low,
         eps_high=eps_high,
         delta=delta,
+        log_ratio_clip=log_ratio_clip,
         loss_type=loss_type,
         importance_sampling_level=importance_sampling_level,
         max_completion_length=max_completion_length,

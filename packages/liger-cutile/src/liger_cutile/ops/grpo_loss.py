@@ -132,18 +132,30 @@ def _growth(x):
 
 
 @ct.function
+def _clipped(x, clip):
+    """x within ±clip, and the x that are outside."""
+    outside = ct.abs(x) > clip
+    return ct.where(outside, ct.where(x > 0.0, clip, -clip), x), outside
+
+
+@ct.function
 def _token_losses(
-    lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, tau_positive, tau_negative,
+    lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, clip, tau_positive, tau_negative,
     CISPO, SAPO, CORRECT_KL,
 ):  # fmt: skip
     """Loss, divergence, whether the token is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
-    ratio = ct.exp(log_ratio)
+    if given(clip):
+        log_ratio, ratio_clipped = _clipped(log_ratio, clip)
+        ref_distance, ref_clipped = _clipped(ref_distance, clip)
+    actual = ct.exp(log_ratio)
+    # No infinite ratio is multiplied by an advantage or an importance of 0.
+    ratio = ct.where((advantage * importance == 0.0) & (actual == math.inf), 1.0, actual)
     nothing = ct.zeros(ratio.shape, ct.float32)
     if CISPO:
         by_lp = -ct.minimum(ratio, high, propagate_nan=True) * advantage * importance
         by_ratio = nothing
         loss = by_lp * lp
-        clipped = (ratio > high) & (advantage > 0.0)
+        clipped = (actual > high) & (advantage > 0.0)
     elif SAPO:
         tau = ct.where(advantage > 0.0, tau_positive, tau_negative)
         u = tau * (ratio - 1.0)
@@ -151,7 +163,8 @@ def _token_losses(
         r = 1.0 / (1.0 + q)
         loss = -4.0 * advantage * ct.where(u < 0.0, q * r, r) / tau
         loss *= importance
-        by_ratio = -4.0 * advantage * (q * r * r) * ratio * importance
+        # The ratio may be infinite.
+        by_ratio = -4.0 * advantage * ct.where(q == 0.0, 0.0, q * r * r * ratio) * importance
         by_lp = nothing
         clipped = ratio < 0.0
     else:
@@ -168,21 +181,24 @@ def _token_losses(
         tie = 0.5 * (passes + unclipped_passes)
         slope = ct.where(gain < clipped_gain, passes, ct.where(gain > clipped_gain, unclipped_passes, tie))
         loss *= importance
-        by_ratio = (
-            ct.where(slope == 0.0, 0.0, -advantage * slope * importance) * ratio
-        )  # if it is clipped, the product would be 0 times infinity
+        # If it is clipped, the product would be 0 times infinity.
+        by_ratio = ct.where(slope == 0.0, 0.0, -advantage * slope * importance * ratio)
         by_lp = nothing
-        clipped = ((ratio < low) & (advantage < 0.0)) | ((ratio > high) & (advantage > 0.0))
+        clipped = ((actual < low) & (advantage < 0.0)) | ((actual > high) & (advantage > 0.0))
     kl = nothing
     if given(beta):
         growth, kl = _growth(ref_distance)
         kl_by_lp = -growth
+        if given(clip):
+            kl_by_lp = ct.where(ref_clipped, 0.0, kl_by_lp)
         if CORRECT_KL:
-            kl *= ratio
-            kl_by_lp *= ratio
+            kl *= actual
+            kl_by_lp *= actual
             by_ratio += beta * kl
         loss += beta * kl
         by_lp += beta * kl_by_lp
+    if given(clip):
+        by_ratio = ct.where(ratio_clipped, 0.0, by_ratio)
     return loss, kl, clipped, by_lp, by_ratio
 
 
@@ -229,7 +245,7 @@ def _sequence_ratios(ratios, state, old_logps, mask, ids, BLOCK: ConstInt):
 @ct.kernel
 def _losses(
     loss, kl, clip, sums, state, ids, old_logps, ref_logps, ratios, advantages, mask, importances,
-    beta, low, high, delta, tau_positive, tau_negative,
+    beta, low, high, delta, log_ratio_clip, tau_positive, tau_negative,
     CISPO: ConstBool, SAPO: ConstBool, CORRECT_KL: ConstBool, KEEP: ConstBool, BLOCK: ConstInt,
 ):  # fmt: skip
     across = ct.num_tiles(ids, axis=1, shape=(1, BLOCK))
@@ -250,7 +266,7 @@ def _losses(
             importance = _load_number(importances, row)
     token_loss, token_kl, clipped, by_lp, by_ratio = _token_losses(
         -depth - log_sum, log_ratio, ref_distance, _load_number(advantages, row), importance,
-        beta, low, high, delta, tau_positive, tau_negative, CISPO, SAPO, CORRECT_KL,
+        beta, low, high, delta, log_ratio_clip, tau_positive, tau_negative, CISPO, SAPO, CORRECT_KL,
     )  # fmt: skip
     token_loss = ct.where(counts, token_loss, 0.0)
     token_kl = ct.where(counts, token_kl, 0.0)
@@ -431,6 +447,7 @@ def _launch_forward(
         _losses, (rows * across,), *((None, None, None) if mean else (loss, kl, clip)), sums, state, ids, old_logps,
         ref_logps, ratios, inputs.advantages.contiguous(), mask, importances,
         float(options.beta) or None, low, float(high), None if options.delta is None else float(options.delta),
+        None if options.log_ratio_clip is None else float(options.log_ratio_clip),
         float(options.sapo_temperature_pos), float(options.sapo_temperature_neg),
         loss_type == "cispo", loss_type == "sapo", options.use_bias_correction_kl, keep, TOKENS,
     )  # fmt: skip

@@ -80,24 +80,37 @@ def _growth(x):
 
 
 @triton.jit
+def _clipped(x, clip):
+    """x within ±clip, and the x that are outside."""
+    outside = tl.abs(x) > clip
+    return tl.where(outside, tl.where(x > 0.0, clip, -clip), x), outside
+
+
+@triton.jit
 def _token_losses(
-    lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, tau,
+    lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, clip, tau,
     CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr,
 ):  # fmt: skip
     """Loss, divergence, whether the token is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
-    ratio = tl.exp(log_ratio)
+    if clip is not None:
+        log_ratio, ratio_clipped = _clipped(log_ratio, clip)
+        ref_distance, ref_clipped = _clipped(ref_distance, clip)
+    actual = tl.exp(log_ratio)
+    # No infinite ratio is multiplied by an advantage or an importance of 0.
+    ratio = tl.where((advantage * importance == 0.0) & (actual == float("inf")), 1.0, actual)
     if CISPO:
         by_lp = -tl.minimum(ratio, high, propagate_nan=tl.PropagateNan.ALL) * advantage * importance
         by_ratio = tl.zeros_like(ratio)
         loss = by_lp * lp
-        clipped = (ratio > high) & (advantage > 0.0)
+        clipped = (actual > high) & (advantage > 0.0)
     elif SAPO:
         u = tau * (ratio - 1.0)
         q = tl.exp(-tl.abs(u))
         r = 1.0 / (1.0 + q)
         loss = -4.0 * advantage * tl.where(u < 0.0, q * r, r) / tau
         loss *= importance
-        by_ratio = -4.0 * advantage * (q * r * r) * ratio * importance
+        # The ratio may be infinite.
+        by_ratio = -4.0 * advantage * tl.where(q == 0.0, 0.0, q * r * r * ratio) * importance
         by_lp = tl.zeros_like(ratio)
         clipped = ratio < 0.0
     else:
@@ -113,29 +126,32 @@ def _token_losses(
         tie = 0.5 * (passes + unclipped_passes)
         slope = tl.where(gain < clipped_gain, passes, tl.where(gain > clipped_gain, unclipped_passes, tie))
         loss *= importance
-        by_ratio = (
-            tl.where(slope == 0.0, 0.0, -advantage * slope * importance) * ratio
-        )  # if it is clipped, the product would be 0 times infinity
+        # If it is clipped, the product would be 0 times infinity.
+        by_ratio = tl.where(slope == 0.0, 0.0, -advantage * slope * importance * ratio)
         by_lp = tl.zeros_like(ratio)
-        clipped = ((ratio < low) & (advantage < 0.0)) | ((ratio > high) & (advantage > 0.0))
+        clipped = ((actual < low) & (advantage < 0.0)) | ((actual > high) & (advantage > 0.0))
     kl = tl.zeros_like(ratio)
     if beta is not None:
         growth = _growth(ref_distance)
         kl = growth - ref_distance
         kl_by_lp = -growth
+        if clip is not None:
+            kl_by_lp = tl.where(ref_clipped, 0.0, kl_by_lp)
         if CORRECT_KL:
-            kl *= ratio
-            kl_by_lp *= ratio
+            kl *= actual
+            kl_by_lp *= actual
             by_ratio += beta * kl
         loss += beta * kl
         by_lp += beta * kl_by_lp
+    if clip is not None:
+        by_ratio = tl.where(ratio_clipped, 0.0, by_ratio)
     return loss, kl, clipped, by_lp, by_ratio
 
 
 @triton.jit
 def _losses(
     loss, kl, clip, sums, state, old_logps, ref_logps, advantages, mask, importances, rows, length,
-    beta, low, high, delta, tau_positive, tau_negative,
+    beta, low, high, delta, log_ratio_clip, tau_positive, tau_negative,
     CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr, BY_SEQUENCE: tl.constexpr,
     BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +201,7 @@ def _losses(
                 importance = tl.load(importances + row).to(tl.float32)
             token_loss, token_kl, clipped, by_lp, by_ratio = _token_losses(
                 -depth - log_sum, log_ratio, ref_distance, advantage, importance,
-                beta, low, high, delta, tau, CISPO, SAPO, CORRECT_KL,
+                beta, low, high, delta, log_ratio_clip, tau, CISPO, SAPO, CORRECT_KL,
             )  # fmt: skip
             token_loss = tl.where(counts, token_loss, 0.0)
             token_kl = tl.where(counts, token_kl, 0.0)
@@ -285,7 +301,7 @@ class AscendGRPOLoss(GRPOLossKernels):
         _losses[(programs,)](
             loss, kl, clip, sums, state, inputs.old_logps, inputs.ref_logps, inputs.advantages, mask, inputs.importances,
             rows, length, options.beta or None, *options.ratios(), options.delta,
-            options.sapo_temperature_pos, options.sapo_temperature_neg,
+            options.log_ratio_clip, options.sapo_temperature_pos, options.sapo_temperature_neg,
             CISPO=loss_type == "cispo", SAPO=loss_type == "sapo", CORRECT_KL=options.use_bias_correction_kl,
             BY_SEQUENCE=options.by_sequence(), BY_TOKEN=inputs.weighs_tokens(),
             KEEP=keep, BLOCK=block,

@@ -87,17 +87,30 @@ def _distance(depth, log_sum, others, at, used):
 
 
 @triton.jit
+def _clipped(x, clip):
+    """x within ±clip, and the x that are outside."""
+    outside = tl.abs(x) > clip
+    return tl.where(outside, tl.where(x > 0.0, clip, -clip), x), outside
+
+
+@triton.jit
 def _token_losses(
-    lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, tau_positive, tau_negative,
+    lp, log_ratio, ref_distance, advantage, importance, beta, low, high, delta, clip, tau_positive, tau_negative,
     CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr,
 ):  # fmt: skip
     """Loss, divergence, whether the token is clipped, and the loss's derivatives by lp alone and by the ratio's logarithm."""
-    ratio = libdevice.exp(log_ratio)
+    if clip is not None:
+        clip = tl.cast(clip, tl.float32)
+        log_ratio, ratio_clipped = _clipped(log_ratio, clip)
+        ref_distance, ref_clipped = _clipped(ref_distance, clip)
+    actual = libdevice.exp(log_ratio)
+    # No infinite ratio is multiplied by an advantage or an importance of 0.
+    ratio = tl.where((advantage * importance == 0.0) & (actual == float("inf")), 1.0, actual)
     if CISPO:
         by_lp = -tl.minimum(ratio, high, propagate_nan=tl.PropagateNan.ALL) * advantage * importance
         by_ratio = tl.zeros_like(ratio)
         loss = by_lp * lp
-        clipped = (ratio > high) & (advantage > 0.0)
+        clipped = (actual > high) & (advantage > 0.0)
     elif SAPO:
         tau = tl.where(advantage > 0.0, tl.cast(tau_positive, tl.float32), tl.cast(tau_negative, tl.float32))
         u = tau * (ratio - 1.0)
@@ -105,7 +118,8 @@ def _token_losses(
         r = 1.0 / (1.0 + q)
         loss = -4.0 * advantage * tl.where(u < 0.0, q * r, r) / tau
         loss *= importance
-        by_ratio = -4.0 * advantage * (q * r * r) * ratio * importance
+        # The ratio may be infinite.
+        by_ratio = -4.0 * advantage * tl.where(q == 0.0, 0.0, q * r * r * ratio) * importance
         by_lp = tl.zeros_like(ratio)
         clipped = ratio < 0.0
     else:
@@ -121,30 +135,33 @@ def _token_losses(
         tie = 0.5 * (passes + unclipped_passes)
         slope = tl.where(gain < clipped_gain, passes, tl.where(gain > clipped_gain, unclipped_passes, tie))
         loss *= importance
-        by_ratio = (
-            tl.where(slope == 0.0, 0.0, -advantage * slope * importance) * ratio
-        )  # if it is clipped, the product would be 0 times infinity
+        # If it is clipped, the product would be 0 times infinity.
+        by_ratio = tl.where(slope == 0.0, 0.0, -advantage * slope * importance * ratio)
         by_lp = tl.zeros_like(ratio)
-        clipped = ((ratio < low) & (advantage < 0.0)) | ((ratio > high) & (advantage > 0.0))
+        clipped = ((actual < low) & (advantage < 0.0)) | ((actual > high) & (advantage > 0.0))
     kl = tl.zeros_like(ratio)
     if beta is not None:
         beta = tl.cast(beta, tl.float32)
         growth = libdevice.expm1(ref_distance)
         kl = growth - ref_distance
         kl_by_lp = -growth
+        if clip is not None:
+            kl_by_lp = tl.where(ref_clipped, 0.0, kl_by_lp)
         if CORRECT_KL:
-            kl *= ratio
-            kl_by_lp *= ratio
+            kl *= actual
+            kl_by_lp *= actual
             by_ratio += beta * kl
         loss += beta * kl
         by_lp += beta * kl_by_lp
+    if clip is not None:
+        by_ratio = tl.where(ratio_clipped, 0.0, by_ratio)
     return loss, kl, clipped, by_lp, by_ratio
 
 
 @kernel(do_not_specialize=["rows", "length", "divisor"])
 def _losses(
     loss, kl, clip, weights, state, old_logps, ref_logps, advantages, mask, importances, items, rows, length, divisor,
-    beta, low, high, delta, tau_positive, tau_negative,
+    beta, low, high, delta, log_ratio_clip, tau_positive, tau_negative,
     CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr, BY_SEQUENCE: tl.constexpr,
     BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, MEAN: tl.constexpr, ROW_MEAN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -201,7 +218,7 @@ def _losses(
                     importance = tl.load(importances + row, row_inside, other=0.0).to(tl.float32)[:, None]
             token_loss, token_kl, clipped, by_lp, by_ratio = _token_losses(
                 -depth - log_sum, log_ratio, ref_distance, advantage, importance,
-                beta, low, high, delta, tau_positive, tau_negative, CISPO, SAPO, CORRECT_KL,
+                beta, low, high, delta, log_ratio_clip, tau_positive, tau_negative, CISPO, SAPO, CORRECT_KL,
             )  # fmt: skip
             token_loss = tl.where(counts, token_loss, 0.0)
             token_kl = tl.where(counts, token_kl, 0.0)
@@ -356,7 +373,7 @@ class TritonGRPOLoss(GRPOLossKernels):
         _losses[(1 if mean else (rows + tile_rows - 1) // tile_rows,)](
             *results, state, inputs.old_logps, inputs.ref_logps, inputs.advantages, inputs.mask, inputs.importances, items,
             rows, length, inputs.divisor(options), options.beta or None, *options.ratios(), options.delta,
-            options.sapo_temperature_pos, options.sapo_temperature_neg,
+            options.log_ratio_clip, options.sapo_temperature_pos, options.sapo_temperature_neg,
             CISPO=loss_type == "cispo", SAPO=loss_type == "sapo", CORRECT_KL=options.use_bias_correction_kl,
             BY_SEQUENCE=options.by_sequence(), BY_TOKEN=inputs.weighs_tokens(), KEEP=keep, MEAN=mean,
             ROW_MEAN=options.means_rows(), ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,23 +25,45 @@ def write(directory: Path, name: str, lines: Sequence[dict[str, str]], columns: 
 
 
 def test_pictures_are_of_the_records() -> None:
-    everything = pictures.Records.of()
-    digest = everything.digest
-    stale = [name for name in everything.names if pictures.made_of(pictures.PICTURES / f"{name}.png") != digest]
+    drawn = pictures.Records.of().pictures()
+    there = {path.stem: path.read_text("utf-8") for path in pictures.PICTURES.iterdir()}
+    stale = sorted(name for name in drawn.keys() | there if drawn.get(name) != there.get(name))
     assert not stale, "run: python benchmarks/pictures.py"
-    extra = {path.stem for path in pictures.PICTURES.glob("*.png")} - set(everything.names)
-    assert not extra, "no record has these: run python benchmarks/pictures.py"
 
 
-def test_a_picture_of_other_records_is_stale(tmp_path: Path) -> None:
-    path = write(tmp_path, "compare", rows({"ours-triton": 1.0, "eager": 2.0}))
-    everything = pictures.Records.of(tmp_path)
-    pictures.draw(everything, tmp_path)
-    drawn = tmp_path / "rms_norm.png"
-    assert pictures.made_of(drawn) == everything.digest
-    path.write_text(path.read_text().replace("2.0", "2.5"))
-    assert pictures.made_of(drawn) != everything.digest
-    assert pictures.made_of(tmp_path / "swiglu.png") is None
+def test_a_picture_is_of_its_records(tmp_path: Path) -> None:
+    """Drawing removes pictures that no record has."""
+    write(tmp_path, "compare", rows({"ours-triton": 1.0, "eager": 2.5}))
+    (tmp_path / "swiglu.svg").touch()
+    pictures.draw(pictures.Records.of(tmp_path), tmp_path)
+    assert sorted(path.stem for path in tmp_path.glob("*.svg")) == [pictures.HEAT_MAP, "rms_norm"]
+    drawn = (tmp_path / "rms_norm.svg").read_text("utf-8")
+    assert all(
+        words in drawn for words in (">2.5<", ">PyTorch<", ">liger, Triton<", ">16384 × 8192<", pictures.MACHINE)
+    )
+    assert ">2.50×<" in (tmp_path / f"{pictures.HEAT_MAP}.svg").read_text("utf-8")
+
+
+def test_each_cell_of_a_picture_is_of_the_machine_that_it_names(tmp_path: Path) -> None:
+    """A newer record of another machine replaces nothing."""
+    everything = pictures.Records.of()
+    machines = {cell.machine for op in everything.ops.values() for cells in op.values() for cell in cells.values()}
+    assert machines == {pictures.MACHINE}
+    write(tmp_path, "compare", rows({"ours-triton": 1.0, "eager": 2.0}))
+    other = {"machine": "NVIDIA H100 80GB HBM3, a processor", "versions": "torch 2"}
+    newer = tmp_path / "2026-01-03-compare-h100"
+    records.write_csv(newer, other, rows({"ours-triton": 1.0, "eager": 9.0}), COLUMNS)
+    assert pictures.ratio(pictures.Records.of(tmp_path).ops["rms_norm"], "large", "forward") == (2.0, "eager")
+
+
+def test_sizes_are_counted_by_verdict() -> None:
+    cells = {name: pictures.Cell(ms, mib, None, "") for name, ms, mib in (("ours-triton", 1, 0.0), ("liger", 2, 0.0))}
+    more = cells | {"liger-cutile": pictures.Cell(0.5, 9.0, None, "")}
+    ops = {"a": {("small", "forward"): cells, ("large", "forward"): more}}
+    assert pictures.counts(ops)[:3:2] == [
+        ("time, beside the fastest peer, forward", 1, 0, 1),
+        ("memory, beside liger-kernel, forward", 0, 2, 0),
+    ]
 
 
 def test_the_last_measurement_of_an_op_counts(tmp_path: Path) -> None:
@@ -53,27 +73,6 @@ def test_the_last_measurement_of_an_op_counts(tmp_path: Path) -> None:
     ops = pictures.Records.of(tmp_path).ops
     ratios = {op: pictures.ratio(ops[op], "large", "forward") for op in ops}
     assert ratios == {"rms_norm": (4.0, "eager"), "swiglu": (2.0, "eager")}
-
-
-def test_memory_over_length_is_of_the_newest_record_that_has_it(tmp_path: Path) -> None:
-    """And of no record, there is no such picture."""
-    columns = ("subject", "mode", "rows", "hidden", "vocabulary", "provider", "peak_mib")
-    blank = {"subject": "length", "mode": "dpo", "rows": "2048", "hidden": "8", "vocabulary": "24", "provider": "liger"}
-    measured = [
-        blank | {"peak_mib": "9"},
-        blank | {"rows": "8192", "peak_mib": "36"},
-        blank | {"rows": "9", "peak_mib": ""},
-    ]
-    write(tmp_path, "compare", rows({"ours-triton": 1.0}))
-    assert pictures.LENGTHS not in pictures.Records.of(tmp_path).names
-    write(tmp_path, "losses", measured, columns)
-    write(tmp_path, "losses-of-grpo", [row | {"mode": "grpo"} for row in measured], columns)
-    write(tmp_path, "losses-without", [blank | {"subject": "dpo", "peak_mib": "7"}], columns)
-    everything = pictures.Records.of(tmp_path)
-    assert [(row["mode"], row["rows"]) for row in everything.lengths] == [("grpo", "2048"), ("grpo", "8192")]
-    assert pictures.LENGTHS in everything.names
-    pictures.draw(everything, tmp_path)
-    assert pictures.made_of(tmp_path / f"{pictures.LENGTHS}.png") == everything.digest
 
 
 def test_whole_steps_are_of_one_model_and_without_checkpointing(tmp_path: Path) -> None:
@@ -96,40 +95,14 @@ def test_whole_steps_are_of_one_model_and_without_checkpointing(tmp_path: Path) 
     write(tmp_path, "end-to-end", [*steps, step | {"checkpointing": "yes", "ms": "9"}], columns)
     everything = pictures.Records.of(tmp_path)
     assert {way: row["ms"] for way, row in everything.steps.items()} == {"liger": "2", "triton": "1"}
-    assert everything.names == [pictures.END_TO_END]
-    pictures.draw(everything, tmp_path)
-    assert pictures.made_of(tmp_path / f"{pictures.END_TO_END}.png") == everything.digest
+    assert list(everything.pictures()) == [pictures.END_TO_END]
 
 
 def test_the_limit_is_the_machine_s() -> None:
     row = rows({"ours-triton": 2.0})[0]
-    assert pictures._cell(row | {"gbps": "2125"}, "NVIDIA H200").limit_ms == 1.0
-    assert pictures._cell(row | {"tflops": "395"}, "NVIDIA H200").limit_ms == 1.0
-    assert pictures._cell(row | {"gbps": "2125"}, "another chip").limit_ms is None
-
-
-@pytest.mark.slow
-def test_the_page_draws_itself_without_a_network(tmp_path: Path) -> None:
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("not run: chromium is not on PATH; Debian has it in chromium")
-    page = tmp_path / "measured.html"
-    pictures.main(["--page", str(page)])
-    quiet = ["--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        *quiet,
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
-    command += ["--virtual-time-budget=8000", "--dump-dom", page.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    first = next(iter(pictures.Records.of().ops))
-    assert dom.count('class="scatterlayer') == 3, "a panel is missing"
-    assert 'class="point"' in dom
-    assert f">{first}</text>" in dom
+    assert pictures.cell(row | {"gbps": "2125"}, pictures.MACHINE).limit_ms == 1.0
+    assert pictures.cell(row | {"tflops": "395"}, pictures.MACHINE).limit_ms == 1.0
+    assert pictures.cell(row, pictures.MACHINE).limit_ms is None
 
 
 @pytest.mark.parametrize(

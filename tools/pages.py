@@ -111,6 +111,15 @@ def record(names: str, group: str, ours: str, *others: str) -> str:
     return f"{report.beside(rows, ours, others)}\n\n"
 
 
+def counts() -> str:
+    """Rows of op and size in which liger is better and worse than its peers, in the records that the pictures are of."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    import pictures
+
+    heads = ("on one " + pictures.MACHINE, "liger is better", "within 2 %", "liger is worse")
+    return table(heads, pictures.counts(pictures.Records.of().ops))
+
+
 def modes(reports: Sequence[dict[str, Any]]) -> str:
     """A row per mode of PyTorch: what a language does in it, and each language's outcomes in the suite's reports."""
     from liger_conformance.report import OUTCOMES
@@ -159,6 +168,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "languages": languages,
     "sharding": sharding,
     "record": record,
+    "counts": counts,
 }
 ELSEWHERE = {
     "modes": "tools/pages.py --modes",

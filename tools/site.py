@@ -23,10 +23,9 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "packages/liger-core/src/liger_core"
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
+sys.path.append(str(ROOT / "tools"))
 
-import pages  # noqa: E402 - tools/ and benchmarks/ are no packages
-import pictures  # noqa: E402
+import pages  # noqa: E402 - tools/ is no package
 
 LANGUAGES = {"Triton": "liger-triton", "cuTile": "liger-cutile", "triton-ascend": "liger-triton-ascend"}
 CALLING = {
@@ -81,14 +80,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, name, content=text))
     for path in ROOT.glob("packages/*/*.png"):
         files.append(File.generated(config, f"pictures/{path.name}", content=path.read_bytes()))
-    files.append(File.generated(config, "measured.html", content=measured_page()))
     return files
-
-
-def measured_page() -> str:
-    """The records as one interactive page, which stands beside the others as it is."""
-    head = '<head><meta name="viewport" content="width=980"><link rel="icon" href="data:,">'  # its plots stand side by side
-    return pictures.page(pictures.Records.of()).replace("<head>", head, 1)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -132,7 +124,7 @@ def op_page(name: str) -> str:
     has = languages(name)
     rows = [f"| [{LANGUAGES[language]}](../packages/{LANGUAGES[language]}.md) | {language} |" for language in has]
     table = "\n".join(["| package | language |", "|---|---|", *rows]) if rows else "No language has kernels of it yet."
-    picture = f"../pictures/{name}.png"
+    picture = f"../pictures/{name}.svg"
     measured = (
         f"[![Time and memory over size]({picture})](../measured.md)"
         if (ROOT / "docs/ops" / picture).resolve().exists()

@@ -15,7 +15,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 import torch
 
-from liger_core import BackendInfo, cli, doctor
+import liger_core
+from liger_core import BackendInfo, backend, cli, doctor
 from liger_core.backend import BrokenBackend
 from liger_core.op import ops
 
@@ -29,7 +30,49 @@ def test_where(toys: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_where_for_an_unknown_op(toys: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["where", "rsm_norm"]) == 2
-    assert "there is no op 'rsm_norm'; the ops are" in capsys.readouterr().err
+    assert "there is no op 'rsm_norm'; close to it: rms_norm, " in capsys.readouterr().err
+
+
+def test_where_on_a_device_that_is_not_here(toys: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["where", "rms_norm", "--device", "npu"]) == 0
+    assert capsys.readouterr().out.endswith("no npu device on this machine: this would run on one that has it\n")
+    cli.main(["where", "rms_norm", "--device", "cpu"])
+    assert "on this machine" not in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"liger-core {metadata.version('liger-core')}\n")
+    assert liger_core.__version__ == metadata.version("liger-core")
+
+
+def test_matrix_for_programs(toys: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["matrix", "--json"]) == 0
+    kernels = json.loads(capsys.readouterr().out)
+    assert kernels["rms_norm"] == {"toy-opaque": ["cpu"], "toy-traced": ["cpu"]}
+    assert kernels["softmax"] == {}
+    assert kernels.keys() == ops.keys()
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, 'uv pip install "liger-core[triton]"'),
+        ({"url": "file:///a%20b/packages/liger-core", "dir_info": {}}, "uv pip install '/a b/packages/liger-triton'"),
+        (
+            {"url": "file:///dist/liger_core-1-py3-none-any.whl"},
+            'uv pip install --find-links /dist "liger-core[triton]"',
+        ),
+    ],
+    ids=["an index", "a checkout", "a wheel"],
+)
+def test_the_command_that_installs_is_of_where_liger_core_came_from(
+    origin: dict[str, object] | None, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = None if origin is None else json.dumps(origin)
+    monkeypatch.setattr(metadata, "distribution", lambda name: types.SimpleNamespace(read_text=lambda file: text))
+    assert backend.install_command("triton") == command
 
 
 def test_matrix(toys: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +111,7 @@ def test_how_to_get_what_is_not_installed(
     assert cli.main([command]) == 0
     out = capsys.readouterr().out
     for language in ("triton", "triton-ascend", "cutile"):
-        assert f'  {language}: uv pip install "liger-core[{language}]"' in out
+        assert f"  {language}: {backend.install_command(language)}" in out
 
 
 def test_matrix_without_a_language(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,9 +131,9 @@ def test_doctor_names_only_what_is_not_installed(
     )
     cli.main(["doctor"])
     out = capsys.readouterr().out
-    assert '"liger-core[triton-ascend]"' in out
-    assert '"liger-core[triton]"' not in out
-    assert '"liger-core[cutile]"' not in out
+    assert "\n  triton-ascend: " in out
+    assert "\n  triton: " not in out
+    assert "\n  cutile: " not in out
 
 
 def test_where_takes_a_device_and_its_type(toys: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,9 +202,7 @@ def test_doctor_sees_the_reference_on_an_accelerator(
     install(*[BackendInfo("acme", ("cuda",), "torch", "toy_traced", "")] * installed)
     ((what, fix),) = problems().items()
     assert what.startswith("the PyTorch reference runs on cuda, since no")
-    assert fix == (
-        'LIGER_LANGUAGE=acme, or liger_core.use("acme")' if installed else 'uv pip install "liger-core[triton]"'
-    )
+    assert fix == ('LIGER_LANGUAGE=acme, or liger_core.use("acme")' if installed else backend.install_command("triton"))
 
 
 def test_doctor_sees_a_version_outside_its_range(

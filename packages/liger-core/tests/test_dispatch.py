@@ -147,8 +147,10 @@ def test_environment_variable(ran: list[str], monkeypatch: pytest.MonkeyPatch) -
     ("demand", "error", "says"),
     [
         ("nope", Unsupported, "no language 'nope'; installed: torch, toy-opaque, toy-traced"),
-        ("cutile", Unsupported, r'cutile is not installed: uv pip install "liger-core\[cutile\]"'),
-        ("torch,bogus=torch", ValueError, "no op 'bogus'"),
+        ("toy-trace", Unsupported, "no language 'toy-trace'; close to it: toy-traced"),
+        ("cutile", Unsupported, "cutile is not installed: uv pip install "),
+        ("torch,bogus=torch", ValueError, "no op 'bogus'; the ops are"),
+        ("rmsnorm=torch", ValueError, "no op 'rmsnorm'; close to it: rms_norm"),
         ("torch,torch", ValueError, "it takes LANGUAGE, OP=LANGUAGE"),
         (",", ValueError, "it takes LANGUAGE, OP=LANGUAGE"),
     ],

@@ -1,5 +1,7 @@
 """Operators for training language models: one contract per op, one kernel per language."""
 
+from typing import TYPE_CHECKING
+
 from liger_core import losses
 from liger_core.backend import BackendInfo, Unsupported, backends
 from liger_core.devices import infer_device
@@ -41,6 +43,19 @@ from liger_core.ops.sparsemax import sparsemax
 from liger_core.ops.swiglu import swiglu
 from liger_core.ops.tvd import tvd
 from liger_core.recompute import lean
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """`__version__`: that of the installed distribution, which is read when somebody asks."""
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("liger-core")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "BackendInfo",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
+import json
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, cast
+from urllib.parse import unquote, urlsplit
 
 from liger_core import composed
 
@@ -176,6 +180,31 @@ def absent_packages() -> list[str]:
     return [extra for extra in _extras() if extra in NO_LANGUAGES and find_spec(f"liger_{extra}") is None]
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an extra of liger-core from where liger-core itself came: a checkout, a folder of wheels or an
+    index.
+    """
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    origin: dict[str, Any] = {}
+    try:
+        origin = json.loads(distribution("liger-core").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        pass
+    folder, _, file = unquote(urlsplit(origin.get("url", "")).path).rpartition("/")
+    if "dir_info" in origin:
+        return f"uv pip install {shlex.quote(f'{folder}/liger-{extra}')}"
+    if file.endswith(".whl"):
+        return f'uv pip install --find-links {shlex.quote(folder)} "liger-core[{extra}]"'
+    return f'uv pip install "liger-core[{extra}]"'
+
+
+def close_to(name: str, known: Iterable[str]) -> str:
+    """Names that somebody may have meant by `name`, as a part of an error text."""
+    close = difflib.get_close_matches(name, list(known))
+    return f"; close to it: {', '.join(close)}" if close else ""
+
+
 def not_installed(language: str) -> str:
     """The error text for a language that no installed package declares."""
     for entry in broken_backends():
@@ -186,6 +215,7 @@ def not_installed(language: str) -> str:
                 else f"{language} is installed but can't be imported: {entry.error}"
             )
     if language in absent_languages():
-        return f'{language} is not installed: uv pip install "liger-core[{language}]"'
-    installed = ", ".join(["torch", *(b.language for b in backends())])
-    return f"there is no language {language!r}; installed: {installed}"
+        return f"{language} is not installed: {install_command(language)}"
+    installed = ["torch", *(b.language for b in backends())]
+    close = close_to(language, [*installed, *absent_languages()])
+    return f"there is no language {language!r}{close}; installed: {', '.join(installed)}"

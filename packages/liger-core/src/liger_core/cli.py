@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import liger_core
-from liger_core.backend import absent_languages, absent_packages, backends
-from liger_core.doctor import examine
+from liger_core.backend import absent_languages, absent_packages, backends, install_command
+from liger_core.devices import infer_device
+from liger_core.doctor import examine, installed_version, no_device
 from liger_core.op import ops
 
 HINTS = {"liger-transformers": ": `liger-transformers MODEL_TYPE` prints what it swaps"}
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="liger", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"liger-core {installed_version('liger-core')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, and how to get it")
     doctor.add_argument("--json", action="store_true", help="for a bug report, or a program")
@@ -45,7 +47,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     where.add_argument("--device", help="a torch device or its type (default: this machine's)")
     where.set_defaults(run=lambda options: run_where(options.op, options.device))
     matrix = commands.add_parser("matrix", help="which language implements which op on which device")
-    matrix.set_defaults(run=lambda options: run_matrix())
+    matrix.add_argument("--json", action="store_true", help="for a program")
+    matrix.set_defaults(run=lambda options: run_matrix(options.json))
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -82,12 +85,18 @@ def run_where(op: str, device: str | None) -> int:
     """Print the candidates of an op; 1 when a call would raise `Unsupported`."""
     explanation = liger_core.explain(op, device=device)
     print(explanation)
+    if absent := no_device(explanation.device, infer_device()):
+        print(f"{absent}: this would run on one that has it")
     return 0 if explanation.chosen else 1
 
 
-def run_matrix() -> int:
-    """Print op × language × device."""
+def run_matrix(as_json: bool) -> int:
+    """Print op × language × device; as JSON, the devices of each language that has a kernel of the op."""
     columns = [(b, device) for b in backends() for device in b.devices]
+    if as_json:
+        kernels = {op: {b.language: list(b.devices) for b in backends() if b.has_kernel(op)} for op in sorted(ops)}
+        print(json.dumps(kernels, indent=2))
+        return 0
     if not columns:
         print("No kernel language is installed: every op runs the PyTorch reference, on every device.")
         print(*(f"  {op}" for op in sorted(ops)), sep="\n")
@@ -109,10 +118,10 @@ def print_absent() -> None:
         print(
             "\nLanguages that are not installed; each is for its own devices, and not every two fit in one environment:"
         )
-        print(*(f'  {language}: uv pip install "liger-core[{language}]"' for language in languages), sep="\n")
+        print(*(f"  {language}: {install_command(language)}" for language in languages), sep="\n")
     if packages := absent_packages():
         print("\nPackages that are not installed:")
-        print(*(f'  liger-{name}: uv pip install "liger-core[{name}]"' for name in packages), sep="\n")
+        print(*(f"  liger-{name}: {install_command(name)}" for name in packages), sep="\n")
 
 
 if __name__ == "__main__":

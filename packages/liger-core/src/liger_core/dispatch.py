@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
-from liger_core.backend import Unsupported, backends, not_installed
+from liger_core.backend import Unsupported, backends, close_to, not_installed
 from liger_core.declaration import declared
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -75,7 +75,8 @@ def parse_demand(demand: str, source: str) -> tuple[str | None, dict[str, str]]:
         if not separator:
             name, language = "", name
         if separator and name not in declared:
-            raise ValueError(f"{source}: there is no op {name!r}; the ops are {', '.join(sorted(declared))}")
+            close = close_to(name, declared)
+            raise ValueError(f"{source}: there is no op {name!r}{close}; the ops are {', '.join(sorted(declared))}")
         if not language or (not separator and everywhere is not None):
             raise ValueError(f"{source} is {demand!r}; it takes LANGUAGE, OP=LANGUAGE, or both joined by commas")
         if language != "torch" and all(language != b.language for b in backends()):

@@ -15,7 +15,15 @@ from pathlib import Path
 
 import torch
 
-from liger_core.backend import NO_LANGUAGES, BackendInfo, absent_languages, absent_packages, backends, broken_backends
+from liger_core.backend import (
+    NO_LANGUAGES,
+    BackendInfo,
+    absent_languages,
+    absent_packages,
+    backends,
+    broken_backends,
+    install_command,
+)
 from liger_core.devices import infer_device
 from liger_core.explanation import get_current_backend
 from liger_core.op import ops
@@ -73,7 +81,7 @@ def examine() -> Diagnosis:
         packages={
             f"liger-{name}": installed_version(f"liger-{name}") for name in NO_LANGUAGES if find_spec(f"liger_{name}")
         },
-        absent={name: f'uv pip install "liger-core[{name}]"' for name in (*absent_languages(), *absent_packages())},
+        absent={name: install_command(name) for name in (*absent_languages(), *absent_packages())},
         problems=[
             *_broken(device),
             *_reference_on_an_accelerator(device),
@@ -95,10 +103,14 @@ def installed_version(package: str) -> str:
 def _language(backend: BackendInfo, device: str) -> Language:
     places: dict[str, str] = {}
     for place in backend.devices:
-        absent = f"no {place} device on this machine" if place not in (device, "cpu") else None
-        places[place] = backend.missing(place) or absent or "ready"
+        places[place] = backend.missing(place) or no_device(place, device) or "ready"
     kernels = sum(backend.has_kernel(op) for op in ops)
     return Language(backend.language, backend.package, installed_version(backend.package), kernels, places)
+
+
+def no_device(device: str, here: str) -> str | None:
+    """The text for a device type that this machine, whose accelerator is `here`, lacks; None if it has it."""
+    return f"no {device} device on this machine" if device not in (here, "cpu") else None
 
 
 def _broken(device: str) -> Iterator[Problem]:
@@ -128,7 +140,7 @@ def _reference_on_an_accelerator(device: str) -> Iterator[Problem]:
         extras = {"cuda": "triton", "xpu": "triton", "npu": "triton-ascend"}
         yield Problem(
             f"the PyTorch reference runs on {device}, since no kernel language is installed for it",
-            f'uv pip install "liger-core[{extras[device]}]"' if device in extras else "see docs/adding-a-backend.md",
+            install_command(extras[device]) if device in extras else "see docs/adding-a-backend.md",
         )
 
 

@@ -14,7 +14,7 @@ from torch._C import _is_any_autocast_enabled  # pyright: ignore[reportPrivateUs
 
 from liger_core import dispatch, recompute, resolve, subclasses, torch_state
 from liger_core.autograd import Parts, Run
-from liger_core.backend import Unsupported, backends
+from liger_core.backend import Unsupported, backends, close_to
 from liger_core.declaration import Arguments, Declaration, Needs, declared
 from liger_core.devices import type_of
 
@@ -334,7 +334,7 @@ def by_name(name: str | Op[..., Any]) -> Op[..., Any]:
     if isinstance(name, Op):
         return name
     if name not in ops:
-        raise ValueError(f"there is no op {name!r}; the ops are {', '.join(sorted(ops))}")
+        raise ValueError(f"there is no op {name!r}{close_to(name, ops)}; the ops are {', '.join(sorted(ops))}")
     return ops[name]
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
-INSTALL = 'uv pip install "liger-core[cutile]"'
+from liger_core.backend import install_command
+
+INSTALL = install_command("cutile")
 HOMES = ("CUDA_HOME", "CUDA_PATH")
 COMPILERS = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 

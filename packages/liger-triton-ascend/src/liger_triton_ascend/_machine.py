@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
-INSTALL = 'uv pip install "liger-core[triton-ascend]"'
+from liger_core.backend import install_command
+
+INSTALL = install_command("triton-ascend")
 ALONE = 'uv pip uninstall triton triton-ascend && uv pip install --no-deps "triton-ascend==3.2.*"'
 
 

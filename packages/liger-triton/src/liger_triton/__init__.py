@@ -3,6 +3,7 @@
 import os
 
 from liger_core import BackendInfo
+from liger_core.backend import install_command
 
 _interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -12,5 +13,5 @@ backend = BackendInfo(
     default_devices=("cuda", "xpu"),
     requires="triton",
     package=__name__,
-    install='uv pip install "liger-core[triton]"',
+    install=install_command("triton"),
 )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class DispatchMode(TorchDispatchMode):
@@ -25,6 +28,23 @@ class Poison(DispatchMode):
                 result.fill_(float("nan"))
             else:
                 result.fill_(True if result.dtype is torch.bool else torch.iinfo(result.dtype).min)
+        return result
+
+
+class Allocated(DispatchMode):
+    """Notes the operations that allocate, each with a reference to its memory that doesn't keep it."""
+
+    def __init__(self, allocated: list[tuple[str, StorageWeakRef]]) -> None:
+        mode: Any = super()
+        mode.__init__()
+        self.allocated = allocated
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not any(returned.alias_info is not None for returned in function._schema.returns):  # a view, or in place
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self.allocated.append((function._schema.name, StorageWeakRef(tensor.untyped_storage())))
         return result
 
 

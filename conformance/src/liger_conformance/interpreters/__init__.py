@@ -46,6 +46,11 @@ def launches() -> Generator[list[Launch], None, None]:
         yield recorded
 
 
+def without_launching(backend: BackendInfo) -> contextlib.AbstractContextManager[list[Launch]]:
+    """A context in which host code alone runs: launches are recorded, and results hold no values. Interpreters only."""
+    return triton.without_launching() if backend.requires == "triton" else cutile.without_launching()
+
+
 def counts_launches(backend: BackendInfo) -> bool:
     """Whether `launches` sees this language's launches."""
     return backend.requires in ("triton", "cuda")

@@ -41,10 +41,30 @@ def launches(recorded: list[Launch]) -> Generator[None, None, None]:
     @functools.wraps(launch)
     def record(stream: Any, grid: Any, kernel: Any, *arguments: Any, **options: Any) -> None:
         launch(stream, grid, kernel, *arguments, **options)
-        x, y, z, *_ = (*map(int, grid), 1, 1)
-        recorded.append(Launch(kernel._pyfunc.__name__, kernel._pyfunc.__module__, (x, y, z)))
+        recorded.append(Launch.of(kernel._pyfunc, grid))
 
-    cuda.tile.launch = record
+    with _launching_by(record):
+        yield
+
+
+@contextlib.contextmanager
+def without_launching() -> Generator[list[Launch], None, None]:
+    """Record launches instead of making them."""
+    recorded: list[Launch] = []
+
+    def record(stream: Any, grid: Any, kernel: Any, *arguments: Any, **options: Any) -> None:
+        recorded.append(Launch.of(kernel._pyfunc, grid))
+
+    with _launching_by(record):
+        yield recorded
+
+
+@contextlib.contextmanager
+def _launching_by(function: Any) -> Generator[None, None, None]:
+    import cuda.tile
+
+    launch = cast("Any", cuda.tile).launch
+    cuda.tile.launch = function
     try:
         yield
     finally:

@@ -125,6 +125,12 @@ class Launch:
     module: str
     grid: tuple[int, int, int]
 
+    @classmethod
+    def of(cls, function: Any, grid: Any) -> Launch:
+        """The launch of a kernel that is written as a function."""
+        x, y, z, *_ = (*map(int, grid), 1, 1)
+        return cls(function.__name__, function.__module__, (x, y, z))
+
     def __str__(self) -> str:
         return f"{self.module.rpartition('.')[2]}.{self.kernel}"
 
@@ -169,10 +175,28 @@ def _launches_hooked() -> Generator[None, None, None]:
         knobs.runtime.launch_enter_hook.remove(nothing)
 
 
+@contextlib.contextmanager
+def without_launching() -> Generator[list[Launch], None, None]:
+    """Record launches instead of interpreting kernels."""
+    from triton.runtime import interpreter
+
+    recorded: list[Launch] = []
+    executor = cast("Any", interpreter.GridExecutor)
+    launch = executor.__call__
+
+    def record(self: Any, *args: Any, **named: Any) -> None:
+        recorded.append(Launch.of(self.fn, self.grid(named) if callable(self.grid) else self.grid))
+
+    executor.__call__ = record
+    try:
+        yield recorded
+    finally:
+        executor.__call__ = launch
+
+
 def _record(fn: Any, grid: Any) -> None:
-    x, y, z, *_ = (*map(int, grid), 1, 1)
     for recorder in _recorders:
-        recorder.append(Launch(fn.__name__, fn.__module__, (x, y, z)))
+        recorder.append(Launch.of(fn, grid))
 
 
 @functools.cache

@@ -132,6 +132,7 @@ def check_saves_nothing(
     arguments = complete(op, arguments_of(target, case, dtype))
     wanted = present(op, arguments)
     how = f"under {mode.__name__}" if leaves else "where nothing requires a gradient"
+    inputs = snapshot(arguments)
     with only(target) as observed:
         expected = name_results(op, op(**with_leaves(op, arguments, wanted)))
         observed.saved.clear()
@@ -139,6 +140,7 @@ def check_saves_nothing(
             results = name_results(op, op(**with_leaves(op, arguments, wanted if leaves else ())))
         for saved in observed.saved:
             require(not len(saved), f"saved {len(saved)} values that no backward will read, {how}")
+    assert_unchanged(inputs, arguments, f"a call {how}")
     for name, value in results.items():
         require(value is None or not value.requires_grad, f"{name} requires a gradient {how}")
         require(same_bits(value, expected[name]), f"{name} differs {how}")

@@ -24,6 +24,7 @@ from transformers.activations import ReLUSquaredActivation
 import liger_transformers
 from liger_core import dispatch
 from liger_transformers import norms, rotary
+from liger_transformers.logits import Logits
 from liger_transformers.swap import swapped_for
 
 
@@ -129,14 +130,14 @@ def test_forward_bound_before(place: str, calls: Counter[str]) -> None:
 
 
 def test_forward_bound_afterwards(calls: Counter[str]) -> None:
-    """A head cast to float32 by an instance's forward, as TRL does, doesn't know `then`: its logits are made."""
+    """A head whose logits an instance's forward casts to float32, as TRL's does."""
     model, inputs = build("llama"), batch()
     want = run(copy.deepcopy(model), inputs)
     liger_transformers.apply(model)
     original = model.lm_head.forward
     model.lm_head.forward = types.MethodType(lambda self, x: original(x).float(), model.lm_head)
     assert_same(want, run(model, inputs))
-    assert calls["fused_linear_cross_entropy"] == 0  # no proof runs it
+    assert calls["fused_linear_cross_entropy"] == 1
 
 
 def test_quantised_head() -> None:
@@ -160,6 +161,8 @@ def test_logits_in_training() -> None:
     model, inputs = build("llama"), batch()
     want = model(**inputs).logits
     liger_transformers.apply(model)
+    torch.testing.assert_close(model(**inputs).logits + 0, want)
+    assert type(model(**inputs, skip_logits=False).logits) is Tensor
     torch.testing.assert_close(model(**inputs, skip_logits=False).logits, want)
     torch.testing.assert_close(model(**{**inputs, "labels": None}).logits, want)
     torch.testing.assert_close(model(**{**inputs, "labels": None}, skip_logits=True).logits, want)
@@ -168,8 +171,9 @@ def test_logits_in_training() -> None:
 def test_tuples() -> None:
     model, inputs = build("llama"), batch()
     liger_transformers.apply(model)
-    (loss,) = model(**inputs, return_dict=False)
+    loss, logits = model(**inputs, return_dict=False)
     torch.testing.assert_close(loss, model(**inputs).loss)
+    torch.testing.assert_close(logits + 0, model(**inputs, skip_logits=False).logits)
 
 
 def test_labels_by_position(calls: Counter[str]) -> None:
@@ -459,7 +463,7 @@ def test_another_thread_keeps_its_logits() -> None:
     thread.start()
     assert started.wait(60)
     handle.remove()
-    assert isinstance(model.lm_head(torch.randn(1, 32)), Tensor)
+    assert type(model.lm_head(torch.randn(1, 32))) is Tensor
     finish.set()
     thread.join()
-    assert outputs[0].logits is None
+    assert type(outputs[0].logits) is Logits

@@ -6,14 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from liger_transformers.activations import Gate
-from liger_transformers.head import head_class
-from liger_transformers.logits import Logits
 
 MOST = 2e-6
 """Seconds of a deferred tensor, where they are measured."""
@@ -50,30 +47,3 @@ def test_speed_of_a_gate(benchmark: Any) -> None:
         return up
 
     assert check(benchmark, lambda: Gate(gate, F.silu, op) * up) is up
-
-
-@pytest.fixture
-def logits() -> Logits:
-    return Logits.of(torch.randn(2, 3, 4), head())
-
-
-def head() -> nn.Module:
-    head = nn.Linear(4, 5)
-    head.__class__ = head_class(nn.Linear)
-    return head
-
-
-def test_speed_of_logits(benchmark: Any) -> None:
-    """A deferred tensor: the logits of a head."""
-    linear, x = head(), torch.randn(2, 3, 4)
-    assert isinstance(check(benchmark, lambda: Logits.of(x, linear)), Logits)
-
-
-def test_speed_of_scaled_logits(benchmark: Any, logits: Logits) -> None:
-    """A deferred tensor of another one."""
-    assert isinstance(check(benchmark, lambda: logits * 2.0), Logits)
-
-
-def test_speed_of_widened_logits(benchmark: Any, logits: Logits) -> None:
-    """`float`, which changes nothing here, as an example of most functions."""
-    assert check(benchmark, lambda: logits.float()) is logits

@@ -18,7 +18,8 @@ def gradients(model: nn.Module) -> tuple[dict[str, Tensor], int]:
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        return saved.setdefault(tensor.untyped_storage()._cdata, tensor)
+        saved.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
 
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):

@@ -20,8 +20,7 @@ from transformers import set_seed
 from trl.trainer.utils import add_fused_lm_head
 
 import liger_transformers
-from liger_transformers.logits import Logits
-from liger_transformers.logprobs import EntropyTerm, LogSoftmax, Softmax
+from liger_transformers.logits import Logits, State
 from liger_transformers.swap import swapped_for
 
 SLOW = pytest.mark.slow
@@ -41,8 +40,7 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, counted)
 
-    for cls in (Logits, LogSoftmax, Softmax, EntropyTerm):
-        count(cls, "compute", "logits")
+    count(State, "compute", "logits")
     count(nn.Linear, "forward", "logits", lambda self, x: self.out_features == trainers.VOCABULARY and x.shape[-2] > 1)
     count(trl_utils._ChunkedLogProbFunction, "apply", "TRL's op")
     return counts
@@ -249,8 +247,7 @@ def test_without_the_flag_and_restored(dense: Counter[str]) -> None:
     assert not +dense
     assert torch.equal(model.generate(ids, max_new_tokens=2, do_sample=False)[:, :12], ids)
     twin = copy.deepcopy(model)
-    assert isinstance(twin(input_ids=ids).logits.terms[0].head, type(twin.lm_head))
-    assert twin(input_ids=ids).logits.terms[0].head is twin.lm_head
+    assert twin(input_ids=ids).logits.state.form.terms[0].source.parameter is twin.lm_head.weight
     liger_transformers.restore(model)
     assert model.forward.__func__ is theirs
     assert swapped_for(model) is None
@@ -297,25 +294,20 @@ def test_lazy_is_for_training_without_labels() -> None:
     liger_transformers.apply(model, lazy=True)
     liger_transformers.apply(model)  # an earlier call's choice stays
     assert isinstance(model(input_ids=ids).logits, Logits)
-    assert isinstance(model(input_ids=ids, skip_logits=False).logits, Tensor)
-    assert model(**inputs).logits is None
-    assert isinstance(model.eval()(input_ids=ids).logits, Tensor)
+    assert type(model(input_ids=ids, skip_logits=False).logits) is Tensor
+    assert type(model.eval()(input_ids=ids).logits) is Tensor
     liger_transformers.apply(model, lazy="always")
     assert isinstance(model(input_ids=ids).logits, Logits)
 
 
-def test_lazy_is_refused_where_outputs_must_be_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trls_kernel_reads_no_deferred_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, TRL's check of the logits' layout decides that a kernel reads them."""
+    monkeypatch.setattr(trl_utils, "_supports_trl_loss_kernel", lambda logits, *args: True)
     model, ids = build("llama"), batch()["input_ids"]
     liger_transformers.apply(model, lazy=True)
-    ddp = nn.parallel.DistributedDataParallel
-    monkeypatch.setattr(ddp, "_active_ddp_module", types.SimpleNamespace(find_unused_parameters=True))
-    with pytest.raises(RuntimeError, match="takes DDP with find_unused_parameters=False"):
-        model(input_ids=ids)
-    monkeypatch.setattr(ddp, "_active_ddp_module", types.SimpleNamespace(find_unused_parameters=False))
-    assert isinstance(model(input_ids=ids).logits, Logits)
-    model._is_replica = True
-    with pytest.raises(RuntimeError, match="one device per process"):
-        model(input_ids=ids)
+    z = model(input_ids=ids).logits
+    assert not trl_utils._supports_trl_loss_kernel(z, ids)
+    assert trl_utils._supports_trl_loss_kernel(z + 0, ids)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

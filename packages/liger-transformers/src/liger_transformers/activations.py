@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import liger_core as liger
 from liger_transformers.deferred import MUL, DeferredTensor, add_methods, check_unmodified, materialize, version
 from liger_transformers.probe import PROBE_ERRORS
-from liger_transformers.swap import Swap, has_own_forward, subclass, swapped_for
+from liger_transformers.swap import Swap, by_forward, has_hooks, has_own_forward, subclass, swapped_for
 
 
 class Gate(DeferredTensor):
@@ -25,7 +25,7 @@ class Gate(DeferredTensor):
 
     def __init__(self, gate: Tensor, act: Callable[[Tensor], Tensor], op: Callable[[Tensor, Tensor], Tensor]) -> None:
         # A layer makes a Gate each time it runs. Calling DeferredTensor.__init__ would cost time.
-        self.grad, self._tensor, self._base, self._view = torch.is_grad_enabled(), None, None, None
+        self.grad, self._tensor = torch.is_grad_enabled(), None
         self.gate, self.act, self.op, self.version = gate, act, op, version(gate)
 
     @property
@@ -105,6 +105,10 @@ def activations(parent: nn.Module) -> Iterator[tuple[str, nn.Module, Swap]]:
             continue
         if (why := has_own_forward(child)) is not None:
             yield name, child, why
+        elif has_hooks(child):
+            yield name, child, "it has hooks, which get a tensor"
+        elif gates and crosses_functions(type(parent)):
+            yield name, child, "its module calls a checkpoint or an autograd Function, which get tensors"
         elif op is None:
             yield name, child, "it is neither SiLU, nor GELU's tanh approximation, nor the square of ReLU"
         else:
@@ -118,7 +122,7 @@ def is_activation(module: nn.Module) -> bool:
     )
 
 
-@functools.cache
+@by_forward
 def multiplies(cls: type[nn.Module]) -> bool:
     """Whether the class's own code has a `*`: it has one if an activation is a gate."""
     return any(
@@ -126,6 +130,12 @@ def multiplies(cls: type[nn.Module]) -> bool:
         for function in _functions(cls)
         for i in dis.get_instructions(function)
     )
+
+
+@by_forward
+def crosses_functions(cls: type[nn.Module]) -> bool:
+    """Whether the class's own code names a checkpoint, or `apply` of an autograd Function. These take tensors."""
+    return any({"apply", "checkpoint"} & {*function.__code__.co_names} for function in _functions(cls))
 
 
 def _functions(cls: type[nn.Module]) -> Iterator[types.FunctionType]:
@@ -152,17 +162,18 @@ def activation_op(module: nn.Module) -> str | None:
     return None
 
 
-@functools.cache
+@by_forward
 def _gated_class(cls: type[nn.Module], op: str) -> type[nn.Module]:
     act, function = GATED[op]
 
-    def forward(self: nn.Module, x: Tensor) -> Gate:
-        return Gate(x.tensor() if isinstance(x, DeferredTensor) else x, act, function)
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        x = x.tensor() if isinstance(x, DeferredTensor) else x
+        return cls.forward(self, x) if has_hooks(self) else Gate(x, act, function)
 
     return subclass(cls, forward, op)
 
 
-@functools.cache
+@by_forward
 def _relu_squared_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return liger.relu_squared(materialize(x))

@@ -19,23 +19,19 @@ class DeferredTensor:
 
     `handle` runs a function that the subclass knows, mostly with another deferred tensor or with an op's result. Anything else
     materializes the tensor: it is computed, once, and from then on the object is that tensor. So an unknown function costs speed
-    and never the result. Everyone who holds the object sees a write into the tensor.
+    and never the result. Everyone who holds the object sees a write into the tensor. It is given to code that is known alone,
+    since an object is no tensor: a hook or an autograd Function would not see one.
 
     `__torch_function__` makes it pass for a tensor in torch's functions, in eager mode and in Dynamo. Dynamo sends an operator
     on a deferred tensor there as well, so no code in here applies an operator to one: it calls a function.
     """
 
-    __slots__ = ("__weakref__", "_base", "_tensor", "_view", "grad")
+    __slots__ = ("__weakref__", "_tensor", "grad")
 
-    def __init__(
-        self, grad: bool, base: DeferredTensor | None = None, view: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        """A tensor without a base; or, with `base`, the tensor `view(base)`, which shares the base's memory.
-
-        `grad` is the grad mode in which the tensor would have been computed, and will be.
-        """
+    def __init__(self, grad: bool) -> None:
+        """`grad` is the grad mode in which the tensor would have been computed, and will be."""
         self._tensor: Tensor | None = None
-        self.grad, self._base, self._view = grad, base, view
+        self.grad = grad
 
     @property
     def shape(self) -> torch.Size:
@@ -64,19 +60,16 @@ class DeferredTensor:
         """The tensor, which is computed at the first call."""
         if self._tensor is None:
             if self.grad == torch.is_grad_enabled():
-                self._tensor = self._compute()
+                self._tensor = self.compute()
             else:
                 with torch.set_grad_enabled(self.grad):
-                    self._tensor = self._compute()
+                    self._tensor = self.compute()
         return self._tensor
-
-    def _compute(self) -> Tensor:
-        return self.compute() if self._base is None or self._view is None else self._view(self._base.tensor())
 
     @property
     def materialized(self) -> bool:
-        """Whether the tensor exists, here or in the base that this one is a view of."""
-        return self._tensor is not None or (self._base is not None and self._base.materialized)
+        """Whether the tensor exists."""
+        return self._tensor is not None
 
     @classmethod
     def __torch_function__(
@@ -87,7 +80,7 @@ class DeferredTensor:
             if not isinstance(argument, DeferredTensor) and type(argument) is list and argument:
                 argument = cast("list[Any]", argument)[0]  # torch.stack takes a list
             if isinstance(argument, DeferredTensor):
-                if argument._tensor is None and (argument._base is None or not argument._base.materialized):
+                if argument._tensor is None:
                     result = argument.handle(function, args, kwargs)
                     if result is not NotImplemented:
                         return result

@@ -15,7 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import liger_core as liger
 from liger_transformers.activations import activation_op, is_activation
 from liger_transformers.probe import PROBE_ERRORS, plain_attributes, stand_in_for
-from liger_transformers.swap import Swap, has_own_forward, original_class, subclass, swapped_for
+from liger_transformers.swap import Swap, by_forward, has_own_forward, original_class, subclass, swapped_for
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_tanh"}
 """fused_moe's name of an activation, by the op of its gate."""
@@ -45,7 +45,7 @@ def experts(module: nn.Module) -> Swap:
     return _experts_class(original_class(type(module)), name, activation, transposed, sizes, plain_attributes(module))
 
 
-@functools.cache
+@by_forward
 def _experts_class(
     cls: type[nn.Module],
     act: str,
@@ -94,7 +94,7 @@ def _experts_class(
     return "it is not fused_moe"
 
 
-@functools.cache
+@by_forward
 def _swap(cls: type[nn.Module], activation: str, transposed: bool, limit: float | None) -> type[nn.Module]:
     def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor | None:
         """The op's result, or None if it doesn't take the call."""

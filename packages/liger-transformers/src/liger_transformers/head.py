@@ -1,4 +1,4 @@
-"""The head: while the model's forward runs, `lm_head` defers its logits, and the model's output does without them."""
+"""The head: while the model's forward runs with labels, `lm_head` defers its logits, which a loss may do without."""
 
 from __future__ import annotations
 
@@ -11,90 +11,108 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from liger_core import subclasses
+from liger_core.contract import compiling
 from liger_transformers import trl
-from liger_transformers.deferred import DeferredTensor
-from liger_transformers.logits import Logits
-from liger_transformers.swap import has_own_forward, original_class, subclass, swapped_for
+from liger_transformers.answers import defer
+from liger_transformers.deferred import DeferredTensor, materialize
+from liger_transformers.swap import by_forward, has_hooks, has_own_forward, original_class, subclass, swapped_for
+from liger_transformers.traced import TracedLogits
 
 Lazy = bool | Literal["always"]
 """When deferred logits may leave the model, if there are no labels: never, in training, or in evaluation as well."""
 
 
-class _Deferring(threading.local):
-    """Whether heads defer their logits: they do while a model's forward has labels, in the thread that runs it."""
+class _Window(threading.local):
+    """The kind of logits that heads defer in the thread that runs a model's forward: none, `Logits` or `TracedLogits`."""
 
-    def __init__(self) -> None:
-        self.on = False
+    kind: Literal["logits", "traced"] | None = None
 
 
-_deferring = _Deferring()
+_window = _Window()
 
 
 @contextmanager
-def deferred_logits() -> Generator[None, None, None]:
-    """A context in which heads defer their logits."""
-    before, _deferring.on = _deferring.on, True
+def deferred_logits(model: nn.Module, on: bool = True, leaving: bool = False) -> Generator[None, None, None]:
+    """A context in which the model's head defers its logits, if `on`. Each model's forward answers for itself.
+
+    An object that isn't a tensor can't be `leaving` the model.
+    """
+    before = _window.kind
+    _window.kind = _kind(model, leaving) if on else None
     try:
         yield
     finally:
-        _deferring.on = before
+        _window.kind = before
 
 
-@functools.cache
+def _kind(model: Any, leaving: bool) -> Literal["logits", "traced"] | None:
+    head = model.get_output_embeddings()
+    if head is None:
+        return None
+    if compiling() or _is_divided(getattr(head, "base_layer", head)):
+        return "traced" if not leaving and _known(model, head) else None
+    # FSDP1 frees a head of its own behind its call, and has no public way to gather it again.
+    freed = any(type(module).__name__ == "FullyShardedDataParallel" for module in head.modules())
+    return None if freed else "logits"
+
+
+def _known(model: Any, head: nn.Module) -> bool:
+    """Whether logits meet code of transformers alone."""
+    loss = str(getattr(model.loss_function, "__module__", None))
+    cls = cast("Any", type(model))
+    forward = str(cls.liger_class.forward.__module__)
+    known = not any(has_hooks(module) for module in head.modules())
+    return known and loss.startswith("transformers.loss.") and forward.startswith("transformers.models.")
+
+
+@by_forward
 def head_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of a linear layer that may defer its logits. It is called with the function of x, weight and bias to run."""
+    """The class of a linear layer that may defer its logits."""
 
-    def forward(self: nn.Module, x: Tensor, function: Callable[..., Any] | None = None) -> Any:
-        if function is not None:
-            return function(x, self.weight, self.bias)
-        # A forward bound to the instance doesn't know `function`. The shard of a tensor-parallel weight is not the weight.
-        if _deferring.on and "forward" not in vars(self) and type(self.weight) in (nn.Parameter, Tensor):
-            return Logits.of(x, self)
-        return cls.forward(self, x)
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        x = materialize(x)
+        z = _deferred(x, self.weight, self.bias, self) if _window.kind is not None else None
+        return cls.forward(self, x) if z is None else z
 
     return subclass(cls, forward, "fused_linear_cross_entropy")
+
+
+def _deferred(x: Tensor, weight: Any, bias: Any, head: nn.Module) -> Any:
+    """The logits, if heads defer them now and this one can."""
+    if _window.kind == "traced" and type(weight) in (nn.Parameter, Tensor):
+        return TracedLogits.of(x, weight, bias)
+    return defer(x, weight, bias, head) if _window.kind == "logits" else None
 
 
 def _widened(head: nn.Module, dense: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that defers a head's float32 logits, and otherwise does the same as `dense`, which computes them."""
 
-    def forward(x: Tensor, function: Callable[..., Any] | None = None) -> Any:
+    def forward(x: Tensor) -> Any:
         bias: Any = head.bias
-        if function is not None:
-            return function(x.float(), head.weight.float(), bias if bias is None else bias.float())
-        if _deferring.on and type(head.weight) in (nn.Parameter, Tensor):
-            with torch.autocast(x.device.type, enabled=False):
-                return Logits.of(x.float(), head)
-        return dense(x)
+        with torch.autocast(x.device.type, enabled=False):
+            z = None
+            if _window.kind is not None:
+                z = _deferred(x.float(), head.weight.float(), bias if bias is None else bias.float(), head)
+        return dense(x) if z is None else z
 
     forward.liger_replaces = dense  # type: ignore[attr-defined]
     return forward
 
 
 def _tensor_parallel(head: nn.Module, dense: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that defers the logits of the whole vocabulary, in place of transformers' tensor-parallel forward `dense`.
+    """A forward that defers the logits of the whole vocabulary, in place of transformers' tensor-parallel forward `dense`."""
 
-    Its input is a DTensor, as the weight is, of which each process has rows. So an op divides the vocabulary, and no process
-    makes the logits of another one. Its result is the same on all processes.
-    """
-    from torch.distributed.tensor import DTensor, Replicate
-
-    def forward(x: Tensor, function: Callable[..., Any] | None = None) -> Any:
-        if function is None:
-            return Logits.of(x, head) if _deferring.on else dense(x)
-        mesh = cast("DTensor", head.weight).device_mesh
-        replicated = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        result = function(replicated, head.weight, head.bias)
-        return result.full_tensor() if isinstance(result, DTensor) else result
+    def forward(x: Tensor) -> Any:
+        weight, bias = cast("Any", (head.weight, head.bias))
+        return TracedLogits.of(x, weight, bias) if _window.kind == "traced" else dense(x)
 
     forward.liger_replaces = dense  # type: ignore[attr-defined]
     return forward
 
 
-@functools.cache
+@by_forward
 def _model_class(cls: type[nn.Module], lazy: Lazy, for_trl: bool) -> type[nn.Module]:
     original = cls.forward
     names = [*inspect.signature(original).parameters][1:]
@@ -104,15 +122,14 @@ def _model_class(cls: type[nn.Module], lazy: Lazy, for_trl: bool) -> type[nn.Mod
     def forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         labels = args[position] if position is not None and len(args) > position else kwargs.get("labels")
         labelled = labels is not None or kwargs.get("shift_labels") is not None
-        lazily = lazy and not labelled and skip_logits is None and (self.training or lazy == "always")
+        lazily = bool(lazy) and not labelled and skip_logits is None and (self.training or lazy == "always")
         lazily = lazily and not kwargs.get("use_cache") and kwargs.get("past_key_values") is None
-        if lazily:
-            _check_wrappers(self)
-        elif not (labelled and (self.training if skip_logits is None else skip_logits)):
-            return original(self, *args, **kwargs)
-        with deferred_logits():
-            output = original(self, *args, **kwargs)
-        return output if lazily else _without_deferred(output)
+        leaving = lazily or (skip_logits is None and not self.training)
+        if lazily and not compiling():
+            trl.spare_deferred_logits()
+        with deferred_logits(self, lazily or (labelled and skip_logits is not False), leaving):
+            output = cls.forward(self, *args, **kwargs)  # looked up now, since somebody may have patched it
+        return _without_deferred(output)
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         if name == "forward" and for_trl:
@@ -122,25 +139,10 @@ def _model_class(cls: type[nn.Module], lazy: Lazy, for_trl: bool) -> type[nn.Mod
     options = [*(["trl"] if for_trl else []), *([f"lazy={lazy!r}"] if lazy else [])]
     swapped = subclass(cls, forward, f"fused_linear_logit_statistics({', '.join(options)})" if options else "")
     swapped.liger_options = lazy, for_trl  # type: ignore[attr-defined]
+    swapped.liger_class = cls  # type: ignore[attr-defined]
     if for_trl:
         swapped.__setattr__ = __setattr__
     return swapped
-
-
-def _check_wrappers(model: nn.Module) -> None:
-    """Raise RuntimeError if a wrapper looks for tensors in the output, and would not see deferred ones."""
-    ddp = DistributedDataParallel._active_ddp_module
-    if ddp is not None and ddp.find_unused_parameters:
-        raise RuntimeError(
-            "liger_transformers.apply(model, lazy=…) lets logits leave the model before they are computed, and DDP's search "
-            "for unused parameters takes the head for unused; lazy takes DDP with find_unused_parameters=False "
-            "(TrainingArguments: ddp_find_unused_parameters=False)"
-        )
-    if vars(model).get("_is_replica"):
-        raise RuntimeError(
-            "liger_transformers.apply(model, lazy=…) lets logits leave the model before they are computed, and nn.DataParallel "
-            "gathers tensors; lazy takes one device per process"
-        )
 
 
 def serve_trl(model: nn.Module, original: Callable[..., Any], method: Any) -> Any:
@@ -212,11 +214,17 @@ def head_of(model: nn.Module, for_trl: bool = False, lazy: Lazy = False) -> tupl
 
 def _is_divided(head: nn.Module) -> bool:
     """Whether transformers' tensor parallelism has bound the head's forward, and divided its rows over one dimension."""
-    weight, bound = head.weight, vars(head).get("forward")
-    binder = getattr(getattr(bound, "liger_replaces", bound), "__module__", None)
-    if subclasses.full_name(type(weight)) != subclasses.DTENSOR or binder != "transformers.distributed.tensor_parallel":
+    bound = vars(head).get("forward")
+    if bound is None:
         return False
-    return [placement.is_shard(0) for placement in cast("Any", weight).placements] == [True]
+    weight: Any = head.weight
+    binder = getattr(getattr(bound, "liger_replaces", bound), "__module__", None)
+    if (
+        subclasses.full_name(cast("type[Any]", type(weight))) != subclasses.DTENSOR
+        or binder != "transformers.distributed.tensor_parallel"
+    ):
+        return False
+    return [placement.is_shard(0) for placement in weight.placements] == [True]
 
 
 def _why_not_parallel(model: nn.Module, linears: dict[str, nn.Module], for_trl: bool, lazy: Lazy) -> str | None:
@@ -252,7 +260,7 @@ def swap_head(model: nn.Module, linears: dict[str, nn.Module], lazy: Lazy, for_t
                 module.forward = _tensor_parallel(module, module.forward)
             module.__class__ = head_class(type(module))
     before_lazy, before_trl = getattr(type(model), "liger_options", (False, False))
-    options = (max(lazy, before_lazy, key=(False, True, "always").index), for_trl or before_trl)
+    options: Any = (max(lazy, before_lazy, key=(False, True, "always").index), for_trl or before_trl)
     if swapped_for(model) is None or options != (before_lazy, before_trl):
         cls = type(model) if swapped_for(model) is None else original_class(type(model))
         model.__class__ = _model_class(cls, *options)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import liger_core as liger
-from liger_transformers.swap import Swap, has_own_forward, subclass, swapped_for
+from liger_transformers.swap import Swap, by_forward, has_own_forward, subclass, swapped_for
 
 
 def layer(module: nn.Module) -> Swap:
@@ -21,7 +21,7 @@ def layer(module: nn.Module) -> Swap:
     return has_own_forward(module) or _layer_class(type(module))
 
 
-@functools.cache
+@by_forward
 def _layer_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with liger.lean():

@@ -1,487 +1,419 @@
-"""Logits of a head that aren't computed yet: the form in which they wait for a loss, its views, and cross-entropy."""
+"""Logits that are a tensor and take memory only if somebody reads them.
+
+A head returns `Logits`, a wrapper subclass of Tensor: shape, strides, dtype, grad_fn, hooks and version are PyTorch's own. They
+stand for one aten call on other tensors. It runs at the first operation that has no rule here.
+
+Forward: ``__torch_dispatch__``, beneath autograd, has a rule for each step that models do to logits, and gives other `Logits`. So
+autograd records every step as it does with plain tensors. ``__torch_function__`` knows functions that an op computes from the
+head's input and weight, which are in `answers`.
+
+Backward: an answer's gradient of the logits are `Logits` too. They go back through autograd's own nodes and hooks, and rules note
+each step. The head's node compares the note with the steps of the forward. If they are the same, nobody changed the gradient, and
+the op's gradients of x and weight are right. Otherwise the gradient is made, which costs memory and is exact.
+"""
+
+# Functions of torch and their arguments are any.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
 import math
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
-from torch._C import _is_any_autocast_enabled
-from torch.nn import functional as F
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map
 
-import liger_core as liger
-from liger_transformers.deferred import MUL, NEG, DeferredTensor, add_methods, check_unmodified, version
+aten: Any = torch.ops.aten
 
-ADD = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
-DIV = frozenset({torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__})
-TANH = frozenset({torch.tanh, Tensor.tanh})
-SIZED: frozenset[Any] = frozenset({torch.chunk, Tensor.chunk, torch.split, cast("Any", Tensor).split})
 
-T = TypeVar("T")
+class Source:
+    """The input, weight and bias of one call of a head."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, head: Any = None) -> None:
+        given = (x, weight, bias)
+        self.head, self.parameter, self.stepped = head, weight, False
+        self.needs = tuple(t is not None and t.requires_grad for t in given)
+        # Aliases share memory and version with the tensors. They keep the memory if somebody sets `.data` of a parameter.
+        self.tensors = tuple(None if t is None else t.detach() for t in given)
+        self.versions = tuple(None if t is None else t._version for t in given)
+        sources.add(self)
+
+    def get(self) -> tuple[Any, ...]:
+        """x, weight and bias; RuntimeError if they have changed since the call."""
+        for t, version, what in zip(self.tensors, self.versions, ("input", "weight", "bias"), strict=True):
+            if t is None:
+                continue
+            freed = t.numel() > 0 and t.untyped_storage().size() == 0
+            if freed and hasattr(self.head, "unshard"):
+                self.head.unshard()  # FSDP2's head as its own unit: into the same memory; its backward shards it again
+                freed = t.untyped_storage().size() == 0
+            if t._version != version or (self.stepped and what != "input"):
+                raise RuntimeError(
+                    f"liger_transformers: the head's {what} was modified in place before its logits were used; use them "
+                    "earlier, or pass skip_logits=False to the model to have a copy"
+                )
+            if freed:
+                raise RuntimeError(
+                    f"liger_transformers: FSDP has sharded the head's {what} again before its logits were used; lazy takes "
+                    "a head that is an FSDP unit of its own, or reshard_after_forward=False on the unit that holds it"
+                )
+        return self.tensors
+
+
+sources: weakref.WeakSet[Source] = weakref.WeakSet()
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # Optimizers that write through `.data` count no version.
+    for source in list(sources):
+        if any(p is source.parameter for group in optimizer.param_groups for p in group["params"]):
+            source.stepped = True
+
+
+register_optimizer_step_pre_hook(_stepped)
 
 
 class Term(NamedTuple):
-    """scale · head(x)."""
+    """scale · head(x) of one call. `rows`: functions of x that give the logits' rows. `steps`: steps of the forward, in order."""
 
-    x: Tensor
-    head: nn.Module
+    source: Source
+    rows: tuple[Callable[[Tensor], Tensor], ...]
     scale: float
-    version: int | None
+    steps: tuple[Any, ...]
 
 
-class Handler(NamedTuple):
-    """A function that runs one of torch's on deferred logits, or returns NotImplemented.
+class Form(NamedTuple):
+    """factor · of(outer · tanh(Σ termᵢ)), or the same without tanh. `of` names a function of each row."""
 
-    With `arguments`, it takes so many positional arguments after the logits, and no others.
-    """
+    terms: tuple[Term, ...]
+    outer: float | None = None
+    of: str = "logits"
+    factor: float = 1.0
 
-    run: Callable[..., Any]
-    arguments: int | None = None
+    def after(self, step: Any, rows: Callable[[Tensor], Tensor] | None = None) -> Form:
+        """The form behind one more step."""
+        more = () if rows is None else (rows,)
+        return self._replace(terms=tuple(t._replace(rows=t.rows + more, steps=(*t.steps, step)) for t in self.terms))
+
+    def scaled(self, factor: float, step: Any) -> Form:
+        new = self.after(step)
+        if self.of != "logits":
+            return new._replace(factor=self.factor * factor)
+        if self.outer is not None:
+            return new._replace(outer=self.outer * factor)
+        return new._replace(terms=tuple(t._replace(scale=t.scale * factor) for t in new.terms))
 
 
-class Logits(DeferredTensor):
-    """Deferred logits: outer · tanh(Σ scaleᵢ · headᵢ(xᵢ)), or the sum alone, waiting for their loss.
+class Note(NamedTuple):
+    """The answers whose gradients a gradient sums, and the steps of each since."""
 
-    The form is closed under what models do to logits before the loss: multiply, divide or negate by a number, tanh, add two
-    (LoRA on the head), take rows, flatten, widen to float32. So a softcap, a scale or the shift of the labels is read from the
-    model's own code.
+    parts: tuple[tuple[Any, tuple[Any, ...]], ...]
 
-    The x of each term is laid out as the logits are, row for row. So x shows which views of the logits share memory.
-    """
+    def after(self, step: Any) -> Note:
+        return Note(tuple((answer, (*steps, step)) for answer, steps in self.parts))
 
-    __slots__ = ("_dtype", "autocast", "outer", "row_of", "terms")
 
-    def __init__(
-        self,
-        terms: tuple[Term, ...],
-        outer: float | None,
-        dtype: torch.dtype,
-        autocast: torch.dtype | None,
-        grad: bool,
-        base: DeferredTensor | None = None,
-        view: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        # A model makes a few of these per step. Calling DeferredTensor.__init__ would cost time.
-        self._tensor: Tensor | None = None
-        self.grad, self._base, self._view = grad, base, view
-        self.terms, self.outer, self._dtype, self.autocast = terms, outer, dtype, autocast
-        self.row_of: tuple[Logits, int] | None = None
+class State:
+    """Logits without their place in autograd's graph, which later logits don't keep alive."""
+
+    __slots__ = ("call", "device", "form", "key", "made", "meta", "of", "picked", "writes")
+
+    def __init__(self, meta: Tensor, device: torch.device, call: Any, form: Any, of: Any, key: Any) -> None:
+        self.meta, self.device = meta, device
+        self.call: tuple[Callable[..., Tensor], tuple[Any, ...], tuple[int | None, ...]] = call
+        self.form: Form | Note | None = form
+        self.of: State | None = of  # the state of what these are a view of
+        self.key = object() if key is None else key  # the same for logits and their aliases
+        self.made: Tensor | None = None
+        self.writes = 0  # in-place operations on the memory, counted where `of` is None
+        self.picked: Any = None
+
+    def root(self) -> State:
+        return self if self.of is None else self.of.root()
+
+    def waits(self) -> bool:
+        """Whether nobody has read them, nor what they are a view of."""
+        return self.made is None and (self.of is None or self.of.waits())
+
+    def tensor(self) -> Tensor:
+        """The plain tensor, which is made once."""
+        if self.made is None:
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                self.made = self.compute(current=True)
+        return self.made
+
+    def compute(self, current: bool) -> Tensor:
+        """The value that they had when their call was recorded; or, `current`, a view of what they are a view of."""
+        function, args, writes = self.call
+        plain: list[Any] = []
+        for a, count in zip(args, writes, strict=True):
+            if not isinstance(a, State):
+                plain.append(a)
+            elif current and (a is self.of or a.root().writes == count):
+                plain.append(a.tensor())
+            else:
+                plain.append(a.compute(current=False))
+        return function(*plain)
+
+
+class Logits(Tensor):
+    """Logits, or their gradient, that may not be made yet."""
+
+    state: State
+
+    @staticmethod
+    def make(
+        meta: Tensor, device: torch.device, function: Any, args: Any, form: Any, of: Any = None, key: Any = None
+    ) -> Logits:
+        """Logits with the layout of `meta` that are function(*args)."""
+        new: Any = cast("Any", Tensor)._make_wrapper_subclass(
+            Logits, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
+        )
+        states = tuple(a.state if isinstance(a, Logits) else a for a in args)
+        writes = tuple(a.root().writes if isinstance(a, State) else None for a in states)
+        new.state = State(meta, device, (function, states, writes), form, of, key)
+        return new
+
+    def then(
+        self, function: Any, args: Any, form: Any, *, view: bool = False, key: Any = None, meta: Any = None
+    ) -> Logits:
+        """The logits function(self, *args)."""
+        state = self.state
+        meta = function(state.meta, *args) if meta is None else meta
+        return Logits.make(meta, state.device, function, (self, *args), form, state if view else None, key)
 
     @classmethod
-    def of(cls, x: Tensor, head: nn.Module) -> Logits:
-        """The logits head(x). They are computed later as they would be now: under this autocast, with this grad mode."""
-        autocast = None
-        if _is_any_autocast_enabled():
-            kind = x.device.type
-            autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-        x = x.contiguous()  # like a linear's output
-        return cls((Term(x, head, 1.0, version(x)),), None, autocast or x.dtype, autocast, torch.is_grad_enabled())
-
-    @property
-    def shape(self) -> torch.Size:
-        x, head, *_ = self.terms[0]
-        return torch.Size((*x.shape[:-1], cast(int, head.out_features)))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.terms[0].x.device
-
-    def compute(self) -> Tensor:
-        with self._same_autocast():
-            logits = None
-            for x, head, scale, expected in self.terms:
-                check_unmodified(x, expected)
-                term = head(x, function=F.linear).to(self._dtype)
-                term = term if scale == 1.0 else term * scale
-                logits = term if logits is None else logits + term
-            assert logits is not None
-            return logits if self.outer is None else torch.tanh(logits) * self.outer
-
-    def _same_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The autocast under which the head was called."""
-        kind = self.device.type
-        if kind == "meta" or torch.is_autocast_enabled(kind) == (self.autocast is not None):
-            return contextlib.nullcontext()
-        return torch.autocast(kind, self.autocast, enabled=self.autocast is not None)
-
-    def handle(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handler = HANDLERS.get(function) if args[0] is self else None
-        if handler is None:
-            return NotImplemented
-        others = args[1:]
-        if handler.arguments is not None and (kwargs or len(others) != handler.arguments):
-            return NotImplemented
-        return handler.run(self, *others, **kwargs)
-
-    def _replace(
-        self,
-        *,
-        terms: tuple[Term, ...] | None = None,
-        outer: float | None = None,
-        dtype: torch.dtype | None = None,
-        grad: bool = True,
-        base: DeferredTensor | None = None,
-        view: Callable[[Tensor], Tensor] | None = None,
-    ) -> Logits:
-        """These logits with some things replaced. `grad` False takes the gradient away."""
-        return Logits(
-            self.terms if terms is None else terms,
-            self.outer if outer is None else outer,
-            dtype or self._dtype,
-            self.autocast,
-            grad and self.grad and torch.is_grad_enabled(),
-            base,
-            view,
-        )
-
-    def _scaled(self, factor: float) -> Logits:
-        terms, outer = self.terms, self.outer
-        if outer is not None:
-            outer *= factor
-        else:
-            terms = tuple([Term(x, head, scale * factor, v) for x, head, scale, v in terms])
-        return Logits(terms, outer, self._dtype, self.autocast, self.grad and torch.is_grad_enabled())
-
-    # Models scale their logits. This skips what `__torch_function__` has to find out about other functions.
-
-    def __mul__(self, factor: Any) -> Any:
-        if self._deferred and type(factor) in (float, int) and factor and math.isfinite(factor):
-            return self._scaled(factor)
-        return DeferredTensor.__torch_function__(Tensor.__mul__, (), (self, factor))
-
-    def __rmul__(self, factor: Any) -> Any:
-        if self._deferred and type(factor) in (float, int) and factor and math.isfinite(factor):
-            return self._scaled(factor)
-        return DeferredTensor.__torch_function__(Tensor.__rmul__, (), (self, factor))
-
-    def __truediv__(self, divisor: Any) -> Any:
-        if self._deferred and type(divisor) in (float, int) and divisor and math.isfinite(divisor):
-            return self._scaled(1.0 / divisor)
-        return DeferredTensor.__torch_function__(Tensor.__truediv__, (), (self, divisor))
-
-    @property
-    def _deferred(self) -> bool:
-        """Whether there is no tensor yet."""
-        return self._tensor is None and (self._base is None or not self._base.materialized)
-
-    def plus(self, other: Any, sign: float = 1.0) -> Any:
-        """These logits plus sign · other."""
-        if not isinstance(other, Logits):
-            return NotImplemented
-        alike = self.shape == other.shape and self._dtype == other._dtype and self.autocast == other.autocast
-        if (
-            not alike
-            or other.materialized
-            or self.grad != other.grad
-            or self.outer is not None
-            or other.outer is not None
-        ):
-            return NotImplemented
-        return self._replace(terms=self.terms + other._scaled(sign).terms)
-
-    def _is_rows(self, dim: int) -> bool:
-        """Whether a dimension is not that of the columns."""
-        return -self.ndim <= dim < self.ndim - 1 and dim != -1
-
-    def divided(self, dim: Any, divide: Callable[[Tensor], Any]) -> tuple[Logits, ...] | None:
-        """The results of divide(logits), which divides `dim`; None unless that is a dimension of rows."""
-        if type(dim) is not int or not self._is_rows(dim):
-            return None
-
-        def item(i: int) -> Callable[[Tensor], Tensor]:
-            return lambda t: divide(t)[i]
-
-        return tuple([self._select(item(i), item(i)) for i in range(len(divide(self.terms[0].x)))])
-
-    def snapshot(self) -> Logits:
-        """The same logits, which don't see later writes to these."""
-        return self._replace()
-
-    def same(self, other: Logits) -> bool:
-        """Whether the other logits are computed from the same tensors in the same way."""
-        return (
-            len(self.terms) == len(other.terms)
-            and all(
-                a.x is b.x and a.head is b.head and a.scale == b.scale and a.version == b.version
-                for a, b in zip(self.terms, other.terms, strict=True)
-            )
-            and (self.outer, self._dtype, self.autocast) == (other.outer, other._dtype, other.autocast)
-        )
-
-    def _select(self, select: Callable[[Tensor], Tensor], view: Callable[[Tensor], Tensor] | None = None) -> Logits:
-        """The logits of the rows that `select` takes from x: a copy, or `view` of these logits."""
-        terms: list[Term] = []
-        for x, head, scale, expected in self.terms:
-            check_unmodified(x, expected)
-            rows = select(x)
-            terms.append(Term(rows, head, scale, version(rows)))
-        return self._replace(terms=tuple(terms), base=None if view is None else self, view=view)
-
-    def getitem(self, key: Any) -> Any:
-        """The logits of some rows."""
-        if isinstance(key, Tensor):
-            if key.dtype not in (torch.bool, torch.int64) or key.dim() >= self.ndim:
-                return NotImplemented
-            return self._select(lambda x: x[key])
-        keys: list[Any] = list(cast("tuple[Any, ...]", key)) if isinstance(key, tuple) else [key]
-        if any(k is not Ellipsis and type(k) not in (int, slice) for k in keys) or keys.count(Ellipsis) > 1:
-            return NotImplemented
-        skipped = [slice(None)] * (self.ndim - len(keys) + keys.count(Ellipsis))
-        place = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
-        keys[place : place + 1] = skipped
-        if len(keys) != self.ndim or keys[-1] != slice(None):
-            return NotImplemented
-        rows = tuple(keys)
-        return self._select(lambda x: x[rows], lambda z: z[rows])
-
-    def _reshape(self, strict: bool, shape: tuple[Any, ...]) -> Any:
-        if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)):
-            shape = tuple(cast("tuple[Any, ...]", shape[0]))
-        columns = self.shape[-1]
-        if not shape or shape[-1] != columns or any(not isinstance(n, int) for n in shape):
-            return NotImplemented
-        leading = shape[:-1]
-        x = self.terms[0].x
-        if x.is_contiguous() or (leading == (-1,) and _merges(x)):
-            return self._select(lambda x: x.view(*leading, x.shape[-1]), lambda z: z.view(*leading, columns))
-        if strict or leading != (-1,):
-            return NotImplemented
-        return self._select(lambda x: x.reshape(-1, x.shape[-1]))
-
-    def _to(self, *args: Any, **kwargs: Any) -> Any:
-        options = {**kwargs, **{"dtype" if isinstance(a, torch.dtype) else "device": a for a in args}}
-        if len(options) != len(args) + len(kwargs) or not {*options} <= {"dtype", "device"}:
-            return NotImplemented
-        device, dtype = options.get("device"), options.get("dtype") or self._dtype
-        if device is not None and (not isinstance(device, (str, torch.device)) or torch.device(device) != self.device):
-            return NotImplemented
-        if dtype == self._dtype:
-            return self
-        # Losses are computed in float32 whatever the logits' dtype, so an earlier cast changes nothing.
-        return self._replace(dtype=dtype) if dtype == torch.float32 and self._dtype.itemsize == 2 else NotImplemented
-
-    def cross_entropy(
-        self,
-        target: Any,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Any:
-        """`fused_linear_cross_entropy`, with these logits' softcap and scale."""
-        if self.ndim != 2 or size_average is not None or reduce is not None or not isinstance(target, Tensor):
-            return NotImplemented
-        if (
-            target.dtype != torch.int64
-            or target.shape != self.shape[:1]
-            or (weight is not None and weight.requires_grad)
-        ):
-            return NotImplemented
-        # fused_linear_cross_entropy has c · tanh(x Wᵀ / c) and no scale. A scale of the logits becomes a scale of x.
-        factor, softcap = (1.0, None) if self.outer is None else (self.outer, abs(self.outer))
-
-        def loss(x: Tensor, linear_weight: Tensor, bias: Tensor | None) -> Tensor:
-            return liger.fused_linear_cross_entropy(
-                x,
-                linear_weight,
-                target,
-                bias,
-                class_weight=weight,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                softcap=softcap,
-                reduction=reduction,
-            )
-
-        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()), self._same_autocast():
-            return _call_heads(self.terms, factor, loss).to(self._dtype)
-
-    def run(self, op: Callable[..., T]) -> T:
-        """op(x, weight, bias, softcap=…, temperature=…), for the one linear and the form that these logits are.
-
-        x is ``[N, H]``, a row per row of logits. z = softcap · tanh((x Wᵀ + b) / softcap) / temperature; or the same without the
-        softcap. A scale of all terms goes into these two numbers, and x stays unchanged.
-        """
-        terms, scale = self.terms, self.terms[0].scale
-        if all(term.scale == scale for term in terms):
-            terms = tuple(term._replace(scale=1.0) for term in terms)
-        else:
-            scale = 1.0
-        outer = 1.0 if self.outer is None else self.outer
-
-        def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> T:
-            rows = x.reshape(-1, x.shape[-1])
-            softcap = None if self.outer is None else 1.0 / abs(scale)
-            return op(rows, weight, bias, softcap=softcap, temperature=1.0 / abs(scale * outer))
-
-        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()), self._same_autocast():
-            return _call_heads(terms, math.copysign(1.0, scale * outer), run)
-
-    def stride(self, dim: int | None = None) -> Any:
-        """0: no memory holds the logits. TRL reads the stride before it gives them to a kernel that reads memory."""
-        if self.materialized:
-            return self.tensor().stride() if dim is None else self.tensor().stride(dim)
-        return (0,) * self.ndim if dim is None else 0
-
-
-METHODS = """
-    add argmax chunk contiguous detach div flatten float gather index_select log_softmax logsumexp mean mul reshape softmax split
-    sub sum tanh to unbind view
-"""
-add_methods(Logits, *METHODS.split())
-
-
-def _scale(z: Logits, factor: Any) -> Any:
-    usable = isinstance(factor, (int, float)) and math.isfinite(factor) and factor != 0
-    return z._scaled(factor) if usable else NotImplemented
-
-
-def _divide(z: Logits, divisor: Any) -> Any:
-    usable = isinstance(divisor, (int, float)) and math.isfinite(divisor) and divisor != 0
-    return z._scaled(1.0 / divisor) if usable else NotImplemented
-
-
-def _neg(z: Logits) -> Any:
-    return z._scaled(-1.0)
-
-
-def _tanh(z: Logits) -> Any:
-    return z._replace(outer=1.0) if z.outer is None else NotImplemented
-
-
-def _float(z: Logits) -> Any:
-    return z._to(torch.float32)
-
-
-def _contiguous(z: Logits) -> Any:
-    return z if z.terms[0].x.is_contiguous() else z._select(Tensor.contiguous)
-
-
-def _detach(z: Logits) -> Any:
-    return z._replace(grad=False, base=z, view=Tensor.detach)
-
-
-def _view(z: Logits, *shape: Any, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else z._reshape(True, shape)
-
-
-def _reshape(z: Logits, *shape: Any, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else z._reshape(False, shape)
-
-
-def _flatten(z: Logits, first: Any, last: Any) -> Any:
-    dims = first, last
-    rows = dims == (0, -2) or (dims == (0, 1) and z.ndim == 3)
-    return z._reshape(False, (-1, z.shape[-1])) if rows else NotImplemented
-
-
-def _index_select(z: Logits, dim: Any, index: Any) -> Any:
-    rows = type(dim) is int and z._is_rows(dim) and isinstance(index, Tensor)
-    return z._select(lambda x: x.index_select(dim, index)) if rows else NotImplemented
-
-
-def _sized(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler of `function`, which divides a tensor into parts of a size."""
-
-    def handler(z: Logits, *args: Any, **kwargs: Any) -> Any:
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        parts = z.divided(dim, lambda t: function(t, *args, **kwargs))
-        return NotImplemented if parts is None else parts
-
-    return handler
-
-
-def _unbind(z: Logits, *args: Any, **kwargs: Any) -> Any:
-    """The rows of a dimension. Rows of the first dimension know their place."""
-    dim = args[0] if args else kwargs.get("dim", 0)
-    rows = z.divided(dim, lambda t: torch.unbind(t, *args, **kwargs))
-    if rows is None:
-        return NotImplemented
-    if dim in (0, -z.ndim):
-        whole = z.snapshot()
-        for i, row in enumerate(rows):
-            row.row_of = whole, i
-    return rows
-
-
-def _iter(z: Logits) -> Any:
-    rows = _unbind(z)
-    return NotImplemented if rows is NotImplemented else iter(rows)
-
-
-HANDLERS: dict[Any, Handler] = {
-    F.cross_entropy: Handler(Logits.cross_entropy),
-    Tensor.to: Handler(Logits._to),
-    Tensor.float: Handler(_float, 0),
-    Tensor.contiguous: Handler(_contiguous, 0),
-    Tensor.detach: Handler(_detach, 0),
-    Tensor.__getitem__: Handler(Logits.getitem, 1),
-    Tensor.view: Handler(_view),
-    Tensor.reshape: Handler(_reshape),
-    torch.reshape: Handler(_reshape),
-    Tensor.flatten: Handler(_flatten, 2),
-    torch.flatten: Handler(_flatten, 2),
-    Tensor.index_select: Handler(_index_select, 2),
-    torch.index_select: Handler(_index_select, 2),
-    Tensor.unbind: Handler(_unbind),
-    torch.unbind: Handler(_unbind),
-    Tensor.__iter__: Handler(_iter, 0),
-    **{function: Handler(_sized(function)) for function in SIZED},
-    **dict.fromkeys(MUL, Handler(_scale, 1)),
-    **dict.fromkeys(DIV, Handler(_divide, 1)),
-    **dict.fromkeys(ADD, Handler(Logits.plus, 1)),
-    **dict.fromkeys(NEG, Handler(_neg, 0)),
-    **dict.fromkeys(TANH, Handler(_tanh, 0)),
-}
-"""By function of torch: its handler for logits. `logprobs` adds its own."""
-
-
-def _merges(x: Tensor) -> bool:
-    """Whether all dimensions but the last are one in memory, so that reshape(-1, columns) is a view."""
-    dims = [(n, stride) for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n != 1]
-    return all(stride == n * inner for (_, stride), (n, inner) in itertools.pairwise(dims))
-
-
-def _call_heads(terms: tuple[Term, ...], factor: float, function: Callable[[Tensor, Tensor, Tensor | None], T]) -> T:
-    """function(x, weight, bias) for the one linear that equals factor · Σ scaleᵢ · headᵢ(xᵢ), from inside every head's call.
-
-    So hooks on a head's call, such as FSDP's, have gathered its weight by then. Several linears are one with more columns: Σ xᵢ
-    Wᵢᵀ = [x₁ x₂ …] [W₁ W₂ …]ᵀ.
-    """
-
-    def call(terms: tuple[Term, ...], xs: list[Tensor], weights: list[Tensor], biases: list[Tensor]) -> T:
-        if not terms:
-            bias = None if not biases else functools.reduce(torch.add, biases)
-            if len(xs) == 1:
-                return function(xs[0], weights[0], bias)
-            return function(torch.cat(xs, -1), torch.cat(weights, -1), bias)
-
-        (x, head, scale, expected), *others = terms
-        check_unmodified(x, expected)
-
-        def inside(x: Tensor, weight: Tensor, bias: Tensor | None) -> T:
-            if type(weight) not in (nn.Parameter, Tensor, type(x)):  # a tensor-parallel head makes x a DTensor as well
-                raise RuntimeError(
-                    f"liger_transformers: the head's weight is a {type(weight).__name__} now that the logits are used, after the "
-                    "model's forward: FSDP has sharded it again. lazy takes a head that is an FSDP unit of its own, or "
-                    "reshard_after_forward=False on the unit that holds it"
-                )
-            scaled = scale * factor
-            if scaled != 1.0:  # (s · x) Wᵀ = s · (x Wᵀ)
-                x, bias = x * scaled, None if bias is None else bias * scaled
-            return call(tuple(others), [*xs, x], [*weights, weight], biases if bias is None else [*biases, bias])
-
-        return head(x, function=inside)
-
-    return call(terms, [], [], [])
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        z: Any = args[0] if args else None
+        options = dict(kwargs or {})
+        rule = RULES.get(func)
+        waits = rule is not None and isinstance(z, Logits) and z.state.form is not None and z.state.waits()
+        if rule is not None and waits and (not options or _only_dtype(z, options)):
+            result = rule(func, z, *args[1:], **options)
+            if result is not None:
+                return result
+        return _run_plain(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, z = kwargs or {}, args[0] if args else None
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(z, Logits):
+                handler = HANDLERS.get(func)
+                if handler is not None and isinstance(z.state.form, Form) and z.state.waits():
+                    result = handler(z, func, *args[1:], **kwargs)
+                    if result is not NotImplemented:
+                        return result
+                if func in READS_MEMORY:
+                    return func(*(Plain.apply(a) if isinstance(a, Logits) else a for a in args), **kwargs)
+            return func(*args, **kwargs)
+
+
+class Plain(torch.autograd.Function):
+    """Logits as a plain tensor, in the same graph."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Logits) -> Tensor:
+        return z.state.tensor().view_as(z.state.tensor())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+"""By function of torch: handler(z, function, *args, **kwargs), or NotImplemented. `answers` fills it."""
+
+_T: Any = Tensor
+READS_MEMORY = {
+    _T.__deepcopy__, _T.__reduce_ex__, _T.data_ptr, _T.untyped_storage, _T.storage, _T.numpy, _T.tolist, _T.__array__,
+    _T.__dlpack__, _T.__repr__, _T.__format__, _T.share_memory_, _T.storage_type, _T.data.__get__,
+}  # fmt: skip
+"""Functions that don't go through PyTorch's dispatcher."""
+
+
+def _only_dtype(z: Logits, options: dict[str, Any]) -> bool:
+    """Whether options change nothing but the dtype. Those that change nothing are removed."""
+    for name in ("layout", "device", "pin_memory", "non_blocking"):
+        value = options.pop(name, None)
+        same = value == torch.strided if name == "layout" else name == "device" and value == z.state.device
+        if value and not same:
+            return False
+    return not options.keys() - {"dtype", "memory_format"}
+
+
+def _run_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """func on plain tensors. Results in place are the arguments themselves, and views are wrapped: both share memory."""
+    given: list[Logits] = []
+
+    def plain(a: Any) -> Any:
+        if not isinstance(a, Logits):
+            return a
+        given.append(a)
+        return a.state.tensor()
+
+    args, kwargs = tree_map(plain, (tuple(args), kwargs))
+    out = func(*args, **kwargs)
+    if func._schema.is_mutable:
+        for a in given:
+            a.state.root().writes += 1
+        return tree_map(lambda t: next((a for a in given if a.state.made is t), t), out)
+    return tree_map(_wrapped, out) if func.is_view or func in (aten.detach.default, aten.alias.default) else out
+
+
+def _wrapped(t: Any) -> Any:
+    if not isinstance(t, Tensor):
+        return t
+    meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    new = Logits.make(meta, t.device, None, (), None)
+    new.state.made = t
+    return new
+
+
+# Rules: steps of logits or of their gradient that make neither. None: no rule for this call.
+
+
+def _alias(func: Any, z: Logits) -> Any:
+    return z.then(func, (), z.state.form, view=True, key=z.state.key, meta=z.state.meta)
+
+
+def _clone(func: Any, z: Logits, memory_format: Any = None) -> Any:
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        return None
+    return z.then(lambda t: t.clone(memory_format=memory_format or torch.preserve_format), (), z.state.form)
+
+
+def _view(func: Any, z: Logits, size: Any) -> Any:
+    form, meta = z.state.form, func(z.state.meta, size)
+    before, after = tuple(z.state.meta.shape), tuple(meta.shape)
+    if before == after:  # a backward hook has such a view in forward alone, so it is no step
+        return z.then(func, (size,), form, view=True, key=z.state.key, meta=meta)
+    if after[-1:] != before[-1:]:
+        return None
+    if isinstance(form, Form):
+        form = form.after(("view", before), lambda x: x.reshape(*after[:-1], x.shape[-1]))
+    else:
+        form = _noted(z, ("view", after))
+    return z.then(func, (size,), form, view=True, meta=meta)
+
+
+def _noted(z: Logits, step: Any) -> Note:
+    return cast("Note", z.state.form).after(step)
+
+
+def _slice(func: Any, z: Logits, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    shape, form, args = tuple(z.state.meta.shape), z.state.form, (dim, start, end, step)
+    dim %= len(shape)
+    bounds = slice(start, end, step).indices(shape[dim])
+    if bounds == (0, shape[dim], 1):
+        return z.then(func, args, form, view=True, key=z.state.key)
+    if dim == len(shape) - 1 or not isinstance(form, Form):
+        return None
+    form = form.after(("slice", shape, dim, bounds), lambda x: aten.slice.Tensor(x, dim, start, end, step))
+    return z.then(func, args, form, view=True)
+
+
+def _slice_backward(func: Any, g: Logits, sizes: Any, dim: int, start: Any, end: Any, step: int) -> Any:
+    if not isinstance(g.state.form, Note):
+        return None
+    sizes, dim = tuple(sizes), dim % len(sizes)
+    bounds = slice(start, end, step).indices(sizes[dim])
+    note = g.state.form if bounds == (0, sizes[dim], 1) else _noted(g, ("slice", sizes, dim, bounds))
+    return g.then(func, (sizes, dim, start, end, step), note)
+
+
+def _select(func: Any, z: Logits, dim: int, index: int) -> Any:
+    shape, form = tuple(z.state.meta.shape), z.state.form
+    dim %= len(shape)
+    if dim == len(shape) - 1 or not isinstance(form, Form):
+        return None
+    form = form.after(("select", shape, dim, index % shape[dim]), lambda x: x.select(dim, index))
+    return z.then(func, (dim, index), form, view=True)
+
+
+def _select_backward(func: Any, g: Logits, sizes: Any, dim: int, index: int) -> Any:
+    if not isinstance(g.state.form, Note):
+        return None
+    sizes, dim = tuple(sizes), dim % len(sizes)
+    return g.then(func, (sizes, dim, index), _noted(g, ("select", sizes, dim, index % sizes[dim])))
+
+
+def _to(func: Any, z: Logits, dtype: Any = None, memory_format: Any = None) -> Any:
+    if memory_format not in (None, torch.preserve_format) or dtype is None:
+        return None
+    before, form = z.state.meta.dtype, z.state.form
+    if isinstance(form, Note):
+        form = form.after(("to", dtype))
+    elif isinstance(form, Form) and dtype == torch.float32 and before.itemsize == 2:
+        # Losses are computed in float32 whatever the logits' dtype, so an earlier cast changes nothing but rounding.
+        form = form.after(("to", before))
+    else:
+        return None
+    return z.then(lambda t: func(t, dtype=dtype), (), form)
+
+
+def _elementwise(z: Logits) -> Tensor | None:
+    """The layout of an elementwise result, if it is that of z."""
+    return z.state.meta if z.state.meta.is_contiguous() and not z.state.meta.storage_offset() else None
+
+
+def _times(func: Any, z: Logits, other: Any) -> Any:
+    if not isinstance(other, (int, float)) or not math.isfinite(other) or other == 0:
+        return None
+    step, form = (func, other), z.state.form
+    factor = other if func is aten.mul.Tensor else 1.0 / other
+    form = form.scaled(factor, step) if isinstance(form, Form) else _noted(z, step)
+    return z.then(func, (other,), form, meta=_elementwise(z))
+
+
+def _neg(func: Any, z: Logits) -> Any:
+    form = z.state.form
+    form = form.scaled(-1.0, "neg") if isinstance(form, Form) else _noted(z, "neg")
+    return z.then(func, (), form, meta=_elementwise(z))
+
+
+def _tanh(func: Any, z: Logits) -> Any:
+    form, key = z.state.form, object()
+    if not isinstance(form, Form) or form.outer is not None or form.of != "logits":
+        return None
+    return z.then(func, (), form.after(("tanh", key))._replace(outer=1.0), key=key, meta=_elementwise(z))
+
+
+def _tanh_backward(func: Any, g: Logits, result: Any) -> Any:
+    if not (isinstance(g.state.form, Note) and isinstance(result, Logits)):
+        return None
+    return g.then(func, (result,), _noted(g, ("tanh", result.state.key)), meta=g.state.meta)
+
+
+def _add(func: Any, z: Logits, other: Any, alpha: Any = 1) -> Any:
+    """Two heads' logits, as of LoRA on the head; or two gradients of the same logits."""
+    if alpha != 1 or not isinstance(other, Logits) or not other.state.waits():
+        return None
+    a, b, layout, second = z.state.form, other.state.form, z.state.meta, other.state.meta
+    if layout.shape != second.shape or layout.dtype != second.dtype:
+        return None
+    if isinstance(a, Note) and isinstance(b, Note):
+        return z.then(func, (other,), Note((*a.parts, *b.parts)), meta=layout)
+    if not (isinstance(a, Form) and isinstance(b, Form)) or any(
+        f.outer is not None or f.of != "logits" for f in (a, b)
+    ):
+        return None
+    terms = (*a.terms, *b.terms)
+    if len({id(t.source) for t in terms}) != len(terms):  # each source has one gradient to fetch
+        return None
+    meta = _elementwise(z) if _elementwise(other) is not None else None
+    return z.then(func, (other,), Form(terms), meta=func(layout, second) if meta is None else meta)
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _alias, aten.alias.default: _alias, aten.clone.default: _clone, aten.view.default: _view,
+    aten._unsafe_view.default: _view, aten.slice.Tensor: _slice, aten.slice_backward.default: _slice_backward,
+    aten.select.int: _select, aten.select_backward.default: _select_backward, aten._to_copy.default: _to,
+    aten.mul.Tensor: _times, aten.div.Tensor: _times, aten.neg.default: _neg, aten.tanh.default: _tanh,
+    aten.tanh_backward.default: _tanh_backward, aten.add.Tensor: _add,
+}  # fmt: skip

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 import liger_core as liger
 from liger_core import recompute, subclasses
@@ -17,7 +16,7 @@ from liger_transformers.activations import activation_op, is_activation, multipl
 from liger_transformers.deferred import materialize
 from liger_transformers.experts import ACTIVATIONS
 from liger_transformers.probe import PROBE_ERRORS, plain_attributes, stand_in_for
-from liger_transformers.swap import Swap, has_own_forward, original_class, subclass, swapped_for
+from liger_transformers.swap import Swap, by_forward, has_hooks, has_own_forward, original_class, subclass, swapped_for
 
 PARTS, SMALL = 3, 2**29
 """A call's memory budget is a part of what it takes at once, but so many bytes at least: small products are slow.
@@ -51,14 +50,11 @@ def mlp(module: nn.Module) -> Swap:
     return _mlp_class(original_class(type(module)), act, linears, activation, plain_attributes(module))
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def _why_not_alone(module: nn.Module) -> str | None:
     """Why calling the module isn't calling its class's forward, or None."""
     if (why := has_own_forward(module)) is not None:
         return f"stays: {why}"
-    return "has hooks, which would not be called" if any(vars(module)[hooks] for hooks in HOOKS) else None
+    return "has hooks, which would not be called" if has_hooks(module) else None
 
 
 def _why_not_linear(module: Any) -> str | None:
@@ -80,7 +76,7 @@ def _why_not_linear(module: Any) -> str | None:
     return None
 
 
-@functools.cache
+@by_forward
 def _mlp_class(
     cls: type[nn.Module],
     act: tuple[str, type[nn.Module]],
@@ -122,7 +118,7 @@ def _linear(weight: Tensor) -> nn.Linear:
     return linear
 
 
-@functools.cache
+@by_forward
 def _swap(
     cls: type[nn.Module],
     act: tuple[str, type[nn.Module]],
@@ -140,7 +136,7 @@ def _swap(
         child, linears = self._modules.get(act[0]), [cast("Any", self._modules.get(name)) for name in names]
         if child is None or original_class(type(child)) is not act[1] or _why_not_alone(child) is not None:
             return None
-        if _has_any_global_hook() or any(map(_why_not_linear, linears)):
+        if any(map(_why_not_linear, linears)):
             return None
         return [linear.weight for linear in linears]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import liger_core as liger
 from liger_transformers.deferred import materialize
 from liger_transformers.probe import PROBE_ERRORS, plain_attributes, stand_in_for
-from liger_transformers.swap import Swap, has_own_forward, subclass, swapped_for
+from liger_transformers.swap import Swap, by_forward, has_own_forward, subclass, swapped_for
 
 WIDTH = 48
 """Columns of a stand-in for a norm without a weight."""
@@ -46,7 +46,7 @@ def _width(module: nn.Module) -> int:
     return sizes[0] if sizes and sizes[0] else WIDTH
 
 
-@functools.cache
+@by_forward
 def _norm_class(
     cls: type[nn.Module], eps: str, parameters: tuple[str, ...], width: int, attributes: tuple[tuple[str, Any], ...]
 ) -> Swap:
@@ -107,7 +107,7 @@ def _rms_norm(
     return liger.rms_norm(x, weight, eps, offset=offset, casting_mode=casting_mode)
 
 
-@functools.cache
+@by_forward
 def _rms_norm_class(cls: type[nn.Module], eps: str, offset: float, casting_mode: str, gated: bool) -> type[nn.Module]:
     widens = casting_mode != "gemma"  # the others multiply in the wider dtype of x and weight, and return it
 
@@ -137,7 +137,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offs
     return liger.layer_norm(x, weight + offset if offset else weight, bias, eps)
 
 
-@functools.cache
+@by_forward
 def _layer_norm_class(cls: type[nn.Module], eps: str, offset: float) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         (x,) = args or kwargs.values()

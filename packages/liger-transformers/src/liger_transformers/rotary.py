@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import liger_core as liger
 from liger_transformers.deferred import materialize
 from liger_transformers.probe import PROBE_ERRORS
-from liger_transformers.swap import Swap, has_own_forward, subclass, swapped_for
+from liger_transformers.swap import Swap, by_forward, has_own_forward, subclass, swapped_for
 
 Rotated = tuple[Tensor, Tensor]
 OPS = ("llama4_rope", "qwen2vl_mrope", "rope")
@@ -29,7 +29,7 @@ def rotary(module: nn.Module) -> Swap:
     return has_own_forward(module) or swap if swap is not None else None
 
 
-@functools.cache
+@by_forward
 def _rotary_class(cls: type[nn.Module]) -> Swap:
     forward = cls.forward
     inner = inspect.unwrap(forward)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 Swap = type[nn.Module] | str | None
 """The class that a module may become, the reason why it stays unchanged, or None for a module of another kind."""
@@ -26,11 +28,6 @@ def subclass(cls: type[nn.Module], forward: Callable[..., Any], op: str) -> type
         op: the op with its options, which `swapped_for` returns.
     """
 
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        clone = memo[id(self)] = self.__new__(type(self))
-        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return clone
-
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # pickle compares the class that copyreg.__newobj__ gets with the instance's class. Here these differ.
         return copyreg._reconstructor, (original_class(type(self)), object, None), self.__dict__  # type: ignore[attr-defined]
@@ -39,12 +36,48 @@ def subclass(cls: type[nn.Module], forward: Callable[..., Any], op: str) -> type
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__deepcopy__": __deepcopy__,
         "__reduce_ex__": __reduce_ex__,
         "forward": forward,
         "liger_op": op,
     }
-    return type(cls.__name__, (cls,), namespace)
+    swapped = type(cls.__name__, (cls,), namespace)
+    # A method __deepcopy__ would be found through a wrapper's __getattr__ as well, as PeftModel's, and copy the inside alone.
+    cast("Any", copy)._deepcopy_dispatch[swapped] = _deepcopy
+    return swapped
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    clone = memo[id(module)] = module.__new__(type(module))
+    clone.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return clone
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def by_forward(make: F) -> F:
+    """functools.cache for a function of a class: another forward, which somebody has put in, is another class."""
+
+    @functools.cache
+    def cached(forward: Any, *args: Any) -> Any:
+        return make(*args)
+
+    @functools.wraps(make)
+    def function(cls: Any, *args: Any) -> Any:
+        return cached(cls.forward, cls, *args)
+
+    result: Any = function
+    result.cache_clear = cached.cache_clear
+    return result
+
+
+_global_hooks: Any = _has_any_global_hook
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether calling the module calls hooks, of its own or of all modules."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own or _global_hooks())
 
 
 def swapped_for(module: nn.Module) -> str | None:

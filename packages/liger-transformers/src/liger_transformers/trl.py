@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,9 +24,10 @@ from torch import Tensor, nn
 
 import liger_core as liger
 from liger_core.contract import compiling
-from liger_transformers import logprobs
+from liger_transformers.answers import statistics, waits
 from liger_transformers.deferred import materialize
-from liger_transformers.logits import Logits
+from liger_transformers.logits import Form
+from liger_transformers.traced import TracedLogits
 
 CLOSED_OVER = ("original_forward", "text_config", "temperature", "cast_lm_head_to_fp32", "outputs")
 """Variables of TRL's forward that are its options."""
@@ -46,7 +48,10 @@ class FusedHead(NamedTuple):
     result: Callable[..., Any]
 
     def served(
-        self, model: nn.Module, original: Callable[..., Any], deferring: Callable[[], AbstractContextManager[None]]
+        self,
+        model: nn.Module,
+        original: Callable[..., Any],
+        deferring: Callable[[nn.Module], AbstractContextManager[None]],
     ) -> types.MethodType:
         """A method for the model that does what TRL's does.
 
@@ -70,7 +75,7 @@ class FusedHead(NamedTuple):
                 labelling = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
                 labelling = {name: value for name, value in labelling.items() if value is not None}
                 return self._unfused(module, original)(*args, **kwargs, **labelling)
-            with deferring():
+            with deferring(module):
                 output = original(module, *args, **{**kwargs, "use_cache": False, "return_dict": True})
             return self._output(output, labels, shift_labels, num_items_in_batch)
 
@@ -130,17 +135,35 @@ def _fields(z: Any, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor | 
         "return_log_sum_squares": "log_sum_sq_probs" in outputs,
         "return_best": "is_top1" in outputs,
     }
-    if isinstance(z, Logits) and not z.materialized:
-        statistics = logprobs.statistics(z, target, ignore_index=IGNORED, **returns)
+    if waits(z, Form):
+        rows = statistics(z, target, ignore_index=IGNORED, **returns)
+    elif isinstance(z, TracedLogits) and not z.materialized:
+        op: Any = functools.partial(liger.fused_linear_logit_statistics, target=target, ignore_index=IGNORED, **returns)
+        rows = z.run(lambda x, weight, bias, **how: op(x, weight, bias=bias, **how))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     else:
-        statistics = liger.logit_statistics(materialize(z), target, ignore_index=IGNORED, **returns)
+        rows = liger.logit_statistics(materialize(z), target, ignore_index=IGNORED, **returns)
     return (
-        statistics.picked - statistics.lse,
-        statistics.entropy,
-        statistics.log_sum_squares,
-        None if statistics.total is None else statistics.total.detach() / z.shape[-1],
-        None if statistics.best_index is None else statistics.best_index == target,
+        rows.picked - rows.lse,
+        rows.entropy,
+        rows.log_sum_squares,
+        None if rows.total is None else rows.total.detach() / z.shape[-1],
+        None if rows.best_index is None else rows.best_index == target,
     )
+
+
+def spare_deferred_logits() -> None:
+    """Let TRL compute log-probabilities of deferred logits by PyTorch's functions, and not by its kernel, which reads memory."""
+    utils: Any = sys.modules.get("trl.trainer.utils")
+    supports = getattr(utils, "_supports_trl_loss_kernel", None)
+    if supports is None or hasattr(supports, "liger_replaces"):
+        return
+
+    @functools.wraps(supports)
+    def spared(logits: Any, *args: Any, **kwargs: Any) -> bool:
+        return not waits(logits, Form) and supports(logits, *args, **kwargs)
+
+    spared.liger_replaces = supports  # type: ignore[attr-defined]
+    utils._supports_trl_loss_kernel = spared
 
 
 def fused_head(method: Any) -> FusedHead | None:

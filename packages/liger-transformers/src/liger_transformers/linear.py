@@ -1,0 +1,61 @@
+"""Several heads' scaled logits as one linear layer, and its cross-entropy."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import liger_core as liger
+
+
+def one_linear(
+    terms: list[tuple[Tensor, Tensor, Tensor | None, float]], outer: float | None
+) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    """x, weight, bias, softcap and temperature of outer · tanh(Σ scaleᵢ · (xᵢ Wᵢᵀ + bᵢ)), or of the sum alone if `outer` is None.
+
+    z = softcap · tanh((x Wᵀ + b) / softcap) / temperature; or the same without the softcap. A scale of all terms goes into these
+    two numbers, and x stays unchanged.
+    """
+    scale = terms[0][3]
+    one = all(own == scale for *_, own in terms)
+    scale, tail = scale if one else 1.0, 1.0 if outer is None else outer
+    xs: list[Tensor] = []
+    weights: list[Tensor] = []
+    biases: list[Tensor] = []
+    for x, weight, bias, own in terms:
+        factor = math.copysign(1.0, scale * tail) * (1.0 if one else own)
+        if factor != 1.0:  # (s · x) Wᵀ = s · (x Wᵀ)
+            x, bias = x * factor, bias if bias is None else bias * factor
+        xs.append(x.reshape(-1, x.shape[-1]))
+        weights.append(weight)
+        biases += [] if bias is None else [bias]
+    # Several linears are one with more columns: Σ xᵢ Wᵢᵀ = [x₁ x₂ …] [W₁ W₂ …]ᵀ.
+    x, weight = (xs[0], weights[0]) if len(xs) == 1 else (torch.cat(xs, -1), torch.cat(weights, -1))
+    how = {"softcap": None if outer is None else 1.0 / abs(scale), "temperature": 1.0 / abs(scale * tail)}
+    return x, weight, functools.reduce(torch.add, biases) if biases else None, how
+
+
+def cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    softcap: float | None,
+    temperature: float,
+    **how: Any,
+) -> Tensor:
+    """`fused_linear_cross_entropy`, which has no temperature: a scale of the logits becomes one of x."""
+    if temperature != 1.0:
+        x, bias = x * (1.0 / temperature), bias if bias is None else bias * (1.0 / temperature)
+        softcap = softcap if softcap is None else softcap / temperature
+    return cast("Any", liger.fused_linear_cross_entropy)(x, weight, target, bias, softcap=softcap, **how)
+
+
+def takes(target: Any, weight: Tensor | None, rows: torch.Size) -> bool:
+    """Whether the op takes this target and these class weights."""
+    ids = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == rows and len(rows) == 1
+    return bool(ids) and (weight is None or not weight.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -397,3 +398,22 @@ def test_rounding_parts_no_equals() -> None:
     hold("distillation", arguments, evaluate(op, op.reference, arguments, None, given))
     with pytest.raises(Mismatch, match="gradient of student_logits"):
         hold("distillation", arguments, evaluate(op, op.reference, parted, None, given))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_rounding_may_decide_what_is_clamped(activation: str) -> None:
+    """A gate within rounding of the limit has all of its gradient, or none. One that is farther from it hasn't the choice."""
+    op, case = ops["fused_moe"], next(case for case in cases_of("fused_moe").cases if case.id == "limit")
+    arguments = complete(op, cases_of("fused_moe").build(case, torch.float32, "cpu")) | {"activation": activation}
+    expert = int(arguments["expert_indices"][0, 0])
+    gates = arguments["x"][0].double() @ arguments["gate_up_weight"][expert, : case.values["intermediate"]].double().T
+    gate = gates.max().item()
+    assert gate > 0
+    for apart, passes in ((2e-7, True), (1e-4, False)):
+        arguments["limit"] = gate * (1 + apart)
+        given = incoming_of(op, arguments)
+        clamped = evaluate(op, op.reference, arguments | {"limit": gate * (1 - apart)}, None, given)
+        right = evaluate(op, op.reference, arguments, None, given)
+        hold("fused_moe", arguments, right)
+        with contextlib.nullcontext() if passes else pytest.raises(Mismatch, match="gradient of x"):
+            hold("fused_moe", arguments, Outcome(right.results, right.gradients | {"x": clamped.gradients["x"]}))

@@ -53,7 +53,8 @@ class Samples:
         Half of the samples are the baseline's largest error at other inputs, as near as roundings are. The others are that of
         the reference whose inputs and operations are all rounded to float32 at random, those that add up terms at each term:
         what float32 inside comes to with this condition. A baseline may do better for no merit, as in the gradient of a layer
-        norm of two columns, where it cancels. What the truth decides, such as which elements are equal, stays decided.
+        norm of two columns, where it cancels. What the truth decides, such as which elements are equal, stays decided. In the
+        rounded samples alone, on which side of a constant bound a number lies may change, unless it is equal to the bound.
         """
         arguments, incoming = self.arguments, self.incoming
         wide, wide_incoming = _widened(arguments), _widened(incoming)
@@ -135,6 +136,9 @@ class Deciding(DispatchMode):
     def _one(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> Tensor:
         if not _is_inexact(value) or function._schema.name in _SIGNS:
             self.decisions.append(value)
+        if _is_bounded(function, args):
+            bound = torch.full_like(args[0], args[1])
+            self.decisions.append(torch.isclose(args[0], bound, rtol=TIE, atol=TIE))
         return value
 
 
@@ -144,9 +148,10 @@ class Decided(Deciding):
     Args:
         decisions: of a run of the same operations.
         seed: of the roundings, which move the result of each operation in float64 by up to half a unit of rounding in
-            float32; None for no rounding. Those of a sum and of a matrix product move each term so, all terms of an element
-            alike: in which order terms are added, and so how large the sums between are, is nobody's to say. A row of a
-            log-softmax is moved as a whole besides: its log-sum-exp is rounded.
+            float32, and with it the side of a constant bound on which it lies; None for no rounding. Those of a sum and of a
+            matrix product move each term so, all terms of an element alike: in which order terms are added, and so how large
+            the sums between are, is nobody's to say. A row of a log-softmax is moved as a whole besides: its log-sum-exp is
+            rounded.
         halves: operands have half precision, whose products tensor cores add up, `AT_ONCE` at a time, to a sum that they cut
             off: always towards zero.
     """
@@ -157,7 +162,11 @@ class Decided(Deciding):
 
     def _one(self, function: Any, args: Any, kwargs: Any, value: Tensor) -> Tensor:
         if not _is_inexact(value):
-            return next(self.next).to(value.device, value.dtype)
+            decided = next(self.next).to(value.device, value.dtype)
+            if not _is_bounded(function, args):
+                return decided
+            tie = next(self.next).to(value.device)
+            return decided if self.seed is None else torch.where(tie, decided, value)
         if function._schema.name in _SIGNS:
             return value.where(next(self.next).to(value.device) != 0, 0.0)
         if self.seed is None:
@@ -257,10 +266,19 @@ def _log_sums(x: Tensor, log_softmax: Tensor, dim: int) -> Tensor:
 AT_ONCE = 16
 """Products of half-precision numbers that a tensor core adds to a float32 sum at a time."""
 
+TIE = 1e-12
+"""Distance from a bound, absolute or relative to it, at which a float64 number counts as equal to it."""
+
+_BOUNDS = ("aten::le", "aten::ge", "aten::lt", "aten::gt")
 _SIGNS = ("aten::sgn", "aten::sign")
 _SUMS = ("aten::sum", "aten::mean")
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::mv": 0, "aten::dot": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Matrix products, and where their first operand stands."""
+
+
+def _is_bounded(function: Any, args: Any) -> bool:
+    """Whether an operation compares numbers with a constant, as the gradient of a clamp does."""
+    return function._schema.name in _BOUNDS and not isinstance(args[1], Tensor) and _is_inexact(args[0])
 
 
 def _is_inexact(value: Tensor) -> bool:

@@ -251,7 +251,7 @@ def test_doctor_sees_a_cache_that_cant_be_written(
 def test_doctor_of_a_user_without_a_home_directory(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as a container's user that has a number and no name."""
+    """A container's user may have a number and no name."""
 
     def unknown(*_: object) -> None:
         raise KeyError("getpwuid(): uid not found: 12345")

@@ -138,7 +138,7 @@ OF_HEADS = ["rope", "qwen2vl_mrope", "llama4_rope"]
 
 
 def with_one_q_head(op: Op[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """One head of q, and six of k."""
+    """The arguments with one head of q, and six of k."""
     heads = names_of(op, arguments)["q"].index("h")
     q, k = (arguments[name].narrow(heads, 0, 1) for name in ("q", "k"))
     return arguments | {"q": q, "k": torch.cat([k * factor for factor in range(1, 7)], heads)}

@@ -29,12 +29,14 @@ def build(
     transposed: bool = False,
     index_dtype: torch.dtype = torch.int64,
     router_dtype: torch.dtype | None = None,
+    at_limit: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """A token's experts are other ones each, unless there are too few, or they may `repeat`.
 
     `used` is how many experts get tokens. `dropped` is the share of slots without an expert. With `transposed` the weights
-    are views of ``[E, H, 2·I]`` and ``[E, I, H]``.
+    are views of ``[E, H, 2·I]`` and ``[E, I, H]``. With `at_limit` all gates are 2⁻²⁶ beyond the limit, and the other terms of
+    their products cancel, in another order each.
     """
     among = experts if used is None else min(used, experts)
     if repeat or per_token > among:
@@ -47,8 +49,15 @@ def build(
         * shape[1] ** -0.5
         for shape in (first, second)
     )
+    x = make.randn(tokens, hidden) * scale
+    if at_limit:
+        x, pairs = torch.ones_like(x), make.randn(experts, intermediate, hidden // 2 - 1)
+        ends = (torch.full_like(pairs[..., :1], end) for end in (options["limit"], 2.0**-26))
+        order = make.uniform(experts, intermediate, hidden, dtype=torch.float32).argsort(-1)
+        gate_weight = torch.cat((pairs, -pairs, *ends), -1).gather(-1, order)
+        gate_up_weight = torch.cat((gate_weight, gate_up_weight[:, intermediate:]), 1)
     return {
-        "x": make.randn(tokens, hidden) * scale,
+        "x": x,
         "gate_up_weight": gate_up_weight,
         "down_weight": down_weight,
         "expert_indices": indices.masked_fill(make.mask(dropped, tokens, per_token), -1).to(index_dtype),
@@ -149,6 +158,8 @@ CASES = (
     Case("gelu", "option", **SMALL, activation="gelu_tanh"),
     Case("limit", "option", **SMALL, limit=0.5, scale=2.0),
     Case("limit-gelu", "option", **SMALL, limit=0.75, activation="gelu_tanh", dropped=0.2),
+    # Rounding decides which gates are clamped.
+    Case("at-the-limit", "option", **SMALL, limit=0.5, at_limit=True),
     Case("transposed", "option", **SMALL, transposed=True),
     # Room for the order and rows of 16, and in two bytes 7 columns at a time, in four 2.
     Case("few-columns", "option", **SMALL, memory_budget=3176),

@@ -41,7 +41,9 @@ def fused_moe(
         expert_indices: int64 or int32 ``[T, K]``, in [0, E); -1 is no expert and adds 0.
         expert_weights: ``[T, K]``, any float dtype.
         activation: ``"silu"`` or ``"gelu_tanh"``.
-        limit: or None. Before the activation, the gate is clamped to at most limit, and the other factor to ±limit.
+        limit: or None. Before the activation, the gate is clamped to at most limit, and the other factor to ±limit. A
+            clamped one gets no gradient. It is the float32 sum that is compared, before any rounding to x's dtype: for one
+            within a float32 sum's rounding of the limit, its order decides.
         memory_budget: bytes that a kernel may allocate beyond its inputs, result and gradients, at least `least_memory`.
             None is `temporary_memory`, which includes both factors of all tokens, saved for backward. Less memory costs
             time: backward computes them again. The reference ignores it and holds all of them.

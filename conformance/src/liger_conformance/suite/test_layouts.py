@@ -12,7 +12,7 @@ from liger_conformance.case import QUICK, Case
 from liger_conformance.compare import same_bits
 from liger_conformance.dividing import place_of_rows
 from liger_conformance.evaluate import Arguments, complete, evaluate, incoming_for, name_results, require
-from liger_conformance.layouts import expanded, outermost_last, padded, shifted, sliced, transposed
+from liger_conformance.layouts import channels_last, expanded, outermost_last, padded, shifted, sliced, transposed
 from liger_conformance.route import only
 from liger_conformance.suite.test_values import arguments_of, check
 from liger_conformance.target import Target
@@ -51,6 +51,33 @@ def test_incoming_gradient_layouts(
     with torch.no_grad():
         incoming = incoming_for(target.op, arguments, name_results(target.op, target.op.reference(**arguments)))
     check(target, lambda draw: arguments_of(target, case, dtype, draw), None, relaid(incoming, layout))
+
+
+AS_THE_INPUT = ("rope", "qwen2vl_mrope")
+"""Ops whose results lie in memory as their reference's, in the order of their inputs. Those of other ops are contiguous."""
+
+
+@pytest.mark.parametrize("layout", [Tensor.contiguous, transposed, channels_last], ids=lambda layout: layout.__name__)
+@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1)
+def test_result_strides(target: Target, case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
+    """Code that views a result runs with every language. The reference is free where inputs aren't contiguous."""
+    arguments = complete(target.op, relaid(arguments_of(target, case, dtype), layout))
+    with torch.no_grad():
+        references = name_results(target.op, target.op.reference(**arguments))
+        with only(target):
+            results = name_results(target.op, target.op(**arguments))
+    for name, value in results.items():
+        if value is None:
+            continue
+        reference = references[name]
+        assert reference is not None
+        follows = target.backend is None or target.op.name in AS_THE_INPUT
+        expected = reference if follows else torch.empty_like(value, memory_format=torch.contiguous_format)
+        sizes = zip(value.shape, value.stride(), expected.stride(), strict=True)
+        require(
+            all(size == 1 or ours == theirs for size, ours, theirs in sizes),
+            f"{name} of shape {tuple(value.shape)} has strides {value.stride()}; the contract says {expected.stride()}",
+        )
 
 
 def kept(layout: Callable[[Tensor], Tensor]) -> saved_tensors_hooks:

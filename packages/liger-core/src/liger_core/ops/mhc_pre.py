@@ -62,7 +62,8 @@ def mhc_pre(
         alpha: ``[3]``, or ``[1]``; of any of those dtypes.
         iterations: Sinkhorn's iterations; at least 1.
         norm_eps: added to the mean square of v.
-        sinkhorn_eps: added to the softmax, and to each sum.
+        sinkhorn_eps: added to the softmax, and to each sum; at least float32's smallest normal number. With 0, a column whose
+            exponentials underflow would be 0 / 0.
         pre_eps: added to pre.
         post_multiplier: the upper bound of post.
 
@@ -127,5 +128,6 @@ def _(
     head = weight.shape[0] == n
     checks.shape(name, "alpha", alpha, (1,) if head else (3,), "for the head" if head else "for pre, post and res")
     checks.integer(name, least=1, iterations=iterations)
-    checks.number(name, least=0, norm_eps=norm_eps, sinkhorn_eps=sinkhorn_eps)
+    checks.number(name, least=0, norm_eps=norm_eps)
+    checks.number(name, least=torch.finfo(torch.float32).tiny, sinkhorn_eps=sinkhorn_eps)
     checks.number(name, pre_eps=pre_eps, post_multiplier=post_multiplier)

@@ -35,7 +35,7 @@ def qwen2vl_mrope(
             D/2.
 
     Returns:
-        The rotated ``(q, k)``, each in its own dtype.
+        The rotated ``(q, k)``, each in its own dtype. They lie in memory as those of `rope`.
 
     Raises:
         TypeError: a dtype or type that is not accepted, or a `sin` of another dtype than cos's.

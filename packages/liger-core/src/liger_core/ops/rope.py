@@ -26,7 +26,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
         sin: of cos's shape and dtype. No gradient.
 
     Returns:
-        The rotated ``(q, k)``, each in its own dtype.
+        The rotated ``(q, k)``, each in its own dtype. They have no gaps in memory, and are contiguous unless a token's heads
+        lie together in q, or k, with adjacent columns: then they do in its result.
 
     Raises:
         TypeError: a dtype or type that is not accepted, or a `sin` of another dtype than cos's.
@@ -47,7 +48,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated, passed = x.tensor_split([cos.shape[-1]], dim=-1)
     x1, x2 = upcast(rotated).chunk(2, dim=-1)
     y = torch.cat((x1, x2), -1) * cos + torch.cat((-x2, x1), -1) * sin
-    return torch.cat((y.to(x.dtype), passed), -1)
+    y = torch.cat((y.to(x.dtype), passed), -1)
+    tokens_first = x.stride(3) == 1 and x.stride(1) < x.stride(2)
+    return y.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first else y
 
 
 @rope.checks

@@ -51,14 +51,16 @@ def tiling(columns: int, rest: int, length: int, q_heads: int, k_heads: int) -> 
 def like(x: Tensor | None, gradient: bool = False) -> Tensor | None:
     """An uninitialised tensor of x's shape, without gaps, whose second and third dimensions lie in the order of x's.
 
+    It is contiguous if x's columns aren't adjacent.
+
     Where a backward asks for a gradient's strides, Dynamo doesn't know them, and copies all gradients. So a trace asks for none.
     """
     if x is None:
         return None
     if gradient and compiling():
         return torch.empty_like(x)
-    _, outer, inner, _ = x.stride()
-    if outer >= inner:
+    _, outer, inner, step = x.stride()
+    if step != 1 or outer >= inner:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     _, second, third, columns = x.shape
     return x.new_empty_strided(x.shape, (second * third * columns, columns, second * columns, 1))

@@ -14,7 +14,7 @@ from triton.backends.compiler import BaseBackend
 from triton.runtime import jit as jit_module
 
 from liger_conformance.interpreters.triton import launches
-from liger_triton.ops import _launch
+from liger_triton.ops import _launch, attn_res
 
 X = torch.zeros(64)
 
@@ -47,6 +47,7 @@ def test_what_is_launched_again(jit: Jit) -> None:
     for grid in ((3,), (4, 5)):
         kernel[grid](X, 7, 0.5, BLOCK=16, num_warps=4)
     assert len(jit.compiled) == 1
+    assert jit.compiled[0][2]["enable_fp_fusion"] is True
     # Grid, stream, function, metadata, no hooks; then the pointer, the numbers, and the constants without the options.
     assert jit.launched == [(4, 5, 1, "-1", "f", "m", None, None, None, X.data_ptr(), 7, 0.5, 16)]
 
@@ -180,3 +181,15 @@ def test_few_launches_are_remembered(jit: Jit, monkeypatch: pytest.MonkeyPatch) 
     for n in range(10):
         kernel[(1,)](X, 7, 0.5, BLOCK=n)
         assert 1 <= len(kernel._compiled) <= 3
+
+
+@pytest.mark.parametrize("tile", [4096, 8192, 16384, 32768])
+def test_attn_res_has_no_more_stages_on_amd_than_64_kib_hold(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
+    """A chip with 160 KiB of shared memory, such as gfx950, has as many registers as one with 64 KiB."""
+
+    def stages(shared: int) -> int:
+        monkeypatch.setattr(attn_res, "shared_memory", lambda device: shared)
+        return attn_res._backward_stages(tile, torch.device("cuda"))
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert stages(160 << 10) == stages(64 << 10)

@@ -84,7 +84,8 @@ class Kernel:
         run(x, y, z, stream_of(device), function, metadata, None, None, None, *runtime_arguments, *constants)
 
     def _launch_anew(self, grid: tuple[int, ...], args: Sequence[Any], named: dict[str, Any], key: Any) -> None:
-        compiled = self.jit[grid](*args, **named)
+        # Releases of Triton differ in whether they fuse a multiplication and an addition unasked.
+        compiled = self.jit[grid](*args, **named, enable_fp_fusion=True)
         if key is not None and compiled is not None:
             if len(self._compiled) >= MOST_REMEMBERED:
                 self._compiled.clear()

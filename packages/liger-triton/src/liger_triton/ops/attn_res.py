@@ -399,7 +399,9 @@ def _tile(columns: int, vectors: bool, size: int) -> tuple[int, int, int]:
 def _backward_stages(tile: int, device: torch.device) -> int:
     """How many pairs of tiles of `tile` bytes are on their way in backward."""
     stages = BACKWARD_STAGES if tile >= 8192 else 3
-    while stages > 1 and 2 * (stages - 1) * tile >= shared_memory(device):
+    # AMD's compiler has registers for no more stages than 64 KiB hold, whatever shared memory a chip has.
+    room = shared_memory(device) if torch.version.hip is None else min(shared_memory(device), 64 << 10)
+    while stages > 1 and 2 * (stages - 1) * tile >= room:
         stages -= 1
     return stages
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,41 @@ def test_reports_of_two_machines_are_one_table(tmp_path: Path, monkeypatch: pyte
     assert rows[1][2] == "not run"
     assert text.startswith("before\n")
     assert text.endswith("<!-- end -->\nafter\n")
+
+
+FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?) ?(ms|GB|MiB|µs)\b")
+RECORD = re.compile(r"\]\((?:\.\./)?(benchmarks/records/[\w.-]+\.md)\)")
+
+
+def unfounded(text: str, read: Callable[[str], str]) -> list[str]:
+    """Figures with a unit that no record linked in the same paragraph, or row of a table, has, up to rounding."""
+    places = [part for paragraph in text.split("\n\n") for part in re.split(r"\n(?=\|)", paragraph)]
+    missing = []
+    for place in places:
+        if names := RECORD.findall(place):
+            numbers = [float(number) for name in names for number in re.findall(r"\d+(?:\.\d+)?", read(name))]
+            for figure, unit in FIGURE.findall(place):
+                decimals = len(figure.partition(".")[2])
+                if float(figure.replace(",", "")) not in [round(number, decimals) for number in numbers]:
+                    missing.append(f"{figure} {unit}")
+    return missing
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/measured.md", "docs/troubleshooting.md"])
+def test_a_figure_is_in_the_record_beside_it(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    assert RECORD.search(text), "the page links to no record: this test would find nothing"
+    missing = unfounded(text, lambda name: (ROOT / name).read_text("utf-8"))
+    assert not missing, f"{page}: no record beside them has {', '.join(missing)}"
+
+
+def test_a_figure_without_a_record_is_found() -> None:
+    page = "It takes 2.5 ms, not 9 ms or 3.1 GB ([record](benchmarks/records/a.md)).\n\nElsewhere 7 ms."
+    assert unfounded(page, lambda name: "2.46 | 3.149") == ["9 ms"]
+
+
+def test_a_record_of_the_suite_is_a_cell() -> None:
+    table = pages.tested()
+    (row,) = (line for line in table.splitlines() if line.startswith("| `fused_moe` |"))
+    assert "conformance-triton-h100-newer-ops.md): 2 failed" in row
+    assert "conformance-h200-fused-moe.md)" in row

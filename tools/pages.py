@@ -120,6 +120,33 @@ def counts() -> str:
     return table(heads, pictures.counts(pictures.Records.of().ops))
 
 
+LANGUAGES_TESTED = ("triton", "cutile")
+"""Languages whose kernels ran on a device."""
+
+
+def tested() -> str:
+    """A row per op: the newest record of the conformance suite on a device of each kind of tests, by language."""
+    from liger_core.contract import ops
+
+    folder = ROOT / "benchmarks/records"
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for path in sorted(folder.glob("*-conformance-*.md")):
+        text = path.read_text("utf-8")
+        chip = re.search(r"device cuda: NVIDIA (\w+)", text)
+        if chip and not re.search(r"-(random|modes)", path.stem):
+            kind = "slow tests" if "slow" in path.stem else "quick tests"
+            heads, _, *rows = (line.strip("| ").split(" | ") for line in text.splitlines() if line[:1] == "|")
+            for op, *cells in rows:
+                for language in LANGUAGES_TESTED:
+                    own = [cell for head, cell in zip(heads[1:], cells, strict=True) if head.startswith(f"{language}/")]
+                    failed = sum(int(number) for cell in own for number in re.findall(r"(\d+) failed", cell))
+                    if any("passed" in cell for cell in own):
+                        words = f"[{chip[1]}, {kind}](../{path.relative_to(ROOT).as_posix()})"
+                        found.setdefault((op, language), {})[kind] = words + f": {failed} failed" * bool(failed)
+    cells = {op: ["; ".join(found.get((op, name), {}).values()) for name in LANGUAGES_TESTED] for op in sorted(ops)}
+    return table(("op", *LANGUAGES_TESTED), ((f"`{op}`", *places) for op, places in cells.items()))
+
+
 def modes(reports: Sequence[dict[str, Any]]) -> str:
     """A row per mode of PyTorch: what a language does in it, and each language's outcomes in the suite's reports."""
     from liger_conformance.report import OUTCOMES
@@ -146,8 +173,8 @@ KINDS = (
     "residual streams",
     "softmax, attention",
     "loss",
-    "a teacher's student",
-    "what losses are made of",
+    "distillation",
+    "log-probabilities, entropy",
 )
 """Kinds of ops, as their case files say, in the order of README."""
 
@@ -169,6 +196,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "sharding": sharding,
     "record": record,
     "counts": counts,
+    "tested": tested,
 }
 ELSEWHERE = {
     "modes": "tools/pages.py --modes",

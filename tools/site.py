@@ -38,6 +38,13 @@ CALLING = {
     "examples": ("examples", "`examples`"),
 }
 """Folders whose code calls ops, with what a reader knows them as."""
+API = {
+    "liger_core": "use get_op explain get_current_backend list_overridden_ops infer_device lean backends BackendInfo Unsupported",
+    "liger_transformers": "apply LigerCallback Report restore register_experts",
+    "liger_distributed": "LossHead cross_entropy fused_linear_cross_entropy fused_linear_jsd grpo_loss token_logprobs "
+    "fused_linear_token_logprobs",
+}
+"""Public names beside the ops, by package: each package is a page."""
 # A file of the repository, and the page that it is. Those under docs/ keep their names.
 PAGES = {
     "README.md": "index.md",
@@ -48,6 +55,15 @@ PAGES = {
         f"packages/{path.parent.name}/README.md": f"packages/{path.parent.name}.md"
         for path in ROOT.glob("packages/*/README.md")
     },
+    "examples/README.md": "examples.md",
+    **{
+        f"{path.parent.relative_to(ROOT)}/CHANGELOG.md": f"changelogs/{path.parent.name}.md"
+        for path in ROOT.glob("*/*/CHANGELOG.md")
+    },
+    "conformance/CHANGELOG.md": "changelogs/liger-conformance.md",
+    **{f"benchmarks/records/{path.name}": f"records/{path.name}" for path in ROOT.glob("benchmarks/records/*.md")},
+    "benchmarks/records": "records/index.md",
+    "docs/decisions": "decisions/index.md",
 }
 # Whoever types an error message wants the first page; the second has every number.
 BOOSTS = {"troubleshooting.md": 10, "npu-gates.md": 0.2}
@@ -67,24 +83,28 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             ]
         if "Project" in section:
             decisions = sorted(f"decisions/{path.name}" for path in (ROOT / "docs/decisions").glob("*.md"))
-            section["Project"][-1] = {"Decisions": decisions}
+            section["Project"][-1] = {"Decisions": ["decisions/index.md", *decisions]}
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not under docs/."""
-    texts = {page: (ROOT / source).read_text("utf-8") for source, page in PAGES.items()}
+    texts = {page: (ROOT / source).read_text("utf-8") for source, page in PAGES.items() if (ROOT / source).is_file()}
+    texts |= {page: list_page(ROOT / source) for source, page in PAGES.items() if (ROOT / source).is_dir()}
+    texts |= {f"api/{package}.md": api_page(package, names.split()) for package, names in API.items()}
     texts |= {f"ops/{name}.md": op_page(name) for name in ops()}
     texts |= {"ops/index.md": index_page(), "ops/losses.md": losses_page()}
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
-    for path in ROOT.glob("packages/*/*.png"):
+    for path in [*ROOT.glob("packages/*/*.png"), *ROOT.glob("examples/*.svg")]:
         files.append(File.generated(config, f"pictures/{path.name}", content=path.read_bytes()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links between files of the repository, and their pictures, into those between pages."""
+    if page.file.src_uri.startswith(("records/", "changelogs/")):
+        page.meta["search"] = {"exclude": True}
     if page.file.src_uri in BOOSTS:
         page.meta["search"] = {"boost": BOOSTS[page.file.src_uri]}
     if (
@@ -117,6 +137,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = FENCE.split(markdown)
     return "".join(part if part.lstrip().startswith("```") else LINK.sub(turned, part) for part in parts)
+
+
+def api_page(package: str, names: list[str]) -> str:
+    """Reference of a package's public names that are no ops."""
+    return "\n".join([f"# {package}", "", *(f"::: {package}.{name}\n" for name in names)])
+
+
+def list_page(folder: Path) -> str:
+    """A page that lists the pages of a folder, the newest record first."""
+    files = sorted(folder.glob("*.md"), reverse=folder.name == "records")
+    titles = {path.name: path.read_text("utf-8").partition("\n")[0].lstrip("# ") for path in files}
+    lines = [f"- [{name.removesuffix('.md')}]({name}): {title}" for name, title in titles.items()]
+    return "\n".join([f"# {folder.name.capitalize()}", "", *lines, ""])
 
 
 def op_page(name: str) -> str:

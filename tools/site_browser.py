@@ -43,6 +43,11 @@ SEARCHES = {
     "spill": "glossary/",
     "FSDP": "faq/",
     "npu": "porting-to-npu/",
+    "install": "installs/",
+    "Llama": "packages/liger-transformers/",
+    "save memory": "memory/",
+    "license": "index.html",
+    "LossHead": "api/liger_distributed/",
 }
 FIRST = 5
 

@@ -11,7 +11,7 @@ from liger_conformance.cases import jsd
 from liger_conformance.cases.cross_entropy import labels
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
-KIND = "a teacher's student"
+KIND = "distillation"
 
 
 def items(make: Make, kind: str | None) -> Any:

@@ -14,7 +14,7 @@ from liger_conformance.cases.fused_linear_cross_entropy import few_chunks
 from liger_conformance.cases.fused_linear_jsd import PADDED, budgets
 from liger_conformance.vary import ANY_DTYPE, Size, Vary
 
-KIND = "a teacher's student"
+KIND = "distillation"
 
 
 def build(

@@ -11,7 +11,7 @@ from liger_conformance.cases.logit_statistics import ALL, targets
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 from liger_core.budget import least_chunk, padded_columns
 
-KIND = "what losses are made of"
+KIND = "log-probabilities, entropy"
 
 
 def build(

@@ -8,7 +8,7 @@ from torch import Tensor
 from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import ANY_DTYPE, Number, Size, Vary
 
-KIND = "what losses are made of"
+KIND = "log-probabilities, entropy"
 
 ALL: dict[str, Any] = {
     "return_entropy": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib
@@ -186,12 +187,11 @@ def install_command(extra: str) -> str:
     """
     from importlib.metadata import PackageNotFoundError, distribution
 
-    origin: dict[str, Any] = {}
-    try:
-        origin = json.loads(distribution("liger-core").read_text("direct_url.json") or "{}")
-    except PackageNotFoundError:
-        pass
-    folder, _, file = unquote(urlsplit(origin.get("url", "")).path).rpartition("/")
+    text = None
+    with contextlib.suppress(PackageNotFoundError):
+        text = distribution("liger-core").read_text("direct_url.json")
+    origin: dict[str, Any] = json.loads(text or "{}")
+    folder, _, file = unquote(urlsplit(str(origin.get("url", ""))).path).rpartition("/")
     if "dir_info" in origin:
         return f"uv pip install {shlex.quote(f'{folder}/liger-{extra}')}"
     if file.endswith(".whl"):

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's logits, without the logits."""
+"""Cross-entropy of a linear layer's logits, made a chunk of rows at a time."""
 
 from typing import Any, Literal, overload
 
@@ -127,7 +127,7 @@ def fused_linear_cross_entropy(
     accum_dtype: torch.dtype = torch.float32,
     memory_budget: int | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """`cross_entropy` of x @ linear_weightᵀ + bias, whose N × V logits a kernel never holds at once.
+    """`cross_entropy` of x @ linear_weightᵀ + bias. A kernel makes the N × V logits a chunk of rows at a time.
 
     Logits are computed in x's dtype, the rest in float32. The gradients of linear_weight and bias are summed over rows
     in `accum_dtype` and rounded once.
@@ -143,9 +143,9 @@ def fused_linear_cross_entropy(
         token_scaling: multiply each row's loss, z-loss and gradient by the probability of its label (after softcap),
             taken as a constant. The divisor of ``"mean"`` stays as it is.
         accum_dtype: the dtype in which gradients are summed over chunks of rows: float32, bfloat16 or float16.
-        memory_budget: bytes that a kernel may allocate beyond its inputs and gradients, accumulators included; at least
-            `least_memory`. None takes `chunk_rows` rows at a time. Less memory costs time, never accuracy. The reference
-            ignores it and holds all logits.
+        memory_budget: bytes that a kernel may allocate beyond its inputs and gradients, accumulators included; the error
+            names the least. None takes max(H, 1024) rows at a time: logits of as many bytes as linear_weight. Less memory
+            costs time, never accuracy. The reference ignores it and holds all logits.
 
     Returns:
         The loss, or a `CrossEntropyOutput` if any `return_*` flag is set.

@@ -49,7 +49,7 @@ def fused_linear_distillation(
 ) -> DistillationOutput:
     """`distillation` of x @ weightᵀ + bias of a student and its teacher.
 
-    A kernel never holds the N × V logits at once, and makes the student's only once for both losses. Logits are computed in
+    A kernel makes the N × V logits a chunk of rows at a time, the student's only once for both losses. Logits are computed in
     x's dtype, the rest in float32. The gradients of student_weight and student_bias are summed over rows in
     `accum_dtype` and float32, and rounded once. The teacher gets no gradient.
 

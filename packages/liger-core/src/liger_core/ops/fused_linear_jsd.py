@@ -30,7 +30,7 @@ def fused_linear_jsd(
 ) -> Tensor:
     """`jsd` of log_softmax(x @ weightᵀ / temperature) of a student and its teacher.
 
-    A kernel never holds the N × V logits at once. Logits are computed in x's dtype, the rest in float32. The
+    A kernel makes the N × V logits a chunk of rows at a time. Logits are computed in x's dtype, the rest in float32. The
     gradient of student_weight is summed over rows in `accum_dtype` and rounded once. The teacher gets no gradient.
 
     Args:

@@ -37,8 +37,8 @@ def fused_linear_kl_div(
     `log_target`, target holds t = log y, and the loss is Σ exp(t)(t − log q). A term with y = 0 is 0. The target needn't add up
     to 1: the gradient of a logit is (q Σ y − y) / temperature.
 
-    A kernel never holds the N × V logits at once, and never copies the target. Logits are computed in x's dtype, the rest
-    in float32. The gradients of linear_weight and bias are summed over rows in `accum_dtype` and float32, and rounded
+    A kernel makes the N × V logits a chunk of rows at a time, and never copies the target. Logits are computed in x's dtype,
+    the rest in float32. The gradients of linear_weight and bias are summed over rows in `accum_dtype` and float32, and rounded
     once. The target gets no gradient.
 
     Args:

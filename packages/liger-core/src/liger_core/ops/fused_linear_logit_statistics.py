@@ -1,4 +1,4 @@
-"""Statistics of a linear layer's logits, without the logits."""
+"""Statistics of a linear layer's logits, with a chunk of the logits at most."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def fused_linear_logit_statistics(
     accum_dtype: torch.dtype = torch.float32,
     memory_budget: int | None = None,
 ) -> LogitStatistics:
-    """`logit_statistics` of x @ linear_weightᵀ + bias, whose N × V logits a kernel never holds at once.
+    """`logit_statistics` of x @ linear_weightᵀ + bias. A kernel holds at most a chunk of the N × V logits.
 
     Logits are float32: products of the given values are added up in float32 and not rounded to x's dtype. Log-probabilities
     get exponentiated: with bfloat16 logits near 11, the ratio of equal policies would be off by up to 3 %. The gradient of a

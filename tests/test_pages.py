@@ -102,7 +102,7 @@ def unfounded(text: str, read: Callable[[str], str]) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/measured.md", "docs/troubleshooting.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/measured.md", "docs/memory.md", "docs/troubleshooting.md"])
 def test_a_figure_is_in_the_record_beside_it(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     assert RECORD.search(text), "the page links to no record: this test would find nothing"

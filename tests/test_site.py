@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,13 @@ def tool(name: str) -> ModuleType:
 
 site_links, site_browser = tool("site_links"), tool("site_browser")
 CHROMIUM = next(filter(None, map(shutil.which, site_browser.NAMES)), None)
+
+
+def test_the_workflow_runs_the_commands_of_ci() -> None:
+    workflow, ci = ((ROOT / name).read_text("utf-8") for name in (".github/workflows/docs.yml", ".ci/run"))
+    commands = re.findall(r"- run: (?:uv run|python) (.*(?:mkdocs|tools/site).*)", workflow)
+    assert len(commands) == 3
+    assert [command for command in commands if command not in ci] == []
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:

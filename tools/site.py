@@ -40,7 +40,7 @@ CALLING = {
 """Folders whose code calls ops, with what a reader knows them as."""
 API = {
     "liger_core": "use get_op explain get_current_backend list_overridden_ops infer_device lean backends BackendInfo Unsupported",
-    "liger_transformers": "apply LigerCallback Report restore register_experts",
+    "liger_transformers": "apply.apply LigerCallback apply.Report apply.restore register_experts",
     "liger_distributed": "LossHead cross_entropy fused_linear_cross_entropy fused_linear_jsd grpo_loss token_logprobs "
     "fused_linear_token_logprobs",
 }
@@ -139,9 +139,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(part if part.lstrip().startswith("```") else LINK.sub(turned, part) for part in parts)
 
 
+API_ENTRY = """::: {0}.{1}
+    options:
+      heading: {0}.{2}
+"""
+
+
 def api_page(package: str, names: list[str]) -> str:
     """Reference of a package's public names that are no ops."""
-    return "\n".join([f"# {package}", "", *(f"::: {package}.{name}\n" for name in names)])
+    return "\n".join(
+        [f"# {package}", "", *(API_ENTRY.format(package, name, name.rpartition(".")[2]) for name in names)]
+    )
 
 
 def list_page(folder: Path) -> str:

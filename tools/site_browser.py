@@ -33,7 +33,7 @@ SEARCHES = {
     "rms_norm": "ops/rms_norm/",
     "cross entropy": "ops/cross_entropy/",
     "attention": "ops/fused_neighborhood_attention/",
-    "LIGER_STRICT": "index.html",
+    "LIGER_STRICT": "choice/",
     "LigerCallback": "packages/liger-transformers/",
     "Return code 5": "troubleshooting/",
     "no installed language serves cuda": "troubleshooting/",

@@ -383,7 +383,7 @@ def loop_grpo(
                 kls.append(kl * mask[i][t])
             losses[i][t] = loss
             clips.append(clipped * mask[i][t])
-            row_clip = clipped
+            row_clip = clipped and any(mask[i])
         row_clips.append(row_clip)
     count = max(sum(map(sum, mask)), 1)
     masked = [[loss * m for loss, m in zip(*pair, strict=True)] for pair in zip(losses, mask, strict=True)]
@@ -395,7 +395,7 @@ def loop_grpo(
     }
     means["dapo"] = means["cispo"] = total / (count if items is None else max(items, 1))
     means["grpo"] = means["sapo"] = sum(sum(masked[i]) / max(sum(mask[i]), 1) for i in range(rows)) / rows
-    clip_ratio = sum(clips) / count if level == "token" else sum(row_clips) / rows
+    clip_ratio = sum(row_clips) / rows if level == "sequence" else sum(clips) / count
     return means[loss_type], sum(kls) / count, clip_ratio, masked
 
 
@@ -413,6 +413,7 @@ def grpo_inputs(dtype: torch.dtype = WIDE) -> dict[str, Any]:
     }
 
 
+LEVEL = "importance_sampling_level"
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7, "delta": 1.1, "importance_sampling_ratio": (4,)},
@@ -428,7 +429,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"loss_type": "dapo", "num_items_in_batch": 0.25, "completion_mask": None},
     {"loss_type": "cispo", "eps_high": 1.2, "importance_sampling_ratio": (4, 3)},
     {"loss_type": "cispo", "eps_high": 5.0, "num_items_in_batch": torch.tensor(7.5)},
+    {"loss_type": "cispo", "eps_high": 0.9, "importance_sampling_level": "sequence"},
+    {"loss_type": "cispo", "eps_high": 1.1, "importance_sampling_level": "sequence_token"},
+    {"importance_sampling_level": "sequence_token", "use_bias_correction_kl": True},
+    {"loss_type": "bnpo", "importance_sampling_level": "sequence_token", "importance_sampling_ratio": (4, 3)},
     {"loss_type": "sapo", "beta": 0.0},
+    {"loss_type": "sapo", "importance_sampling_level": "sequence", "importance_sampling_ratio": (4, 3)},
     {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5, "use_bias_correction_kl": True},
     {"loss_type": "luspo", "delta": 1.2},
     {"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.0, "importance_sampling_ratio": (4,)},
@@ -475,7 +481,7 @@ def test_grpo_loss_is_the_formula(options: dict[str, Any]) -> None:
     assert rows.clip_ratio.shape == (4, 3)
 
     # Where the ratio is a constant there is no function of logits that has this gradient: the next test.
-    if old is not None and options.get("loss_type") != "cispo":
+    if old is not None and options.get("loss_type") != "cispo" and "_token" not in options.get(LEVEL, ""):
         rest = {name: value for name, value in arguments.items() if name != "logits"}
         assert torch.autograd.gradcheck(lambda logits: grpo_loss(logits, **rest).loss, (logits,))
     (gradient,) = torch.autograd.grad(actual.loss, logits, torch.tensor(-2.0, dtype=WIDE))
@@ -484,7 +490,9 @@ def test_grpo_loss_is_the_formula(options: dict[str, Any]) -> None:
 
 
 def test_grpo_loss_gradient_of_constants() -> None:
-    """On policy it is −A times that of the log-probability; in cispo, also times the limited ratio."""
+    """On policy it is −A times that of the log-probability; in cispo, also times the limited ratio; and of a token at
+    ``"sequence_token"`` level, times the row's ratio.
+    """
     arguments = grpo_inputs() | {"beta": 0.0}
     logits, ids = arguments["logits"], arguments["completion_ids"]
     mask, advantages = arguments["completion_mask"], arguments["advantages"][:, None]
@@ -493,7 +501,9 @@ def test_grpo_loss_gradient_of_constants() -> None:
         return logits[:, :-1].log_softmax(-1).gather(-1, ids[..., None])[..., 0]
 
     ratio = (logps() - arguments["old_logps"]).exp().clamp(max=1.1).detach()
+    mean = ((logps() - arguments["old_logps"]) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     for factor, options in (
+        (mean.exp().detach(), {"loss_type": "bnpo", LEVEL: "sequence_token", "eps_low": 1.0, "eps_high": 99.0}),
         (torch.ones_like(ratio), {"loss_type": "bnpo", "old_logps": None}),
         (ratio, {"loss_type": "cispo", "eps_high": 1.1}),
     ):

@@ -86,6 +86,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "grpo-dr": (GRPO, 11, {"loss_type": "dr_grpo", "max_completion_length": 8, "beta": 0.0}),
     "grpo-bnpo": (GRPO, 11, {"loss_type": "bnpo"}),
     "grpo-cispo": (GRPO, 11, {"loss_type": "cispo", "eps_high": 2.0}),
+    "grpo-cispo-sequence": (
+        GRPO,
+        11,
+        {"loss_type": "cispo", "eps_high": 0.9, "importance_sampling_level": "sequence"},
+    ),
+    "grpo-sequence-token": (GRPO, 11, {"importance_sampling_level": "sequence_token"}),
     "grpo-sapo": (GRPO, 11, {"loss_type": "sapo", "sapo_temperature_pos": 0.8}),
     "grpo-luspo": (GRPO, 11, {"loss_type": "luspo"}),
     "grpo-without-columns": (GRPO, 1, {}),

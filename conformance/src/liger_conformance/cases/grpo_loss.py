@@ -95,7 +95,7 @@ def build(
 
 
 PLAIN_RATIO = ("cispo", "sapo")
-"""Loss types without delta and sequence level."""
+"""Loss types without delta."""
 
 VARY = Vary(
     sizes={"batch": Size(most=64), "length": Size(least=0, most=1 << 14), "vocabulary": Size()},
@@ -115,7 +115,7 @@ VARY = Vary(
         "log_ratio_clip": (None, None, Number(0.1, 20.0)),
         "delta": lambda loss_type: (None,) if loss_type in PLAIN_RATIO else (None, None, 1.1, 2.5),
         "loss_type": LOSS_TYPES,
-        "importance_sampling_level": lambda loss_type: LEVELS[:1] if loss_type in PLAIN_RATIO else LEVELS,
+        "importance_sampling_level": LEVELS,
         "max_completion_length": (None, 1, 100),
         "num_items_in_batch": lambda items: (None, 7, 0.5) if items is None else (None,),
         "use_bias_correction_kl": (False, True),
@@ -230,6 +230,46 @@ CASES = (
         delta=1.02,
         importance=(3, 1),
         use_bias_correction_kl=True,
+    ),
+    Case(
+        "sequence-token",
+        "option",
+        **TINY,
+        masked=0.3,
+        importance_sampling_level="sequence_token",
+        importance=(3, 5),
+        use_bias_correction_kl=True,
+    ),
+    Case(
+        "sequence-token-cispo",
+        "option",
+        **TINY,
+        masked=0.3,
+        loss_type="cispo",
+        eps_high=1.1,
+        importance_sampling_level="sequence_token",
+        reduction="none",
+    ),
+    Case(
+        "sequence-cispo",
+        "option",
+        **TINY,
+        masked=0.3,
+        masked_rows=1,
+        loss_type="cispo",
+        eps_high=0.9,
+        gain=1.0,
+        importance_sampling_level="sequence",
+        use_bias_correction_kl=True,
+    ),
+    Case(
+        "sequence-sapo",
+        "option",
+        **TINY,
+        masked=0.3,
+        loss_type="sapo",
+        importance_sampling_level="sequence",
+        importance=(3, 5),
     ),
     Case("sequence-on-policy", "option", **TINY, masked=0.3, old=False, importance_sampling_level="sequence"),
     Case("none", "option", **TINY, masked=0.3, delta=1.1, use_bias_correction_kl=True, reduction="none"),

@@ -12,7 +12,7 @@ from liger_core import checks, torch_state
 from liger_core.contract import upcast
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-LEVELS = ("token", "sequence")
+LEVELS = ("token", "sequence", "sequence_token")
 REDUCTIONS = ("mean", "none")
 MASK_DTYPES = (torch.bool, torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LEAST_RATIO = 1e-8
@@ -36,8 +36,12 @@ class PolicyOptions(NamedTuple):
     reduction: str
 
     # Methods and not properties: Dynamo of torch 2.9 doesn't trace those of a NamedTuple.
+    def row_ratio(self) -> bool:
+        """Whether a ratio is that of a whole row."""
+        return self.importance_sampling_level != "token"
+
     def by_sequence(self) -> bool:
-        """Whether a ratio belongs to a whole row."""
+        """Whether a ratio is that of a whole row, and its gradient too."""
         return self.importance_sampling_level == "sequence"
 
     def means_rows(self) -> bool:
@@ -75,8 +79,9 @@ def loss_of_logprobs(
     lp = upcast(logprobs).masked_fill(~mask, 0.0)
     old = lp.detach() if old_logps is None else upcast(old_logps.detach()).masked_fill(~mask, 0.0)
     log_ratio = lp - old
-    if options.by_sequence():
+    if options.row_ratio():
         log_ratio = log_ratio.masked_fill(~mask, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        log_ratio = log_ratio if options.by_sequence() else log_ratio.detach() + (lp - lp.detach())
     clip = options.log_ratio_clip
     log_ratio = log_ratio if clip is None else log_ratio.clamp(-clip, clip)
 
@@ -108,7 +113,7 @@ def loss_of_logprobs(
         return loss.masked_fill(~mask, 0.0), kl, share.masked_fill(~mask, 0.0)
     tokens = mask.sum().clamp(min=1)
     if options.by_sequence() and share.shape[1] == 1:
-        clip_ratio = share.sum() / max(rows, 1)
+        clip_ratio = (share.sum(-1) * mask.any(-1)).sum() / max(rows, 1)
     else:
         clip_ratio = share.masked_fill(~mask, 0.0).sum() / tokens
     return _mean(loss, mask, num_items_in_batch, options), None if kl is None else kl.sum() / tokens, clip_ratio
@@ -224,13 +229,12 @@ def check_options(
         checks.ndim(op, 0, 0, num_items_in_batch=num_items_in_batch)
     elif num_items_in_batch is not None:
         checks.number(op, above=0, num_items_in_batch=num_items_in_batch)
-    if loss_type in ("cispo", "sapo", "vespo"):
-        if delta is not None:
-            raise ValueError(f"{op}: delta is {delta!r}; it takes None when loss_type is {loss_type!r}")
-        if level != "token":
-            raise ValueError(
-                f"{op}: importance_sampling_level is {level!r}; it takes 'token' when loss_type is {loss_type!r}"
-            )
+    if loss_type in ("cispo", "sapo", "vespo") and delta is not None:
+        raise ValueError(f"{op}: delta is {delta!r}; it takes None when loss_type is {loss_type!r}")
+    if loss_type == "vespo" and level != "token":
+        raise ValueError(
+            f"{op}: importance_sampling_level is {level!r}; it takes 'token' when loss_type is {loss_type!r}"
+        )
 
 
 def check_values(op: str, completion_mask: Tensor | None, num_items_in_batch: int | float | Tensor | None) -> None:

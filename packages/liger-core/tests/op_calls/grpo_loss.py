@@ -90,8 +90,6 @@ BAD = (
     _option("log-ratio-clip-zero", ValueError, ("0.0",), log_ratio_clip=0.0),
     _option("delta-with-cispo", ValueError, ("2.0", "'cispo'"), delta=2.0, loss_type="cispo"),
     _option("delta-with-sapo", ValueError, ("2.0", "'sapo'"), delta=2.0, loss_type="sapo"),
-    _option("sequence-with-cispo", ValueError, ("'cispo'",), importance_sampling_level="sequence", loss_type="cispo"),
-    _option("sequence-with-sapo", ValueError, ("'sapo'",), importance_sampling_level="sequence", loss_type="sapo"),
     _option("max-length-not-an-int", TypeError, ("9.0",), max_completion_length=9.0),
     _option("max-length-zero", ValueError, ("0",), max_completion_length=0),
     _option("items-not-a-number", TypeError, ("'7'",), num_items_in_batch="7"),

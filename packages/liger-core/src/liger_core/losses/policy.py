@@ -41,6 +41,7 @@ def policy_loss(
       log w = Σ over unmasked tokens of clamp(lp − old_logps, −20, 20), plus Σ log importance_sampling_ratio, clamped to
       [log 1e-8, 20]; k and λ are vespo_k_pos and vespo_lambda_pos if A ≥ 0, else those of neg. A φ that is not finite
       is 0. importance_sampling_ratio, each logarithm clamped to [log 1e-8, 20], is in w and multiplied no second time.
+      importance_sampling_level is ``"token"``.
 
     A masked token has loss and gradient 0, whatever its log-probabilities.
 

@@ -100,8 +100,9 @@ def grpo_loss(
         log_ratio_clip: bound of the magnitudes of lp − old_logps (or its mean over the row) and of ref_logps − lp before
             exp; greater than 0, or None. Beyond it their gradient is 0.
         loss_type: one of ``LOSS_TYPES``.
-        importance_sampling_level: ``"token"``; or ``"sequence"``: ρ is exp of the mean of lp − old_logps over the row's
-            unmasked tokens. Not with ``"cispo"`` and ``"sapo"``.
+        importance_sampling_level: ``"token"``; ``"sequence"``: ρ is exp of the mean of lp − old_logps over the row's
+            unmasked tokens; or ``"sequence_token"``: a token's ρ is that, taken as a constant, times exp(lp − lp'), where
+            lp' is lp taken as a constant.
         max_completion_length: L in the mean of ``"dr_grpo"``, or None.
         num_items_in_batch: divisor in the mean of ``"dapo"`` and ``"cispo"``: a number, or a 0-d int or float
             tensor, greater than 0; below 1 it is 1. None is the number of unmasked tokens.
@@ -118,13 +119,13 @@ def grpo_loss(
 
     Raises:
         TypeError: a dtype or type that is not accepted.
-        ValueError: shapes that don't fit together; no `ref_logps` beside a `beta` that is not 0; `delta` or sequence
-            level with a loss_type that has none; an option out of its range; tensors on different devices; on the CPU, a
-            mask of other values.
+        ValueError: shapes that don't fit together; no `ref_logps` beside a `beta` that is not 0; `delta` with a
+            loss_type that has none; an option out of its range; tensors on different devices; on the CPU, a mask of
+            other values.
         IndexError: the id of a token that counts is out of range, on the CPU.
 
     Source:
-        GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO (sequence level) 2507.18071, CISPO 2506.13585,
+        GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO (sequence levels) 2507.18071, CISPO 2506.13585,
         SAPO 2511.20347, LUSPO (Length-Unbiased Sequence Policy Optimization); names and means as in TRL's GRPOTrainer.
 
     >>> logits, ids = torch.zeros(1, 3, 4), torch.tensor([[1, 2]])

@@ -246,7 +246,7 @@ def _sequence_ratios(ratios, state, old_logps, mask, ids, BLOCK: ConstInt):
 def _losses(
     loss, kl, clip, sums, state, ids, old_logps, ref_logps, ratios, advantages, mask, importances,
     beta, low, high, delta, log_ratio_clip, tau_positive, tau_negative,
-    CISPO: ConstBool, SAPO: ConstBool, CORRECT_KL: ConstBool, KEEP: ConstBool, BLOCK: ConstInt,
+    CISPO: ConstBool, SAPO: ConstBool, CORRECT_KL: ConstBool, BY_SEQUENCE: ConstBool, KEEP: ConstBool, BLOCK: ConstInt,
 ):  # fmt: skip
     across = ct.num_tiles(ids, axis=1, shape=(1, BLOCK))
     row, column = ct.bid(0) // across, ct.bid(0) % across
@@ -272,7 +272,7 @@ def _losses(
     token_kl = ct.where(counts, token_kl, 0.0)
     token_clip = ct.where(counts & clipped, 1.0, 0.0)
     if KEEP:
-        if given(ratios):
+        if BY_SEQUENCE:
             by_ratio = by_ratio * _load(ratios, (row, 1), 1, 1)
             _store_state(state, 4, at, ct.where(counts, by_ratio, 0.0), BLOCK)
         else:
@@ -437,7 +437,7 @@ def _launch_forward(
         importances = importances.reshape(rows) if importances.numel() == rows else as_rows(importances)
     across = blocks(length, TOKENS)
     ratios = None
-    if options.by_sequence():
+    if options.row_ratio():
         ratios = torch.empty((rows, 2), dtype=torch.float32, device=state.device)
         launch(_sequence_ratios, (rows,), ratios, state, old_logps, mask, ids, TOKENS)
     loss, kl, clip, weights = results
@@ -449,7 +449,8 @@ def _launch_forward(
         float(options.beta) or None, low, float(high), None if options.delta is None else float(options.delta),
         None if options.log_ratio_clip is None else float(options.log_ratio_clip),
         float(options.sapo_temperature_pos), float(options.sapo_temperature_neg),
-        loss_type == "cispo", loss_type == "sapo", options.use_bias_correction_kl, keep, TOKENS,
+        loss_type == "cispo", loss_type == "sapo", options.use_bias_correction_kl,
+        options.by_sequence(), keep, TOKENS,
     )  # fmt: skip
     if mean:
         items, divisor = inputs.items, inputs.divisor(options)

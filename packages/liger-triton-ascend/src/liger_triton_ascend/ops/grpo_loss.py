@@ -152,7 +152,8 @@ def _token_losses(
 def _losses(
     loss, kl, clip, sums, state, old_logps, ref_logps, advantages, mask, importances, rows, length,
     beta, low, high, delta, log_ratio_clip, tau_positive, tau_negative,
-    CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr, BY_SEQUENCE: tl.constexpr,
+    CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr, ROW_RATIO: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr,
     BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the losses of all tokens of a row, or add them up in `sums` with divergences, clips and tokens that count."""
@@ -163,7 +164,7 @@ def _losses(
         advantage = tl.load(advantages + row).to(tl.float32)
         tau = tl.where(advantage > 0.0, tau_positive, tau_negative)
         per_token = 1.0
-        if BY_SEQUENCE:
+        if ROW_RATIO:
             counted = tl.zeros((BLOCK,), tl.float32)
             log_ratios = tl.zeros((BLOCK,), tl.float32)
             for start in range(0, length, BLOCK):
@@ -189,7 +190,7 @@ def _losses(
             if mask is not None:
                 counts = tl.load(mask + at, inside, other=0.0) != 0.0
             depth, log_sum = _load_log_probability(state, tokens, at, inside, counts)
-            if BY_SEQUENCE:
+            if ROW_RATIO:
                 log_ratio = tl.where(inside, mean_log_ratio, 0.0)
             else:
                 log_ratio = _distance(depth, log_sum, old_logps, at, inside, counts)
@@ -303,7 +304,7 @@ class AscendGRPOLoss(GRPOLossKernels):
             rows, length, options.beta or None, *options.ratios(), options.delta,
             options.log_ratio_clip, options.sapo_temperature_pos, options.sapo_temperature_neg,
             CISPO=loss_type == "cispo", SAPO=loss_type == "sapo", CORRECT_KL=options.use_bias_correction_kl,
-            BY_SEQUENCE=options.by_sequence(), BY_TOKEN=inputs.weighs_tokens(),
+            ROW_RATIO=options.row_ratio(), BY_SEQUENCE=options.by_sequence(), BY_TOKEN=inputs.weighs_tokens(),
             KEEP=keep, BLOCK=block,
         )  # fmt: skip
         if sums is None:

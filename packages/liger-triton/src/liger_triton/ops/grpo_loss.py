@@ -162,7 +162,8 @@ def _token_losses(
 def _losses(
     loss, kl, clip, weights, state, old_logps, ref_logps, advantages, mask, importances, items, rows, length, divisor,
     beta, low, high, delta, log_ratio_clip, tau_positive, tau_negative,
-    CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr, BY_SEQUENCE: tl.constexpr,
+    CISPO: tl.constexpr, SAPO: tl.constexpr, CORRECT_KL: tl.constexpr, ROW_RATIO: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr,
     BY_TOKEN: tl.constexpr, KEEP: tl.constexpr, MEAN: tl.constexpr, ROW_MEAN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +182,7 @@ def _losses(
         first = (row.to(tl.int64) * length)[:, None]
         count = tl.zeros([ROWS], tl.float32)
         mean_log_ratio = tl.zeros([ROWS], tl.float32)
-        if BY_SEQUENCE:
+        if ROW_RATIO:
             for start in range(0, length, BLOCK):
                 column = start + tl.arange(0, BLOCK)[None, :]
                 counts = row_inside[:, None] & (column < length)
@@ -205,7 +206,7 @@ def _losses(
             if mask is not None:
                 counts = inside & (tl.load(mask + at, inside, other=0) != 0)
             depth, log_sum = _load_log_probability(state, tokens, at, counts)
-            if BY_SEQUENCE:
+            if ROW_RATIO:
                 log_ratio = tl.where(inside, mean_log_ratio[:, None], 0.0)
             else:
                 log_ratio = _distance(depth, log_sum, old_logps, at, counts)
@@ -375,8 +376,8 @@ class TritonGRPOLoss(GRPOLossKernels):
             rows, length, inputs.divisor(options), options.beta or None, *options.ratios(), options.delta,
             options.log_ratio_clip, options.sapo_temperature_pos, options.sapo_temperature_neg,
             CISPO=loss_type == "cispo", SAPO=loss_type == "sapo", CORRECT_KL=options.use_bias_correction_kl,
-            BY_SEQUENCE=options.by_sequence(), BY_TOKEN=inputs.weighs_tokens(), KEEP=keep, MEAN=mean,
-            ROW_MEAN=options.means_rows(), ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
+            ROW_RATIO=options.row_ratio(), BY_SEQUENCE=options.by_sequence(), BY_TOKEN=inputs.weighs_tokens(),
+            KEEP=keep, MEAN=mean, ROW_MEAN=options.means_rows(), ROWS=tile_rows, BLOCK=block, num_warps=TILE_WARPS,
         )  # fmt: skip
         return results
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import liger_core
-from liger_core import subclasses
+from liger_core import losses, subclasses
 
 X, W = torch.tensor([[3.0, 4.0]]), torch.ones(2)
 
@@ -205,3 +205,13 @@ def test_a_weight_that_zero3_has_divided_is_an_error_that_teaches() -> None:
     head.ds_id, head.ds_shape = 8, torch.Size([5, 2])  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"fused_linear_cross_entropy: linear_weight is a parameter of shape \[5, 2\]"):
         liger_core.fused_linear_cross_entropy(X, head, torch.tensor([1]))
+
+
+def test_masks_of_other_tensors_are_not_read() -> None:
+    """Parts of such a mask may lie on other processes: a check that reads it would wait for them."""
+    logprobs = torch.tensor([[-1.0, -2.0]])
+    both = TwoTensor(logprobs, logprobs)
+    mask = torch.tensor([[1, 2]])
+    with pytest.raises(ValueError, match="mask holds 2"):
+        losses.sequence_logprobs(logprobs, mask)
+    assert losses.sequence_logprobs(both, TwoTensor(mask, mask)).a.tolist() == [-3.0]

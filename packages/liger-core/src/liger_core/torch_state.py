@@ -98,8 +98,10 @@ def without_values(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def readable(tensor: Tensor | None) -> bool:
-    """Whether a check may read the tensor's data: nothing traces, and no device has to be waited for."""
-    return tensor is not None and tensor.device.type == "cpu" and not compiling() and not without_values([tensor])
+    """Whether a check may read the tensor's data: nothing traces, and no device and no other process has to be waited for."""
+    if tensor is None or tensor.device.type != "cpu" or compiling() or without_values([tensor]):
+        return False
+    return not is_traceable_wrapper_subclass(tensor)
 
 
 def is_batched(tensor: Tensor) -> bool:

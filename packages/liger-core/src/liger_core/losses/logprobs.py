@@ -152,7 +152,7 @@ def _check_flags(name: str, return_entropy: bool, return_lse: bool, return_predi
 
 def _check_tokens(name: str, target: Tensor, vocabulary: int, ignore_index: int) -> None:
     """An accelerator would have to wait for the values: there such a token's log-probability is NaN."""
-    if torch_state.readable(target):
+    if target.device.type == "cpu" and not torch_state.compiling() and not torch_state.without_values([target]):
         checks.indices_below(name, "target", target, vocabulary, ignore_index)
 
 

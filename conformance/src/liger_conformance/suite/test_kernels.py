@@ -156,7 +156,7 @@ def test_arguments_that_changed(target: Target, case: Case, dtype: torch.dtype, 
     """A call sees values that were written to the same tensors after another call, as an optimizer does."""
     op, wanted = target.op, None if grad else ()
     first, second = (complete(op, arguments_of(target, case, dtype, draw)) for draw in (0, 1))
-    # Of some cases, a mask's sum is the size of a tensor.
+    # In some cases a mask's sum is the size of a tensor.
     second = {n: v if isinstance(v, Tensor) and v.shape == first[n].shape else first[n] for n, v in second.items()}
     held = with_leaves(op, {n: v.clone() if isinstance(v, Tensor) else v for n, v in first.items()}, ())
 
@@ -241,7 +241,7 @@ MOST_PROGRAMS = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)
 
 @pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1, kernels=True)
 def test_grids_fit(target: Target, case: Case, dtype: torch.dtype) -> None:
-    """Of 70000 elements of each independent dimension, host code makes grids that CUDA takes. Nothing is launched."""
+    """Grids are such that CUDA takes them with 70000 elements in any one independent dimension. Nothing is launched."""
     needs_interpreter(target)
     op = target.op
     assert target.backend is not None

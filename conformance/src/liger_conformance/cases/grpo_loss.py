@@ -76,11 +76,13 @@ def build(
         mask = mask.to(mask_dtype)
     if items is not None:
         options["num_items_in_batch"] = torch.tensor(items, device=make.device)
-    ratio = None if importance is None else make.uniform(*importance, dtype=wide) + 0.5
-    if ratio is not None and off_policy:
-        ratio = ratio.masked_fill(make.mask(off_policy, *importance), 0.0)
-    if mask is not None and garbage and importance == (batch, length):
-        ratio = ratio.masked_fill(mask == 0, torch.nan)
+    ratio = None
+    if importance is not None:
+        ratio = make.uniform(*importance, dtype=wide) + 0.5
+        if off_policy:
+            ratio = ratio.masked_fill(make.mask(off_policy, *importance), 0.0)
+        if mask is not None and garbage and importance == (batch, length):
+            ratio = ratio.masked_fill(mask == 0, torch.nan)
     advantages = make.randn(batch, dtype=wide)
     return {
         "logits": logits,

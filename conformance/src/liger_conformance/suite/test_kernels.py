@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import liger_core
 from liger_conformance import interpreters
-from liger_conformance.case import QUICK, Case
+from liger_conformance.case import Case
 from liger_conformance.compare import Mismatch, compare, same_bits
 from liger_conformance.dispatch import Allocated
 from liger_conformance.dividing import divisible, names_of
@@ -70,7 +70,7 @@ def needs_interpreter(target: Target) -> None:
         pytest.skip("host code alone is run where an interpreter launches kernels")
 
 
-@pytest.mark.cases(kernels=True)
+@pytest.mark.targets("kernel")
 def test_each_kernel(target: Target) -> None:
     """Each kernel is right for rows far apart, for each gradient alone and without gradients. It writes to nothing given."""
     needs_interpreter(target)
@@ -119,7 +119,8 @@ def _strict_precision() -> Any:
 
 
 @pytest.mark.usefixtures("_strict_precision")
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16, torch.float32), first=1, kernels=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
 def test_process_stays_as_it_was(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The random state, and what torch is set to, are those before the call."""
     arguments = complete(target.op, arguments_of(target, case, dtype))
@@ -135,7 +136,8 @@ def test_process_stays_as_it_was(target: Target, case: Case, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "no-gradients"])
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16, torch.float32), first=1, kernels=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
 def test_second_call(target: Target, case: Case, dtype: torch.dtype, grad: bool) -> None:
     """A second call, with other values, changes nothing of the first one's results; nor does it write to what it is given."""
     op, wanted = target.op, None if grad else ()
@@ -151,7 +153,8 @@ def test_second_call(target: Target, case: Case, dtype: torch.dtype, grad: bool)
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "no-gradients"])
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16, torch.float32), first=1, kernels=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
 def test_arguments_that_changed(target: Target, case: Case, dtype: torch.dtype, grad: bool) -> None:
     """A call sees values that were written to the same tensors after another call, as an optimizer does."""
     op, wanted = target.op, None if grad else ()
@@ -184,7 +187,8 @@ def test_arguments_that_changed(target: Target, case: Case, dtype: torch.dtype, 
         require(same_bits(value, again[name]), f"{name} is that of values before they changed")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16, torch.float32), first=1, kernels=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
 def test_results_are_contiguous(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Results of contiguous arguments are contiguous where the reference's are, so that `view` works on them."""
     op = target.op
@@ -199,7 +203,8 @@ def test_results_are_contiguous(target: Target, case: Case, dtype: torch.dtype) 
             require(value.is_contiguous(), f"{name} has strides {value.stride()} and shape {tuple(value.shape)}")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16, torch.float32), first=1, kernels=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
 def test_memory_is_freed(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Nothing that a call allocates is alive once the caller has let go of its results."""
     op = target.op
@@ -217,7 +222,8 @@ def test_memory_is_freed(target: Target, case: Case, dtype: torch.dtype) -> None
     require(not alive, f"still alive: the memory that {', '.join(sorted(set(alive)))} allocated")
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.float32,), first=1, kernels=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_same_tensor_twice(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Two arguments of one shape may be one tensor."""
     op = target.op
@@ -239,7 +245,8 @@ MOST_PROGRAMS = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)
 """Programs of a CUDA grid in each dimension."""
 
 
-@pytest.mark.cases(groups=QUICK, dtypes=(torch.bfloat16,), first=1, kernels=True)
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_grids_fit(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Grids are such that CUDA takes them with 70000 elements in any one independent dimension. Nothing is launched."""
     needs_interpreter(target)

@@ -105,8 +105,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Turn links between files of the repository, and their pictures, into those between pages."""
     if page.file.src_uri.startswith(("records/", "changelogs/")):
         page.meta["search"] = {"exclude": True}
-    if page.file.src_uri in BOOSTS:
-        page.meta["search"] = {"boost": BOOSTS[page.file.src_uri]}
+    if boost := 5 if page.file.src_uri.startswith("api/") else BOOSTS.get(page.file.src_uri):
+        page.meta["search"] = {"boost": boost}
     if (
         page.file.src_uri.startswith("ops/") and "_" in page.file.name
     ):  # "attention" is to find fused_neighborhood_attention
@@ -141,7 +141,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 API_ENTRY = """::: {0}.{1}
     options:
-      heading: {0}.{2}
+      heading: {2}
 """
 
 

@@ -44,7 +44,7 @@ SEARCHES = {
     "FSDP": "faq/",
     "npu": "porting-to-npu/",
     "install": "installs/",
-    "Llama": "packages/liger-transformers/",
+    "Llama": "models/",
     "save memory": "memory/",
     "license": "index.html",
     "LossHead": "api/liger_distributed/",

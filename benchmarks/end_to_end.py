@@ -286,7 +286,7 @@ def trainer(job: Job) -> tuple[Callable[..., torch.Tensor], Callable[[torch.Tens
         import liger_core
         import liger_transformers
 
-        liger_transformers.apply(model, **{name: True for name in ("lean", "mlp") if name in extras})
+        liger_transformers.apply(model, **{name: name in extras for name in ("lean", "mlp")})
         # Not before: swaps are proved on the CPU.
         liger_core.use(None if way == "default" else way, **dict.fromkeys(filter(None, left.split(".")), "torch"))
     if rank:

@@ -32,6 +32,7 @@ def test_report() -> None:
     model = build("olmo2")
     report = liger_transformers.apply(model)
     assert report.swapped == {
+        ("Olmo2DecoderLayer", "lean(in eager mode)"): 2,
         ("Olmo2Attention", "rope"): 2,
         ("Olmo2RMSNorm", "rms_norm(offset=0, casting_mode='gemma')"): 9,
         ("Olmo2MLP.act_fn", "swiglu"): 2,

@@ -11,6 +11,7 @@ from tiny_models import batch, build, classes
 from torch import Tensor, nn
 
 import liger_transformers
+from liger_transformers import lean
 
 
 def gradients(model: nn.Module) -> tuple[dict[str, Tensor], int]:
@@ -35,7 +36,7 @@ def gradients(model: nn.Module) -> tuple[dict[str, Tensor], int]:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
 def test_gradients_are_equal_and_less_is_kept(kind: str, checkpointing: dict[str, Any] | None) -> None:
     model = build(kind).train()
-    liger_transformers.apply(model)
+    liger_transformers.apply(model, lean=False)
     leaner = copy.deepcopy(model)
     report = liger_transformers.apply(leaner, lean=True)
     layers = {what: count for (what, op), count in report.swapped.items() if op == "lean"}
@@ -57,6 +58,24 @@ def test_a_layer_whose_forward_is_bound_is_left() -> None:
     report = liger_transformers.apply(model, lean=True)
     assert report.swapped["LlamaDecoderLayer", "lean"] == 1
     assert any(what == "LlamaDecoderLayer" and "bound to the instance" in why for what, why in report.left)
+
+
+def test_it_is_the_default_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("llama").train(), batch()
+    report = liger_transformers.apply(model)
+    assert report.swapped["LlamaDecoderLayer", "lean(in eager mode)"] == 2
+    want = model(**inputs).loss
+    entered: list[int] = []
+    original = lean.liger.lean
+    monkeypatch.setattr(lean.liger, "lean", lambda: (entered.append(1), original())[1])
+    model(**inputs)
+    assert len(entered) == 2
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs).loss, want)
+    assert len(entered) == 2
+    liger_transformers.apply(model)  # a later call that asks for it compiled gets it, and keeps it
+    for options in ({"lean": True}, {}):
+        assert liger_transformers.apply(model, **options).swapped["LlamaDecoderLayer", "lean"] == 2
 
 
 def test_under_compile_the_layers_are_one_graph() -> None:

@@ -46,7 +46,7 @@ class Report:
         """Swapped modules by op, without options."""
         counts: dict[str, int] = {}
         for (_, op), count in self.swapped.items():
-            for name in names(op) if op != "lean" else ():
+            for name in names(op) if names(op) != ["lean"] else ():
                 counts[name] = counts.get(name, 0) + count
         return counts
 
@@ -79,7 +79,7 @@ def apply(
     loss: bool = True,
     trl: bool = False,
     lazy: Lazy = False,
-    lean: bool = False,
+    lean: bool | None = None,
     strict: bool = True,
 ) -> Report:
     """Let a transformers model train on liger_core's ops. Only this instance changes, and `restore` undoes it.
@@ -108,7 +108,8 @@ def apply(
         lazy: let logits leave the model before they are computed, in training without labels. ``"always"``: in evaluation
             as well, for reference models. Log-probabilities, entropies and cross-entropies of such logits take one op each.
             Anything else that is done to the logits computes them first.
-        lean: run the model's layers in `liger_core.lean`: it takes less memory, and another forward of its norms and gates.
+        lean: run the model's layers in `liger_core.lean`: it takes less memory, and another forward of its norms and gates. None:
+            in eager mode alone. True: under torch.compile as well.
         strict: raise an error if nothing is swapped. False logs a warning.
 
     Returns:
@@ -122,7 +123,9 @@ def apply(
     """
     _is_module("apply", model)
     switches = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope, "glu": glu, "loss": loss}
-    flag("liger_transformers.apply", **switches, mlp=mlp, experts=experts, trl=trl, lean=lean, strict=strict)
+    flag("liger_transformers.apply", **switches, mlp=mlp, experts=experts, trl=trl, strict=strict)
+    if lean is not None:
+        flag("liger_transformers.apply", lean=lean)
     if lazy not in (False, True, "always"):
         raise ValueError(f"liger_transformers.apply: lazy is {lazy!r}; it takes False, True or 'always'")
     if (trl or lazy) and not loss:
@@ -137,13 +140,13 @@ def apply(
         "relu_squared": glu,
         "gated_mlp": mlp,
         "fused_moe": experts,
-        "lean": lean,
+        "lean": lean is not False,
     }
     for module in list(model.modules()):
         if rms_norm or layer_norm:
             _become(module, norm(module), enabled, report)
-        if lean:
-            _become(module, layer(module), enabled, report)
+        if lean is not False:
+            _become(module, layer(module, bool(lean)), enabled, report)
         if rope:
             _become(module, rotary(module), enabled, report)
         if mlp:
@@ -164,7 +167,7 @@ def apply(
             counts[f"{report.model}.{name}", why or "fused_linear_cross_entropy"] = 1
         if why is None and (op := swap_head(pretrained, linears, lazy, trl)):
             report.swapped[report.model, op] = 1
-    if not report.swapped:
+    if not report.ops:
         off = [name for name, on in switches.items() if not on]
         reasons = "; ".join(f"{what}: {why}" for what, why in report.left)
         if not reasons:

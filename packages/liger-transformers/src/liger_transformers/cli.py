@@ -47,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"liger-transformers: {error}", file=sys.stderr)
         return 2
-    report = apply(model, strict=False, **{name: getattr(options, name) for name in EXTRAS})
+    report = apply(model, strict=False, **{name: True for name in EXTRAS if getattr(options, name)})
     print(report)
-    return 0 if report.swapped else 1
+    return 0 if report.ops else 1
 
 
 def on_meta(name: str) -> PreTrainedModel:

@@ -160,7 +160,7 @@ def in_step(
     told = [rows.shape[:1].numel(), 0 if prepared is None else prepared[0].vocabulary, error is not None]
     sent = torch.tensor([told], device=rows.device)
     received = torch.ops._c10d_functional.all_gather_into_tensor(sent, group.size(), group.group_name)
-    numbers, vocabularies, failed = cast("list[list[int]]", cast("Any", wait_tensor(received)).t().tolist())
+    numbers, vocabularies, failed = cast("Any", wait_tensor(received)).t().tolist()
     if error is not None:
         raise error
     if any(failed):

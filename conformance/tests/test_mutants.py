@@ -148,6 +148,7 @@ def test_survivor_fails_unless_it_is_known(run_command: Callable[..., int], caps
     assert run_command({NAME: "survived"}, {}) == 1
     assert f"swiglu {NAME}: survived" in capsys.readouterr().err
     assert run_command({NAME: "survived"}, {f"swiglu {NAME}": "harmless"}) == 0
+    assert run_command({NAME: "survived"}, {}, "--name=TF32") == 0
     assert run_command({NAME: "never reached"}, {}) == 0
 
 
@@ -158,6 +159,17 @@ def test_declaration_is_strict(run_command: Callable[..., int], capsys: pytest.C
     assert "there is no such mutant" in capsys.readouterr().err
     with pytest.raises(ValueError, match="takes a reason"):
         run_command({}, {f"swiglu {NAME}": " "})
+
+
+def test_page_gives_the_rates_of_the_records() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "mutants.md").read_text("utf-8")
+    records = sorted((root / "conformance" / "mutants").glob("*.jsonl"))
+    assert records
+    for record in records:
+        lines = [json.loads(line) for line in record.read_text("utf-8").splitlines()]
+        killed = sum(line["verdict"] == "killed" for line in lines)
+        assert f"| [{record.stem}](../conformance/mutants/{record.name}) | {len(lines)} | {killed} |" in page
 
 
 def test_record_is_resumed(run_command: Callable[..., int], tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def main() -> int:
     )
     parser.add_argument("--number", type=int, default=50, help="mutants of each op (default: 50), half of them faults")
     parser.add_argument("--seed", type=int, default=0, help="other mutants for each seed (default: 0)")
+    parser.add_argument("--name", default="", metavar="TEXT", help="mutants with this text in their name")
     parser.add_argument("--only", choices=("changes", "faults"), help="one of the two families")
     parser.add_argument(
         "--record", type=Path, metavar="FILE", help="add a line of JSON per mutant; those it has are not run"
@@ -53,7 +54,8 @@ def main() -> int:
     for op in given.op or random.Random(given.seed).sample(claimed, len(claimed)):
         every = mutants_of(backend.package, op)
         judgement.require_names(op, {mutant.name for mutant in every})
-        for mutant in chosen(every, given.number, random.Random(f"{given.seed}/{op}"), given.only):
+        named = [mutant for mutant in every if given.name in mutant.name]
+        for mutant in chosen(named, given.number, random.Random(f"{given.seed}/{op}"), given.only):
             outcome = recorded.get((op, mutant.name))
             if outcome is None and time.time() > until:
                 break

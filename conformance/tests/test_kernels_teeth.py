@@ -125,6 +125,16 @@ MUTANTS = {
         once(RETURN, f"    {STATE}.setdefault('kept', []).append(x.double())\n" + RETURN),
         test_kernels.test_memory_is_freed, "aten::_to_copy",
     ),
+    "a float32 copy that is saved": Mutant(
+        (("    return y, (x, weight", "    return y, (x.float(), weight"),
+         ("    rows = _rows(x)\n    dx =", "    x = x.to(dy.dtype)\n    rows = _rows(x)\n    dx =")),
+        test_kernels.test_saves_no_copies, "saved a copy of x in torch.float32",
+    ),
+    "a workspace of the module": Mutant(
+        once("    parts = torch.empty(rows.shape,", f"    parts = {STATE}['parts'] = torch.empty(rows.shape,")
+        + once("parts.sum(0)", f"{STATE}['parts'].sum(0)"),
+        test_kernels.test_calls_between_launches, "gradient of weight is another",
+    ),
     "rows in the second dimension of a grid": Mutant(
         (("_forward[(rows.shape[0],)]", "_forward[(1, rows.shape[0])]"),
          ("    row = tl.program_id(0).to(tl.int64)", "    row = tl.program_id(1).to(tl.int64)")),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Any, cast
 
 from liger_conformance.interpreters import cutile, tileir, triton, triton_ascend
 from liger_conformance.interpreters.triton import Launch
 from liger_core.backend import BackendInfo
+
+AROUND = 4
+"""Calls around launches: enough for one launch of forward and one of backward."""
 
 
 def prepare(device: str) -> None:
@@ -49,6 +53,40 @@ def launches() -> Generator[list[Launch], None, None]:
 def without_launching(backend: BackendInfo) -> contextlib.AbstractContextManager[list[Launch]]:
     """A context in which host code alone runs: launches are recorded, and results hold no values. Interpreters only."""
     return triton.without_launching() if backend.requires == "triton" else cutile.without_launching()
+
+
+@contextlib.contextmanager
+def around_launches(backend: BackendInfo, call: Callable[[], None]) -> Generator[None, None, None]:
+    """Run a function before and after launches, `AROUND` times, as another thread might; not around its own launches."""
+    calls, running = 0, False
+
+    def once() -> None:
+        nonlocal calls, running
+        if not running and calls < AROUND:
+            calls, running = calls + 1, True
+            call()
+            running = False
+
+    if backend.requires == "triton":
+        from triton.runtime import interpreter
+
+        owner, name = cast("Any", interpreter.GridExecutor), "__call__"
+    else:
+        import cuda.tile
+
+        owner, name = cast("Any", cuda.tile), "launch"
+    launch = getattr(owner, name)
+
+    def launch_between(*args: Any, **named: Any) -> None:
+        once()
+        launch(*args, **named)
+        once()
+
+    setattr(owner, name, launch_between)
+    try:
+        yield
+    finally:
+        setattr(owner, name, launch)
 
 
 def counts_launches(backend: BackendInfo) -> bool:

@@ -152,6 +152,28 @@ def test_second_call(target: Target, case: Case, dtype: torch.dtype, grad: bool)
         kept.require_unchanged("a second call changes")
 
 
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
+def test_calls_between_launches(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Calls with other values before and after launches, as other threads make them, change nothing: no module holds state."""
+    needs_interpreter(target)
+    op = target.op
+    assert target.backend is not None
+    first, second = (complete(op, arguments_of(target, case, dtype, draw)) for draw in (0, 1))
+    incoming = incoming_of(op, first)
+
+    def call() -> None:
+        with torch.enable_grad():
+            evaluate(op, op, second)
+
+    with only(target):
+        expected = evaluate(op, op, first, None, incoming).items()
+        with interpreters.around_launches(target.backend, call):
+            actual = evaluate(op, op, first, None, incoming).items()
+    for name, value in expected.items():
+        require(same_bits(value, actual[name]), f"{name} is another with calls between launches")
+
+
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "no-gradients"])
 @pytest.mark.targets("kernel")
 @pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
@@ -220,6 +242,27 @@ def test_memory_is_freed(target: Target, case: Case, dtype: torch.dtype) -> None
     gc.collect()
     alive = [name for name, storage in allocated if not storage.expired()]
     require(not alive, f"still alive: the memory that {', '.join(sorted(set(alive)))} allocated")
+
+
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
+def test_saves_no_copies(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """An argument that lies without gaps is saved itself, and no copy of it, in whatever dtype."""
+    op = target.op
+    arguments = complete(op, arguments_of(target, case, dtype))
+    floats = {
+        n: v for n, v in tensors(arguments).items() if v.is_floating_point() and v.is_contiguous() and v.numel() > 1
+    }
+    with only(target) as observed:
+        results = name_results(op, op(**with_leaves(op, arguments, present(op, arguments))))
+    places = {value.data_ptr() for value in (*floats.values(), *tensors(results).values())}
+    for value in observed.saved[0]:
+        if isinstance(value, Tensor) and value.data_ptr() not in places:
+            for name, argument in floats.items():
+                copied = value.numel() == argument.numel() and torch.equal(
+                    value.double().view(-1), argument.double().view(-1)
+                )
+                require(not copied, f"saved a copy of {name} in {value.dtype}")
 
 
 @pytest.mark.targets("kernel")

@@ -46,6 +46,9 @@ class Way(NamedTuple):
         return f"{', '.join(self.grads)} alone" if self.grads else "no gradients"
 
 
+APART = Way(True, None)
+
+
 class KernelCall(NamedTuple):
     """A case in some dtype, and the ways to call it."""
 
@@ -95,8 +98,7 @@ def as_called(target: Target, arguments: Arguments, way: Way) -> tuple[Arguments
 
 
 def ways(target: Target, arguments: Arguments) -> Iterator[Way]:
-    """The ways to call a kernel."""
-    yield Way(True, None)
+    """The ways to call a kernel beside that with rows apart."""
     if len(names := present(target.op, arguments)) > 1:
         for name in names:
             yield Way(False, (name,))
@@ -116,31 +118,62 @@ def launches_of(target: Target, arguments: Arguments, way: Way) -> list[Launch]:
     return launches
 
 
-def kernel_calls(target: Target) -> list[KernelCall]:
-    """For each way, calls that launch all kernels which its calls reach."""
-    candidates: dict[Way, list[tuple[tuple[Any, ...], Case, torch.dtype, set[str]]]] = {}
-    number = itertools.count()
+class _Candidate(NamedTuple):
+    """A call in some way, and the kernels that it launches. The least rank is the cheapest call that tells most."""
+
+    rank: tuple[Any, ...]
+    case: Case
+    dtype: torch.dtype
+    kernels: frozenset[str]
+
+
+def _plain_calls(target: Target) -> Iterator[tuple[Case, torch.dtype, Arguments]]:
+    """Cases that are called in the plain way: in float32, which most other tests leave out; in bfloat16 if float32 is refused, or
+    has kernels of its own.
+    """
     found = cases_of(target.op.name)
     for case in found.cases:
         if case.group not in ("odd", "edge", "option") or case.mode != DEFAULT_MODE or case.by_row or case.holds:
             continue
         for dtype in (torch.float32, torch.bfloat16):
             arguments = complete(target.op, found.build(case, dtype, target.device))
-            if refusal(target, arguments) is not None:
-                continue
-            length = max(v.shape[-1] for v in arguments.values() if isinstance(v, Tensor) and v.dim())
-            for way in ways(target, arguments):
-                launches = launches_of(target, arguments, way)
-                programs = sum(math.prod(launch.grid) for launch in launches)
-                few = programs <= FEW
-                # Float32 first, which most other tests leave out.
-                rank = not few, -length if few else programs, programs, dtype is not torch.float32, next(number)
-                candidates.setdefault(way, []).append((rank, case, dtype, {str(launch) for launch in launches}))
+            if refusal(target, arguments) is None:
+                yield case, dtype, arguments
+                if not found.dtypes_apart:
+                    break
+
+
+def kernel_calls(target: Target) -> list[KernelCall]:
+    """For each way, calls that launch all kernels which its calls reach.
+
+    Of the calls that launch the same kernels with rows apart, the best one stands for all in the other ways.
+    """
+    candidates: dict[Way, list[_Candidate]] = {}
+    number = itertools.count()
+
+    def try_call(case: Case, dtype: torch.dtype, arguments: Arguments, way: Way) -> _Candidate:
+        launches = launches_of(target, arguments, way)
+        length = max(v.shape[-1] for v in arguments.values() if isinstance(v, Tensor) and v.dim())
+        programs = sum(math.prod(launch.grid) for launch in launches)
+        few = programs <= FEW
+        rank = not few, -length if few else programs, programs, dtype is not torch.float32, next(number)
+        candidate = _Candidate(rank, case, dtype, frozenset(map(str, launches)))
+        candidates.setdefault(way, []).append(candidate)
+        return candidate
+
+    alike: dict[frozenset[str], list[tuple[_Candidate, Arguments]]] = {}
+    for case, dtype, arguments in _plain_calls(target):
+        candidate = try_call(case, dtype, arguments, APART)
+        alike.setdefault(candidate.kernels, []).append((candidate, arguments))
+    for calls in alike.values():
+        best, arguments = min(calls, key=lambda call: call[0].rank)
+        for way in ways(target, arguments):
+            try_call(best.case, best.dtype, arguments, way)
     chosen: dict[tuple[Case, torch.dtype], list[Way]] = {}
     for way, calls in candidates.items():
-        left = set[str]().union(*(kernels for *_, kernels in calls))
+        left = frozenset[str]().union(*(call.kernels for call in calls))
         while left:
-            _, case, dtype, kernels = min(calls, key=lambda call: (-len(call[3] & left), call[0]))
-            left -= kernels
-            chosen.setdefault((case, dtype), []).append(way)
-    return [KernelCall(case, dtype, tuple(ways)) for (case, dtype), ways in chosen.items()]
+            best = min(calls, key=lambda call: (-len(call.kernels & left), call.rank))
+            left -= best.kernels
+            chosen.setdefault((best.case, best.dtype), []).append(way)
+    return [KernelCall(case, dtype, tuple(taken)) for (case, dtype), taken in chosen.items()]

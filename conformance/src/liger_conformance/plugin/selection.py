@@ -55,7 +55,7 @@ class Cases:
 
     @classmethod
     def of(cls, test: Any) -> Cases:
-        """Of a test's definition or item.
+        """The mark of a test's definition or item.
 
         Raises:
             pytest.UsageError: a keyword that the mark doesn't have.

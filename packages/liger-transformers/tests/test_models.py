@@ -10,6 +10,7 @@ import torch
 from tiny_models import IMAGE_MODELS, TEXT_MODELS, assert_same, batch, build, classes, run, skip_unknown
 
 import liger_transformers
+from liger_transformers.logits import Logits
 
 NOT_CALLED = {
     "bart": {"layer_norm": 2},  # there is no encoder to attend to
@@ -34,8 +35,9 @@ def test_loss_gradients_and_logits(name: str, calls: Counter[str]) -> None:
     assert not calls
     got = run(swapped, inputs)
     assert calls["fused_linear_cross_entropy"] == 1
-    assert got[0].logits is None
+    assert type(got[0].logits) is Logits
     assert_same(want, got)
+    torch.testing.assert_close(got[0].logits, want[0].logits, rtol=1e-4, atol=1e-4)
     for op, count in report.ops.items():
         unused = NOT_CALLED.get(name, {}).get(op, 0)
         again = CALLED_TWICE.get(name, {}).get(op, 0)
@@ -49,7 +51,7 @@ def test_loss_gradients_and_logits(name: str, calls: Counter[str]) -> None:
     model.eval(), swapped.eval()
     with torch.no_grad():
         torch.testing.assert_close(swapped(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-4)
-        assert swapped(**inputs, skip_logits=True).logits is None
+        assert type(swapped(**inputs, skip_logits=True).logits) is Logits
 
     liger_transformers.restore(swapped)
     assert classes(swapped.modules()) == classes(model.modules())

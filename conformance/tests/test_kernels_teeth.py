@@ -115,7 +115,7 @@ MUTANTS = {
     ),
     "a result transposed in memory": Mutant(
         once(RETURN, "    y = y.mT.contiguous().mT if y.dim() > 1 else y\n" + RETURN),
-        test_kernels.test_results_are_contiguous, "has strides",
+        test_layouts.test_result_strides, "has strides",
     ),
     "results that are kept": Mutant(
         once(RETURN, f"    {STATE}.setdefault('kept', []).append(y)\n" + RETURN),

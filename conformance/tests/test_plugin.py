@@ -125,7 +125,7 @@ def test_a_test_of_one_case_takes_the_first_that_is_claimed(
     """The case `odd` is refused: no test of one case or two goes without, and torch.compile is none of the reasons."""
     site = install_package(tmp_path / "site", "picky", PICKY).parent
     done = run_suite(
-        site, "--impl=picky", "--op=swiglu", "--device=cpu", "-vv", "-k", "not graph_capture and not captured and not test_kernels"
+        site, "--impl=picky", "--op=swiglu", "--device=cpu", "-vv", "-k", "not graph_capture and not captured"
     )
     assert done.returncode == 0, done.stdout
     outcomes = dict(re.findall(r"::(test_\w+\[\S+\]) (\w+)", done.stdout))

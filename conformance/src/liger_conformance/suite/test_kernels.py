@@ -211,22 +211,6 @@ def test_arguments_that_changed(target: Target, case: Case, dtype: torch.dtype, 
 
 @pytest.mark.targets("kernel")
 @pytest.mark.cases(dtypes=(torch.float32,), first=1)
-def test_results_are_contiguous(target: Target, case: Case, dtype: torch.dtype) -> None:
-    """Results of contiguous arguments are contiguous where the reference's are, so that `view` works on them."""
-    op = target.op
-    arguments = complete(op, arguments_of(target, case, dtype))
-    if not all(value.is_contiguous() for value in tensors(arguments).values()):
-        pytest.skip("the first case has arguments that lie as a model transposes them")
-    reference = name_results(op, op.reference(**arguments))
-    with only(target):
-        results = name_results(op, op(**arguments))
-    for name, value in tensors(results).items():
-        if (expected := reference[name]) is not None and expected.is_contiguous():
-            require(value.is_contiguous(), f"{name} has strides {value.stride()} and shape {tuple(value.shape)}")
-
-
-@pytest.mark.targets("kernel")
-@pytest.mark.cases(dtypes=(torch.float32,), first=1)
 def test_memory_is_freed(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Nothing that a call allocates is alive once the caller has let go of its results."""
     op = target.op

@@ -58,7 +58,7 @@ AS_THE_INPUT = ("rope", "qwen2vl_mrope")
 
 
 @pytest.mark.parametrize("layout", [Tensor.contiguous, transposed, channels_last], ids=lambda layout: layout.__name__)
-@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
+@pytest.mark.cases(dtypes=(torch.bfloat16, torch.float32), first=1)
 def test_result_strides(target: Target, case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
     """Code that views a result runs with every language. The reference is free where inputs aren't contiguous."""
     arguments = complete(target.op, relaid(arguments_of(target, case, dtype), layout))

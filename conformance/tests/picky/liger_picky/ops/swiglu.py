@@ -12,7 +12,7 @@ def forward(
     needs: Needs, gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
 ) -> tuple[Tensor, Saved]:
     y = F.silu(gate.float() * gate_multiplier) * up.float() * down_multiplier
-    return y.to(gate.dtype), (gate, up) if any(needs) else ()
+    return y.to(gate.dtype).contiguous(), (gate, up) if any(needs) else ()
 
 
 def backward(

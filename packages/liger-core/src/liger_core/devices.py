@@ -8,6 +8,7 @@ import torch
 from torch._C import _get_privateuse1_backend_name  # pyright: ignore[reportPrivateUsage]
 
 from liger_core.backend import backends
+from liger_core.torch_state import constant_in_graphs
 
 ACCELERATORS = ("cuda", "npu", "xpu", "hpu")
 
@@ -30,6 +31,7 @@ def infer_device() -> str:
     return "cpu"
 
 
+@constant_in_graphs
 def type_of(device: str | torch.device | None) -> str:
     """The type of a device: ``"cuda"`` for ``"cuda:1"``, `infer_device()` for None."""
     if device is None:
@@ -43,7 +45,3 @@ def type_of(device: str | torch.device | None) -> str:
         if match and match[1] in known:
             return match[1]
         raise ValueError(f"device is {device!r}; it takes a torch device or its type: {', '.join(known)}") from None
-
-
-# Dynamo can't trace the look-up of installed packages; it can run it. The effect of torch.compiler.assume_constant_result.
-type_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from liger_core.backend import Unsupported, backends, close_to, not_installed
 from liger_core.declaration import declared
+from liger_core.torch_state import constant_in_graphs
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,6 +98,7 @@ def one_language(language: Any, source: str) -> str:
     return language
 
 
+@constant_in_graphs
 def checked_demand(language: str | None, /, **ops: str) -> str | None:
     """The arguments of `use` as one text that `parse_demand` reads, or None if there are none.
 
@@ -109,10 +111,6 @@ def checked_demand(language: str | None, /, **ops: str) -> str | None:
     if parts:
         parse_demand(",".join(parts), "use")
     return ",".join(parts) or None
-
-
-# Dynamo can't trace the look-up of installed packages; it can run it. The effect of torch.compiler.assume_constant_result.
-checked_demand._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class use:

@@ -319,14 +319,11 @@ def _python_number(option: Any) -> Any:
     return option.item() if getattr(option, "shape", None) == () and not isinstance(option, Tensor) else option
 
 
+@torch_state.constant_in_graphs
 def plan_while_tracing(op: str, device: str, demand: str | None) -> bool:
     """Fill an op's tables of plans. Dynamo can't trace imports and file look-ups; it can run them, here."""
     ops[op].plan_once(device, demand)
     return True
-
-
-# The effect of torch.compiler.assume_constant_result, without importing Dynamo for it.
-plan_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def by_name(name: str | Op[..., Any]) -> Op[..., Any]:
@@ -384,6 +381,7 @@ def get_op(name: Any, *, device: str | torch.device | None = None, language: str
     return BoundOp(op, device, _language_of(op.name, device, language, dispatch.state.demand))
 
 
+@torch_state.constant_in_graphs
 def _language_of(name: str, device: str | None, language: str | None, demand: str | None) -> str | None:
     """The language of a `BoundOp`, checked. Dynamo runs this, and doesn't trace it."""
     if language is not None:
@@ -398,6 +396,3 @@ def _language_of(name: str, device: str | None, language: str | None, demand: st
         chosen = ops[name].plan(device, demand).chosen
         language = "torch" if chosen is None else chosen.language
     return language
-
-
-_language_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

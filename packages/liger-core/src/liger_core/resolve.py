@@ -224,6 +224,7 @@ def on_its_device(run: Run, first: str, module: Any) -> Run:
 _logged: set[tuple[str, str, tuple[str, ...]]] = set()
 
 
+@torch_state.constant_in_graphs
 def fall_back(op: str, device: str, reasons: tuple[str, ...]) -> None:
     """Log once per op, device and reasons that the reference runs; an error under LIGER_STRICT=1."""
     strict = dispatch.settings().strict
@@ -237,7 +238,3 @@ def fall_back(op: str, device: str, reasons: tuple[str, ...]) -> None:
     _logged.add((op, device, reasons))
     # On a CPU without kernels this is normal. On an accelerator it costs speed.
     log.log(logging.INFO if device in ("cpu", "meta") else logging.WARNING, text)
-
-
-# The effect of torch.compiler.assume_constant_result, without importing Dynamo for it.
-fall_back._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -48,6 +48,15 @@ def remembered(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Have Dynamo run a function and take its result as a constant. It can't trace the look-up of installed packages, for one.
+
+    The effect of `torch.compiler.assume_constant_result`, without importing Dynamo for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def plain() -> bool:
     """Whether nothing is active that `recording` or `transforming` could report. It is fast: each call of an op asks."""
     return not (

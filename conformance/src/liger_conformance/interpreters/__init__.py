@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Generator
-from typing import Any, cast
+from typing import Any
 
 from liger_conformance.interpreters import cutile, tileir, triton, triton_ascend
 from liger_conformance.interpreters.triton import Launch
@@ -52,7 +52,7 @@ def launches() -> Generator[list[Launch], None, None]:
 
 def without_launching(backend: BackendInfo) -> contextlib.AbstractContextManager[list[Launch]]:
     """A context in which host code alone runs: launches are recorded, and results hold no values. Interpreters only."""
-    return triton.without_launching() if backend.requires == "triton" else cutile.without_launching()
+    return _interpreter(backend).without_launching()
 
 
 @contextlib.contextmanager
@@ -67,26 +67,21 @@ def around_launches(backend: BackendInfo, call: Callable[[], None]) -> Generator
             call()
             running = False
 
-    if backend.requires == "triton":
-        from triton.runtime import interpreter
+    def between(launch: Any) -> Any:
+        def launch_between(*args: Any, **named: Any) -> None:
+            once()
+            launch(*args, **named)
+            once()
 
-        owner, name = cast("Any", interpreter.GridExecutor), "__call__"
-    else:
-        import cuda.tile
+        return launch_between
 
-        owner, name = cast("Any", cuda.tile), "launch"
-    launch = getattr(owner, name)
-
-    def launch_between(*args: Any, **named: Any) -> None:
-        once()
-        launch(*args, **named)
-        once()
-
-    setattr(owner, name, launch_between)
-    try:
+    with _interpreter(backend).launching_by(between):
         yield
-    finally:
-        setattr(owner, name, launch)
+
+
+def _interpreter(backend: BackendInfo) -> Any:
+    """The module that interprets a language's launches."""
+    return triton if backend.requires == "triton" else cutile
 
 
 def counts_launches(backend: BackendInfo) -> bool:

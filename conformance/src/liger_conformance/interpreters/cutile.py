@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 from liger_conformance.interpreters import tileir
@@ -33,17 +33,17 @@ def launches(recorded: list[Launch]) -> Generator[None, None, None]:
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.tile") is None:
         yield
         return
-    import cuda.tile
 
-    launch = cast("Any", cuda.tile).launch
+    def recording(launch: Any) -> Any:
+        @untraced
+        @functools.wraps(launch)
+        def record(stream: Any, grid: Any, kernel: Any, *arguments: Any, **options: Any) -> None:
+            launch(stream, grid, kernel, *arguments, **options)
+            recorded.append(Launch.of(kernel._pyfunc, grid))
 
-    @untraced
-    @functools.wraps(launch)
-    def record(stream: Any, grid: Any, kernel: Any, *arguments: Any, **options: Any) -> None:
-        launch(stream, grid, kernel, *arguments, **options)
-        recorded.append(Launch.of(kernel._pyfunc, grid))
+        return record
 
-    with _launching_by(record):
+    with launching_by(recording):
         yield
 
 
@@ -55,16 +55,17 @@ def without_launching() -> Generator[list[Launch], None, None]:
     def record(stream: Any, grid: Any, kernel: Any, *arguments: Any, **options: Any) -> None:
         recorded.append(Launch.of(kernel._pyfunc, grid))
 
-    with _launching_by(record):
+    with launching_by(lambda launch: record):
         yield recorded
 
 
 @contextlib.contextmanager
-def _launching_by(function: Any) -> Generator[None, None, None]:
+def launching_by(replace: Callable[[Any], Any]) -> Generator[None, None, None]:
+    """Have what `replace` makes of `cuda.tile.launch` take its place."""
     import cuda.tile
 
     launch = cast("Any", cuda.tile).launch
-    cuda.tile.launch = function
+    cuda.tile.launch = replace(launch)
     try:
         yield
     finally:

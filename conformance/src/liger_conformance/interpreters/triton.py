@@ -176,22 +176,29 @@ def _launches_hooked() -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
-def without_launching() -> Generator[list[Launch], None, None]:
-    """Record launches instead of interpreting kernels."""
+def launching_by(replace: Callable[[Any], Any]) -> Generator[None, None, None]:
+    """Have what `replace` makes of the function that interprets a launch take its place."""
     from triton.runtime import interpreter
 
-    recorded: list[Launch] = []
     executor = cast("Any", interpreter.GridExecutor)
     launch = executor.__call__
+    executor.__call__ = replace(launch)
+    try:
+        yield
+    finally:
+        executor.__call__ = launch
+
+
+@contextlib.contextmanager
+def without_launching() -> Generator[list[Launch], None, None]:
+    """Record launches instead of interpreting kernels."""
+    recorded: list[Launch] = []
 
     def record(self: Any, *args: Any, **named: Any) -> None:
         recorded.append(Launch.of(self.fn, self.grid(named) if callable(self.grid) else self.grid))
 
-    executor.__call__ = record
-    try:
+    with launching_by(lambda launch: record):
         yield recorded
-    finally:
-        executor.__call__ = launch
 
 
 def _record(fn: Any, grid: Any) -> None:

@@ -55,8 +55,8 @@ class _Changed(importlib.abc.MetaPathFinder):
 class _Told:
     """The first test that failed, and what the tests reached."""
 
-    def __init__(self, package: str) -> None:
-        self.package, self.failed, self.passed = package, "", 0
+    def __init__(self) -> None:
+        self.failed, self.passed = "", 0
         self.reached: dict[str, Any] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -181,7 +181,7 @@ class Suite:
         output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        told = _Told(self.backend.package)
+        told = _Told()
         plugins: list[Any] = [told]
         if mutant is not None and mutant.change is not None:
             path = folder / f"{mutant.change.file}.py"

@@ -37,12 +37,7 @@ def main(words: Sequence[str] | None = None) -> list[runs.Result]:
         tokenizer = runs.tokenizer_of(options.model)
         return DPOTrainer(model, reference, arguments, train_dataset=rows, processing_class=tokenizer, peft_config=lora)
 
-    results = [
-        runs.train(name, lambda model, swap=name == "liger": make(model, swap), runs.model_of(options.model))
-        for name in runs.names(options)
-    ]
-    runs.report(results, options.output)
-    return results
+    return runs.compare(options, make)
 
 
 if __name__ == "__main__":

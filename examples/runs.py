@@ -119,6 +119,16 @@ def train(name: str, make: Callable[[nn.Module], Trainer], model: nn.Module) -> 
     return meter.result(name, (entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
 
 
+def compare(options: argparse.Namespace, make: Callable[[nn.Module, bool], Trainer]) -> list[Result]:
+    """The runs that were asked for, each by a Trainer that `make` makes of a model, with liger or without it."""
+    results = [
+        train(name, lambda model, swap=name == "liger": make(model, swap), model_of(options.model))
+        for name in names(options)
+    ]
+    report(results, options.output)
+    return results
+
+
 def names(options: argparse.Namespace) -> list[str]:
     """The runs that were asked for: both, unless one was."""
     return [name for name in ("plain", "liger") if getattr(options, name) or not (options.plain or options.liger)]

@@ -103,11 +103,11 @@ def _with_gradient_in(logits: Tensor, dtype: torch.dtype) -> Tensor:
 def least_statistics_memory(x: Tensor, linear_weight: Tensor, *, accum_dtype: torch.dtype, weight_grad: bool) -> int:
     """Bytes below which a `memory_budget` is refused.
 
-    That is the memory of a tile of all rows and `least_chunk` columns, of `least_chunk` rows and all columns, or of all logits at
-    once, whichever is least. The last two have `padded_columns`. Each logit of the tile takes 4 bytes and its gradient in x's
-    dtype, each class 4 for bias's gradient, and each row 32. All rows and some columns take a float32 sum of x's gradient as
-    well. Some rows take an accumulator of linear_weight's gradient in `accum_dtype` as well, unless that is the gradient's
-    dtype. All logits take no sum, and a float32 gradient takes the place of its logit.
+    The least is the memory of a tile of all rows and `least_chunk` columns, of `least_chunk` rows and all columns, or of
+    all logits at once, whichever is least. The last two have `padded_columns`. Each logit of the tile takes 4 bytes and its
+    gradient in x's dtype, each class 4 for bias's gradient, and each row 32. All rows and some columns take a float32 sum
+    of x's gradient as well. Some rows take an accumulator of linear_weight's gradient in `accum_dtype` as well, unless that
+    is the gradient's dtype. All logits take no sum, and a float32 gradient takes the place of its logit.
     """
     rows, hidden = x.shape
     vocabulary = linear_weight.shape[0]

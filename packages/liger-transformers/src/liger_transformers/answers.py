@@ -14,13 +14,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C import _is_any_autocast_enabled
 from torch.nn import functional as F
 
 import liger_core as liger
 from liger_core.losses import fused_linear_token_logprobs
 from liger_core.ops.logit_statistics import LogitStatistics
-from liger_transformers.linear import cross_entropy, one_linear, takes
+from liger_transformers.linear import as_called, cross_entropy, one_linear, takes
 from liger_transformers.logits import HANDLERS, Form, Logits, Note, Plain, Source, Term, aten
 
 NO_TOKEN = torch.iinfo(torch.int64).min
@@ -77,15 +76,15 @@ def _summed(parts: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 def defer(x: Tensor, weight: Tensor, bias: Tensor | None, head: Any = None) -> Tensor | None:
     """The logits F.linear(x, weight, bias); None if they have to be made at once."""
-    kind, given = x.device.type, [t for t in (x, weight, bias) if t is not None]
-    if kind == "meta" or x.dim() < 2 or any(type(t) not in (nn.Parameter, Tensor) or t.is_inference() for t in given):
-        return None  # inference tensors count no version
-    if _is_any_autocast_enabled() and torch.is_autocast_enabled(kind):
-        x, weight, *more = (t.to(torch.get_autocast_dtype(kind)) for t in given)
-        bias = more[0] if more else None
+    given = [t for t in (x, weight, bias) if t is not None]
+    plain = all(
+        type(t) in (nn.Parameter, Tensor) and not t.is_inference() for t in given
+    )  # inference counts no version
+    if x.device.type == "meta" or x.dim() < 2 or not plain:
+        return None
+    x, weight, bias = as_called(x, weight, bias)
     if x.dtype != weight.dtype or not x.is_floating_point():
         return None
-    x = x.contiguous()  # as a linear's output is
     return cast("Any", Linear.apply(x, weight, bias, Source(x, weight, bias, head)))
 
 

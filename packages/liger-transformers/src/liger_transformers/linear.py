@@ -8,8 +8,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 
 import liger_core as liger
+
+
+def as_called(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, weight and bias as F.linear takes them now: in an autocast region in its dtype; x contiguous, as the output is."""
+    kind = x.device.type
+    if _is_any_autocast_enabled() and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
+    return x.contiguous(), weight, bias
 
 
 def one_linear(

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C import _is_any_autocast_enabled
 from torch.nn import functional as F
 
 from liger_transformers.deferred import MUL, NEG, DeferredTensor, add_methods, check_unmodified, version
-from liger_transformers.linear import cross_entropy, one_linear, takes
+from liger_transformers.linear import as_called, cross_entropy, one_linear, takes
 
 ADD = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
 DIV = frozenset({torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__})
@@ -53,11 +52,7 @@ class TracedLogits(DeferredTensor):
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> TracedLogits:
         """The logits F.linear(x, weight, bias), as they would be computed now."""
-        kind = x.device.type
-        if _is_any_autocast_enabled() and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
-        x = x.contiguous()  # as a linear's output is
+        x, weight, bias = as_called(x, weight, bias)
         return cls((Term(x, weight, bias, 1.0, version(x)),), None, x.dtype, torch.is_grad_enabled())
 
     @property

@@ -182,9 +182,8 @@ def _margin_loss(margin: Tensor, loss_type: str, beta: float, s: float, discopop
         return (margin - 1 / (2 * beta)).square()
     if loss_type == "exo_pair":
         return torch.sigmoid(h) * (logsigmoid(h) - math.log1p(-s)) + torch.sigmoid(-h) * (logsigmoid(-h) - math.log(s))
-    finite = h.clamp(
-        min=torch.finfo(h.dtype).min
-    )  # discopop: no infinite logarithm is multiplied by the derivative of m, 0
+    # discopop. No infinite logarithm is multiplied by the derivative of m, 0.
+    finite = h.clamp(min=torch.finfo(h.dtype).min)
     m = torch.sigmoid(finite / discopop_tau)
     return -logsigmoid(h) + (logsigmoid(finite) + (-h).clamp(max=LARGEST_EXPONENT).exp()) * m
 

@@ -64,7 +64,7 @@ def _up(
             k = start + tl.arange(0, DEPTH)[None, :]
             xs = tl.load(x + row * depth + k, here & (k < depth), other=0.0)
             inside = (at < columns) & (k < depth)
-            place = expert * weight_expert + at * weight_row + k * weight_column
+            place = expert * weight_expert + at * weight_row + k * tl.cast(weight_column, tl.int64)
             gates = tl.dot(xs, tl.trans(tl.load(gate + place, inside, other=0.0)), gates)
             ups = tl.dot(xs, tl.trans(tl.load(up + place, inside, other=0.0)), ups)
         column = first + tl.arange(0, COLUMNS)[None, :]
@@ -112,7 +112,7 @@ def _product(
         for start in range(0, depth, DEPTH):
             k = start + tl.arange(0, DEPTH)[None, :]
             xs = tl.load(left + row * left_row + k, here & (k < depth), other=0.0)
-            place = expert * weight_expert + at * weight_row + k * weight_column
+            place = expert * weight_expert + at * weight_row + k * tl.cast(weight_column, tl.int64)
             ws = tl.load(weight + place, (at < columns) & (k < depth), other=0.0)
             sums = tl.dot(xs, tl.trans(ws), sums)
         column = first + tl.arange(0, COLUMNS)[None, :]
@@ -139,7 +139,7 @@ def _gradient(
             k = start + tl.arange(0, DEPTH)[None, :]
             ds = tl.load(dy + row * depth + k, here & (k < depth), other=0.0)
             at = start + tl.arange(0, DEPTH)[:, None]
-            place = expert * down_expert + at * down_row + column * down_column
+            place = expert * down_expert + at * tl.cast(down_row, tl.int64) + column * down_column
             d = tl.dot(ds, tl.load(down + place, (at < depth) & (column < columns), other=0.0), d)
         gates = tl.load(factors + row * (2 * columns) + column, both, other=0.0).to(tl.float32)
         ups = tl.load(factors + row * (2 * columns) + columns + column, both, other=0.0).to(tl.float32)

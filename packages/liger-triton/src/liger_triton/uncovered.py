@@ -26,7 +26,7 @@ UNCOVERED = {
     "compiled* _launch.Kernel._launch_anew: *": _COMPILED,
     "compiled* _launch._hooked": _COMPILED,
     "compiled-sm_90 _launch.Kernel._launch: on_amd is true": "no chip of AMD's",
-    "compiled-sm_90 attn_res._backward_stages: stages > 1 and 2 * (stages - 1) * tile >= shared_memory(device) is true": (
+    "compiled-sm_90 attn_res._backward_stages: stages > 1 and 2 * (stages - 1) * tile >= room is true": (
         "Hopper has enough shared memory for the longest rows"
     ),
     "interpreted embedding._sort: rows > MOST_RANKED is true": (

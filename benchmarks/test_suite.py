@@ -377,7 +377,8 @@ def test_losses_of_a_divided_vocabulary_in_two_processes(monkeypatch: pytest.Mon
     rows, hidden, _ = divided_loss.TINY
     for row in divided:
         assert row["processes"] == "2"
-        agreed = 24 if row["way"] == "process group" else 0  # bytes of three numbers that a CPU compares before it sends more
+        # Before it sends more, a process on a CPU compares three numbers.
+        agreed = 24 if row["way"] == "process group" else 0
         assert int(row["sent_forward"]) == 8 * rows + 4 + agreed  # two statistics of each row, and the vocabulary
         assert int(row["sent_backward"]) == 4 * rows * hidden
         assert all(float(row[column]) < 1e-5 for column in ("loss_off", "dx_off", "dweight_off"))

@@ -181,11 +181,11 @@ VALUES = selection.Cases()
 PURITY = selection.Cases(dtypes=(torch.bfloat16,), short=("odd", "option"))
 
 
-def slow(lane: str, case: str, dtype: torch.dtype, cases: selection.Cases = VALUES) -> bool:
+def slow(lane: str, case: str, dtype: torch.dtype, cases: selection.Cases = VALUES, turn: int | None = None) -> bool:
     """Whether a test of a case of rms_norm is left to `-m slow`."""
     target = Target(ops["rms_norm"], "acme", "cpu", None, lane)
     (found,) = (found for found in cases_of("rms_norm").cases if found.id == case)
-    return selection.is_slow(target, found, dtype, cases)
+    return selection.is_slow(target, found, dtype, cases, turn)
 
 
 def test_an_interpreter_leaves_long_cases_to_the_slow_lane() -> None:
@@ -204,6 +204,28 @@ def test_an_interpreter_leaves_long_cases_to_the_slow_lane() -> None:
     assert slow("interpreted", "vector", torch.bfloat16, PURITY)
     for lane in ("passed", "compiled", "executed"):
         assert not slow(lane, "long-row", torch.bfloat16, PURITY)
+
+
+def test_two_turns_check_the_values_of_each_case_in_both_dtypes() -> None:
+    dtypes = torch.float32, torch.bfloat16
+    for case in (case.id for case in cases_of("rms_norm").cases[1:] if case.group in ("odd", "edge", "option")):
+        left = [[slow("interpreted", case, dtype, turn=turn) for dtype in dtypes] for turn in (0, 1, 2)]
+        assert left[0] == left[2] == left[1][::-1]
+        assert sum(left[0]) == 1
+    extreme = next(case.id for case in cases_of("rms_norm").cases if case.group == "extreme")
+    for case in ("odd", extreme):
+        assert not any(slow("interpreted", case, dtype, turn=1) for dtype in dtypes)
+    assert not any(slow("passed", "no-weight", dtype, turn=1) for dtype in dtypes)
+
+
+def test_four_turns_compile_each_reference(run_suite: Suite, site: Path) -> None:
+    taken = []
+    for turn in range(4):
+        done = run_suite(
+            site, "--impl=torch", "--turn", f"--seed={turn}", "--collect-only", "-k", "test_compile and cold"
+        )
+        taken += re.findall(r"test_compile\[(\w+)-torch", done.stdout)
+    assert sorted(taken) == sorted([*ops, *["rms_norm"] * 3])
 
 
 def test_an_interpreter_leaves_most_of_float16_to_the_slow_lane() -> None:

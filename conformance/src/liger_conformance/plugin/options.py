@@ -20,6 +20,11 @@ def seed(config: pytest.Config) -> int:
     return option(config, "--seed") or 0
 
 
+def turn(config: pytest.Config) -> int | None:
+    """Which part of the costly tests runs; None: all."""
+    return seed(config) if option(config, "--turn") else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("liger", "liger conformance")
     group.addoption(
@@ -65,12 +70,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seed",
         type=int,
         metavar="S",
-        help="with --random or --check-results: others for each seed (default: 0)",
+        help="with --random, --check-results or --turn: others for each seed (default: 0)",
     )
     group.addoption(
         "--seconds", type=float, metavar="T", help="with --random: calls that T seconds don't suffice for are not run"
     )
     group.addoption("--torch-compile", action="store_true", help="with --random: each call under torch.compile")
+    group.addoption(
+        "--turn",
+        action="store_true",
+        help="an interpreter checks values of a short case in one of float32 and bfloat16, and torch.compile takes a quarter of "
+        "the references: others for each --seed",
+    )
     group.addoption(
         "--reached",
         action="store_true",
@@ -117,5 +128,11 @@ def _check_random(config: pytest.Config) -> None:
             config.option.liger_until = time.time() + option(config, "--seconds")
     elif option(config, "--seconds") is not None:
         raise pytest.UsageError("--seconds is of random calls: say how many with --random=N")
-    elif option(config, "--seed") is not None and option(config, "--check-results") is None:
-        raise pytest.UsageError("--seed is of random calls or of --check-results: say how many with --random=N")
+    elif (
+        option(config, "--seed") is not None
+        and not option(config, "--turn")
+        and option(config, "--check-results") is None
+    ):
+        raise pytest.UsageError(
+            "--seed is of random calls, of --check-results or of --turn: say how many with --random=N"
+        )

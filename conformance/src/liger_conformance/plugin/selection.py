@@ -12,11 +12,12 @@ import torch
 from liger_conformance import reach
 from liger_conformance.case import QUICK, Case, cases_of
 from liger_conformance.compilers.host_code import compiled_cases
-from liger_conformance.plugin.options import option, seed
+from liger_conformance.plugin.options import option, seed, turn
 from liger_conformance.plugin.stash import known_key, part_key, spills_key, targets_key
 from liger_conformance.random_call import RandomCall
 from liger_conformance.target import Target
 from liger_conformance.vary import DTYPES
+from liger_core.contract import ops
 
 SUITE = "liger_conformance.suite"
 MODULES = {
@@ -104,16 +105,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     elif "target" in wants:
         makes_slow = _makes_slow(config)
         targets = _targets(test, config) if makes_slow or not test.get_closest_marker("slow") else []
-        rows = _rows(names, targets, Cases.of(test), makes_slow)
+        rows = _rows(names, targets, Cases.of(test), makes_slow, turn(config))
         metafunc.parametrize(names, rows)
 
 
-def _rows(names: list[str], targets: list[Target], cases: Cases, makes_slow: bool) -> list[Any]:
+def _rows(names: list[str], targets: list[Target], cases: Cases, makes_slow: bool, turn: int | None) -> list[Any]:
     """Sets of parameters of a test that is about targets."""
     rows: list[Any] = []
     for target in targets:
         for case, dtype in _calls(target, cases, names):
-            slow = is_slow(target, case, dtype, cases)
+            slow = is_slow(target, case, dtype, cases, turn)
             if slow and not makes_slow:
                 continue
             values = {"target": target, "case": case, "dtype": dtype}
@@ -152,13 +153,13 @@ def _makes_slow(config: pytest.Config) -> bool:
     return not leaves_slow or config.stash[known_key].declares_any or any("::" in name for name in config.args)
 
 
-def is_slow(target: Target, case: object, dtype: torch.dtype | None, cases: Cases) -> bool:
+def is_slow(target: Target, case: object, dtype: torch.dtype | None, cases: Cases, turn: int | None = None) -> bool:
     """Whether a test of a case is left to `-m slow`.
 
     At the sizes of models, wherever it runs. In an interpreter also, but of the op's first case:
 
     - of a long case everything except values, in float32 and bfloat16 for extreme cases and where dtypes have kernels of
-      their own, for the others in one of them in turn;
+      their own, for the others in one of them in turn. With `turn`, short cases have one as well, and each number the other;
     - values in float16, except of extreme cases and where float16 has kernels of its own;
     - where the test's `short` names groups, cases of the others.
     """
@@ -175,16 +176,24 @@ def is_slow(target: Target, case: object, dtype: torch.dtype | None, cases: Case
         return case.group != "extreme" and (not known.float16_apart or known.is_long(case))
     if cases.short:
         return known.is_long(case) or case.group not in cases.short
-    if not known.is_long(case) or known.dtypes_apart:
+    if known.dtypes_apart or (turn is None and not known.is_long(case)):
         return False
-    in_turn = (torch.float32, torch.bfloat16)[known.cases.index(case) % 2]
+    in_turn = (torch.float32, torch.bfloat16)[(known.cases.index(case) + (turn or 0)) % 2]
     return cases.dtypes is None and case.group != "extreme" and dtype is not in_turn
 
 
-def _is_traced_again(item: pytest.Item, target: Target) -> bool:
-    """Whether a test compiles a reference for the CPU that `test_compile` compiles: all but rms_norm's is left to `-m slow`."""
-    again = parameters(item).get("start") == "warm" or item.name.startswith("test_compile_dynamic[")
-    return again and target.backend is None and target.device == "cpu" and target.op.name != "rms_norm"
+def _is_traced_seldom(item: pytest.Item, target: Target, turn: int | None) -> bool:
+    """Whether a test that compiles a reference for the CPU is left to `-m slow`.
+
+    Each is compiled once by `test_compile`, with `turn` a quarter of them; rms_norm's besides from a warm start and with dynamic
+    sizes.
+    """
+    name = target.op.name
+    if target.backend is not None or target.device != "cpu" or name == "rms_norm":
+        return False
+    if parameters(item).get("start") == "warm" or item.name.startswith("test_compile_dynamic["):
+        return True
+    return turn is not None and item.name.startswith("test_compile[") and (sorted(ops).index(name) + turn) % 4 != 0
 
 
 def _random_calls(targets: list[Target], config: pytest.Config) -> list[tuple[Target, RandomCall]]:
@@ -241,7 +250,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         target = values.get("target")
         if target is None:
             continue
-        if _is_traced_again(item, target):
+        if _is_traced_seldom(item, target, turn(config)):
             item.add_marker(pytest.mark.slow)
         dtype = values.get("dtype")
         item.user_properties += [

@@ -18,9 +18,11 @@ import torch
 from tiny_models import assert_same, batch, build, classes, run, skip_unknown
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from toy_language import toy_language
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.activations import ReLUSquaredActivation
 
+import liger_core
 import liger_transformers
 from liger_core import dispatch
 from liger_transformers import norms, rotary
@@ -40,9 +42,41 @@ def test_report() -> None:
     }
     assert not report.left
     assert "9 × rms_norm(offset=0, casting_mode='gemma')" in str(report)
+    assert str(report).endswith("\n  no kernel: PyTorch reference on cpu")
     assert liger_transformers.apply(model) == report  # again: the same, and nothing is swapped twice
+    assert liger_transformers.report(copy.deepcopy(model)) == report
+    assert "Olmo2RMSNorm((32,), eps=1e-05, liger: rms_norm(offset=0, casting_mode='gemma'))" in str(model)
     liger_transformers.restore(model)
+    assert str(liger_transformers.report(model)) == "Olmo2ForCausalLM\n  nothing is swapped"
+    assert "liger" not in str(model)
     assert classes(model.modules()) == classes(build("olmo2").modules())
+
+
+def test_report_at_another_time() -> None:
+    """It has the swaps' options. A forward that was bound later calls the swapped one; a head that came later isn't swapped."""
+    model = build("qwen3_moe", num_hidden_layers=1)
+    report = liger_transformers.apply(model, mlp=True, experts=True, lean=True, lazy=True)
+    assert "fused_moe" in report.ops
+    assert liger_transformers.report(model) == report
+    model.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), model)
+    assert liger_transformers.report(model) == report
+    del model.forward
+    model.lm_head = nn.Linear(32, 99)
+    why = "it came after the swap; call apply again"
+    assert liger_transformers.report(model).left["Qwen3MoeForCausalLM.lm_head", why] == 1
+
+
+def test_report_of_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", num_hidden_layers=1)
+    with toy_language(monkeypatch):
+        gates = liger_transformers.apply(model, rms_norm=False, rope=False, loss=False)
+        assert gates.kernels == ["kernels: toy on cpu"]
+        some = "kernels: PyTorch reference (rms_norm, rope); toy (swiglu) on cpu"
+        assert liger_transformers.apply(model, loss=False).kernels == [some]
+        with liger_core.use("toy"):
+            (line,) = liger_transformers.report(model).kernels
+            assert line.startswith("no kernel: rms_norm on cpu raises Unsupported: toy")
+    assert liger_transformers.report(model).kernels == ["no kernel: PyTorch reference on cpu"]
 
 
 @pytest.mark.parametrize(

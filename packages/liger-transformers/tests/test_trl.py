@@ -14,6 +14,7 @@ import pytest
 import torch
 import trainers
 import trl.trainer.utils as trl_utils
+from accelerate.utils import convert_outputs_to_fp32
 from tiny_models import MOE, batch, build
 from torch import Tensor, nn
 from transformers import set_seed
@@ -279,6 +280,19 @@ def test_trls_head_without_the_option_is_reported() -> None:
     model = build("llama")
     add_fused_lm_head(model)
     assert any("or pass trl=True" in why for _, why in liger_transformers.apply(model).left)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_trls_head_after_the_swap_is_reported(wrapped: bool) -> None:
+    """It never runs the swapped head, and neither does accelerate's wrapper around it."""
+    model = build("llama", num_hidden_layers=1)
+    assert "fused_linear_cross_entropy" in liger_transformers.apply(model).ops
+    add_fused_lm_head(model)
+    if wrapped:
+        model.forward = types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
+    report = liger_transformers.report(model)
+    assert "fused_linear_cross_entropy" not in report.ops
+    assert any("bound to the instance" in why for _, why in report.left)
 
 
 def test_options_are_checked() -> None:

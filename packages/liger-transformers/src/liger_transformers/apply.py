@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import liger_core as liger
 from liger_core.checks import flag
-from liger_transformers.activations import activations
+from liger_transformers.activations import GATED, activations
 from liger_transformers.experts import experts as mixture_experts
 from liger_transformers.experts import gate as own_gate
 from liger_transformers.head import Lazy, head_of, swap_head
@@ -23,6 +23,7 @@ from liger_transformers.norms import norm
 from liger_transformers.rotary import OPS as ROTARY_OPS
 from liger_transformers.rotary import rotary
 from liger_transformers.swap import Swap, original_class, replaced_by, swapped_for
+from liger_transformers.trl import bypasses_head
 
 log = logging.getLogger("liger_transformers")
 
@@ -35,11 +36,14 @@ class Report:
         model: the model's class.
         swapped: modules by (what, op with its options), including those that an earlier `apply` swapped.
         left: modules by (what, the reason why they are unchanged).
+        kernels: the language that runs the ops, for each device type on which the model has parameters. A kernel may still refuse
+            a call: `liger_core.explain` with the call's arguments says so.
     """
 
     model: str
     swapped: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     left: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    kernels: list[str] = field(default_factory=list[str])
 
     @property
     def ops(self) -> dict[str, int]:
@@ -52,12 +56,12 @@ class Report:
 
     def __str__(self) -> str:
         width = max((len(what) for what, _ in (*self.swapped, *self.left)), default=0)
-        lines = [self.model]
+        lines = [self.model, *(() if self.swapped else ("  nothing is swapped",))]
         for title, counts in (("swapped", self.swapped), ("left as it is", self.left)):
             if counts:
                 lines.append(f"  {title}:")
             lines += [f"    {what:{width}}  {count:4} × {why}" for (what, why), count in counts.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {line}" for line in self.kernels)])
 
 
 def names(swap: str) -> list[str]:
@@ -65,8 +69,6 @@ def names(swap: str) -> list[str]:
     return re.sub(r"\(.*?\)", "", swap).split(", ")
 
 
-# Swaps are proved on the CPU, on which a language that the caller requested may not run.
-@liger.use("torch")
 def apply(
     model: nn.Module,
     *,
@@ -130,55 +132,152 @@ def apply(
         raise ValueError(f"liger_transformers.apply: lazy is {lazy!r}; it takes False, True or 'always'")
     if (trl or lazy) and not loss:
         raise ValueError("liger_transformers.apply: trl and lazy take loss=True, since the head is what they are about")
-    report = Report(type(_pretrained(model) or model).__name__)
-    enabled = {
-        "rms_norm": rms_norm,
-        "layer_norm": layer_norm,
-        **dict.fromkeys(ROTARY_OPS, rope),
-        "swiglu": glu,
-        "geglu": glu,
-        "relu_squared": glu,
-        "gated_mlp": mlp,
-        "fused_moe": experts,
-        "lean": lean is not False,
-    }
-    for module in list(model.modules()):
-        if rms_norm or layer_norm:
-            _become(module, norm(module), enabled, report)
-        if lean is not False:
-            _become(module, layer(module, bool(lean)), enabled, report)
-        if rope:
-            _become(module, rotary(module), enabled, report)
-        if mlp:
-            _become(module, gated_mlp(module), enabled, report)
-        _become(module, mixture_experts(module), enabled, report)
-        gates = glu and "fused_moe" not in (swapped_for(module) or "")
-        if gates:
-            _become(module, own_gate(module), enabled, report, f"{type(module).__name__}._apply_gate")
-        for name, child, swap in activations(module) if gates else ():
-            if isinstance(swap, type) and swap is not type(child):
-                child = copy.copy(child)  # some models share one activation between modules
-                module._modules[name] = child
-            _become(child, swap, enabled, report, f"{type(module).__name__}.{name}")
-    if loss and (pretrained := _pretrained(model)) is not None:
-        linears, why = head_of(pretrained, trl, lazy)
-        for name in linears or ("head",):
-            counts = report.swapped if why is None else report.left
-            counts[f"{report.model}.{name}", why or "fused_linear_cross_entropy"] = 1
-        if why is None and (op := swap_head(pretrained, linears, lazy, trl)):
-            report.swapped[report.model, op] = 1
-    if not report.ops:
+    kinds = _kinds(rms_norm, layer_norm, rope, glu, mlp, experts, lean is not False)
+    found = _swap(model, kinds, bool(lean), (trl, lazy) if loss else None)
+    if not found.ops:
         off = [name for name, on in switches.items() if not on]
-        reasons = "; ".join(f"{what}: {why}" for what, why in report.left)
+        reasons = "; ".join(f"{what}: {why}" for what, why in found.left)
         if not reasons:
             reasons = f"it holds no {'other ' if off else ''}norm, rotary function, gate or head"
         if off:
             reasons = f"{', '.join(f'{name}=False' for name in off)} left such modules out; {reasons}"
-        message = f"liger_transformers.apply swapped nothing in {report.model}: {reasons}"
+        message = f"liger_transformers.apply swapped nothing in {found.model}: {reasons}"
         if strict:
             raise ValueError(message)
         log.warning(message)
+    found.kernels = _kernels(found, model)
+    return found
+
+
+def report(model: nn.Module) -> Report:
+    """The report of `apply` for the model as it is now: its swaps, and the modules that are left and why. Nothing is swapped.
+
+    It is read from the modules. So it is right for a copy of the model, and after PEFT has changed the model.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    _is_module("report", model)
+    mlp = any("gated_mlp" in (swapped_for(module) or "") for module in model.modules())
+    lazy, trl = getattr(type(_pretrained(model)), "liger_options", (False, False))
+    found = _swap(model, _kinds(mlp=mlp), False, (trl, lazy), look=True)
+    found.kernels = _kernels(found, model)
+    return found
+
+
+def _kinds(
+    rms_norm: bool = True,
+    layer_norm: bool = True,
+    rope: bool = True,
+    glu: bool = True,
+    mlp: bool = False,
+    experts: bool = False,
+    lean: bool = True,
+) -> dict[str, bool]:
+    """By op, whether modules are swapped for it."""
+    return {
+        "rms_norm": rms_norm,
+        "layer_norm": layer_norm,
+        **dict.fromkeys(ROTARY_OPS, rope),
+        **dict.fromkeys(GATED, glu),
+        "gated_mlp": mlp,
+        "fused_moe": experts,
+        "lean": lean,
+    }
+
+
+# Swaps are proved on the CPU, on which a language that the caller requested may not run.
+@liger.use("torch")
+def _swap(
+    model: nn.Module, kinds: dict[str, bool], compiled: bool, head: tuple[bool, Lazy] | None, look: bool = False
+) -> Report:
+    """Swap the modules of these kinds, and the head for `trl` and `lazy`; or only `look` at those that are swapped."""
+    report = Report(type(_pretrained(model) or model).__name__)
+
+    def become(module: nn.Module, swap: Swap, what: str = "") -> None:
+        """Swap the module if every op of its swap is enabled, and report it."""
+        what = what or type(module).__name__
+        if isinstance(swap, str):
+            _count(report.left, what, swap)
+        elif swap is not None:
+            op = cast("str", cast("Any", swap).liger_op)
+            if look:
+                swap = type(module)
+            if swapped_for(module) == op if look else all(kinds[name] for name in names(op)):
+                module.__class__ = swap
+                _count(report.swapped, what, op)
+
+    for module in list(model.modules()):
+        if kinds["rms_norm"] or kinds["layer_norm"]:
+            become(module, norm(module))
+        if kinds["lean"]:
+            become(module, layer(module, compiled))
+        if kinds["rope"]:
+            become(module, rotary(module))
+        if kinds["gated_mlp"]:
+            become(module, gated_mlp(module))
+        become(module, mixture_experts(module))
+        gates = kinds["swiglu"] and "fused_moe" not in (swapped_for(module) or "")
+        if gates:
+            become(module, own_gate(module), f"{type(module).__name__}._apply_gate")
+        for name, child, swap in activations(module) if gates else ():
+            if not look and isinstance(swap, type) and swap is not type(child):
+                child = copy.copy(child)  # some models share one activation between modules
+                module._modules[name] = child
+            become(child, swap, f"{type(module).__name__}.{name}")
+    if head is not None and (pretrained := _pretrained(model)) is not None:
+        _swap_head(pretrained, *head, report, look)
     return report
+
+
+def _swap_head(model: PreTrainedModel, trl: bool, lazy: Lazy, report: Report, look: bool) -> None:
+    """Swap the head and the model's class, or only `look` at them, and report both."""
+    linears, why = head_of(model, trl, lazy)
+    swapped = why is None
+    if look:
+        # A forward that was bound after the swap calls it. TRL's doesn't.
+        swapped = swapped_for(model) is not None and not bypasses_head(vars(model).get("forward"))
+        if why is None and not swapped:
+            return
+    op = swapped_for(model) if look else swap_head(model, linears, lazy, trl) if swapped else ""
+    for name, linear in linears.items() or (("head", model),):
+        reason = why
+        if swapped:
+            reason = None if swapped_for(linear) is not None else why or "it came after the swap; call apply again"
+        _count(
+            report.left if reason else report.swapped, f"{report.model}.{name}", reason or "fused_linear_cross_entropy"
+        )
+    if swapped and op:
+        _count(report.swapped, report.model, op)
+
+
+def _count(counts: dict[tuple[str, str], int], what: str, why: str) -> None:
+    counts[what, why] = counts.get((what, why), 0) + 1
+
+
+def _kernels(report: Report, model: nn.Module) -> list[str]:
+    """The report's `kernels`, as the dispatcher chooses them now. A model on the meta device runs nowhere and has none."""
+    devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    return [_kernels_on(device, sorted(report.ops)) for device in sorted(devices) if report.ops]
+
+
+def _kernels_on(device: str, ops: list[str]) -> str:
+    """One line for the resolutions of these ops."""
+    languages: dict[str, list[str]] = {}
+    for op in ops:
+        try:
+            resolution = liger.explain(op, device=device)
+        except liger.Unsupported as error:
+            return f"no kernel: calls on {device} raise Unsupported: {error}"
+        if resolution.chosen is None:
+            return f"no kernel: {op} on {device} raises Unsupported: {resolution.candidates[0].why_not}"
+        languages.setdefault(resolution.chosen.language, []).append(op)
+    if [*languages] == ["torch"]:
+        return f"no kernel: PyTorch reference on {device}"
+    if len(languages) == 1:
+        return f"kernels: {next(iter(languages))} on {device}"
+    parts = [f"{'PyTorch reference' if one == 'torch' else one} ({', '.join(its)})" for one, its in languages.items()]
+    return f"kernels: {'; '.join(parts)} on {device}"
 
 
 def _is_module(function: str, model: Any) -> None:
@@ -192,20 +291,6 @@ def _is_module(function: str, model: Any) -> None:
 def _pretrained(model: nn.Module) -> PreTrainedModel | None:
     """The outermost transformers model: the module itself, or one inside PEFT's, DDP's or torch.compile's module."""
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-
-
-def _become(module: nn.Module, swap: Swap, enabled: dict[str, bool], report: Report, what: str = "") -> None:
-    """Swap the module if every op of its swap is enabled, and report it."""
-    if swap is None:
-        return
-    what = what or type(module).__name__
-    if isinstance(swap, str):
-        report.left[what, swap] = report.left.get((what, swap), 0) + 1
-        return
-    op = cast("str", cast("Any", swap).liger_op)
-    if all(enabled[name] for name in names(op)):
-        module.__class__ = swap
-        report.swapped[what, op] = report.swapped.get((what, op), 0) + 1
 
 
 def restore(model: nn.Module) -> None:

@@ -32,6 +32,9 @@ def subclass(cls: type[nn.Module], forward: Callable[..., Any], op: str) -> type
         # pickle compares the class that copyreg.__newobj__ gets with the instance's class. Here these differ.
         return copyreg._reconstructor, (original_class(type(self)), object, None), self.__dict__  # type: ignore[attr-defined]
 
+    def extra_repr(self: nn.Module) -> str:
+        return ", ".join(part for part in (cls.extra_repr(self), f"liger: {op}") if part)
+
     namespace = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -39,6 +42,7 @@ def subclass(cls: type[nn.Module], forward: Callable[..., Any], op: str) -> type
         "__reduce_ex__": __reduce_ex__,
         "forward": forward,
         "liger_op": op,
+        **({"extra_repr": extra_repr} if op else {}),
     }
     swapped = type(cls.__name__, (cls,), namespace)
     # A method __deepcopy__ would be found through a wrapper's __getattr__ as well, as PeftModel's, and copy the inside alone.

@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -172,11 +172,7 @@ def fused_head(method: Any) -> FusedHead | None:
     RuntimeError: it is one, but of a TRL whose forward differs from TRL 1.16's.
     """
     forward = getattr(method, "__func__", None)
-    if not isinstance(forward, types.FunctionType) or hasattr(forward, "liger_replaces"):
-        return None
-    code = forward.__code__
-    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    if "fused_lm_head" not in parameters:
+    if not _takes_the_flag(forward) or hasattr(forward, "liger_replaces"):
         return None
     variables = inspect.getclosurevars(forward).nonlocals
     result = forward.__globals__.get("FusedCausalLMOutput")
@@ -186,3 +182,20 @@ def fused_head(method: Any) -> FusedHead | None:
             "another one; install trl>=1.16,<1.17, or leave trl=True out: TRL's own head then runs on the swapped model"
         )
     return FusedHead(forward, **{name: variables[name] for name in CLOSED_OVER}, result=result)
+
+
+def _takes_the_flag(function: Any) -> TypeGuard[types.FunctionType]:
+    if not isinstance(function, types.FunctionType):
+        return False
+    code = function.__code__
+    return "fused_lm_head" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def bypasses_head(method: Any) -> bool:
+    """Whether a bound forward is TRL's own fused head, or a wrapper around it, such as accelerate's."""
+    function = getattr(method, "__func__", method)
+    while function is not None and not hasattr(function, "liger_replaces"):
+        if _takes_the_flag(function):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False

@@ -26,7 +26,7 @@ def main(words: Sequence[str] | None = None) -> list[runs.Result]:
     tokenizer = runs.tokenizer_of(options.model)
     results = []
     for name in runs.names(options):
-        callbacks = [LigerCallback(lean=True, trl=options.trl)] if name == "liger" else []
+        callbacks = [LigerCallback(lean=True)] if name == "liger" else []
 
         def make(model: nn.Module, callbacks: list[LigerCallback] = callbacks) -> Trainer:
             common = runs.common(options.steps)
@@ -39,7 +39,6 @@ def main(words: Sequence[str] | None = None) -> list[runs.Result]:
             return Trainer(model, TrainingArguments(**common), collate, train_dataset=rows, callbacks=callbacks)
 
         results.append(runs.train(name, make, runs.model_of(options.model)))
-        print(*(callback.report for callback in callbacks), sep="\n")
     runs.report(results, options.output)
     return results
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -81,10 +82,36 @@ def test_trainer(bf16: bool, rtol: float, calls: Counter[str]) -> None:
     assert ours.predict(rows(4)).predictions.shape == (4, 12, VOCABULARY)
 
 
-def test_trainer_makes_another_model() -> None:
-    swapped = trainer(None, [LigerCallback()], model_init=lambda: build("llama"))
-    with pytest.raises(RuntimeError, match="call liger_transformers.apply in model_init"):
-        swapped.train()
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("when", ["model_init", "add_callback"])
+def test_callback_before_training(when: str, bf16: bool, calls: Counter[str]) -> None:
+    """When training begins the model is swapped, unless accelerate has bound its forward."""
+    make = functools.partial(build, "llama", num_hidden_layers=1)
+    callback = LigerCallback()
+    if when == "model_init":
+        late = trainer(None, [callback], model_init=make, bf16=bf16)
+    else:
+        late = trainer(make(), [], bf16=bf16)
+        late.add_callback(callback)
+    if bf16:
+        with pytest.raises(RuntimeError, match=r"by accelerate.*callbacks=\[LigerCallback\(\)\].*apply in model_init"):
+            late.train()
+    else:
+        late.train()
+    assert calls["fused_linear_cross_entropy"] == (0 if bf16 else 16)
+
+
+def test_callback_shows_its_report(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """On standard output, or in a log that takes it."""
+    shown = "1 × fused_linear_cross_entropy\n  no kernel: PyTorch reference on cpu"
+    trainer(build("llama", num_hidden_layers=1), [LigerCallback()])
+    assert shown in capsys.readouterr().out
+    with caplog.at_level("INFO", "liger_transformers"):
+        trainer(build("llama", num_hidden_layers=1), [LigerCallback()])
+    assert shown in caplog.text
+    with caplog.at_level("ERROR", "liger_transformers"):
+        trainer(build("llama", num_hidden_layers=1), [LigerCallback()])
+    assert "fused" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -7,6 +7,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -17,10 +18,11 @@ import trl.trainer.utils as trl_utils
 from accelerate.utils import convert_outputs_to_fp32
 from tiny_models import MOE, batch, build
 from torch import Tensor, nn
-from transformers import set_seed
+from transformers import TrainerControl, TrainerState, set_seed
 from trl.trainer.utils import add_fused_lm_head
 
 import liger_transformers
+from liger_transformers import LigerCallback
 from liger_transformers.logits import Logits, State
 from liger_transformers.swap import swapped_for
 
@@ -167,6 +169,38 @@ def compared(
 def test_trl_trainer(name: str, dense: Counter[str], calls: Counter[str]) -> None:
     make, options = {**CASES, **MORE_CASES}[name]
     compared(make, options, {"trl": True, "lazy": "smoothing" in name}, dense, calls)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_callback(late: bool, dense: Counter[str], calls: Counter[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """It serves TRL's fused head without being told, whether TRL has bound it already or not."""
+    callback = LigerCallback()
+    trainer = trainers.sft(build("llama", num_hidden_layers=1), callbacks=None if late else [callback])
+    if late:
+        trainer.add_callback(callback)
+    dense.clear(), calls.clear()
+    trainer.train()
+    assert not +dense
+    assert calls["fused_linear_logit_statistics"] == 2
+    assert callback.report is not None
+    assert ("LlamaForCausalLM", "fused_linear_logit_statistics(trl)") in callback.report.swapped
+    assert "lazy=True" not in capsys.readouterr().out
+
+
+def test_callback_of_a_trainer_without_trls_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from trl.experimental.cpo import CPOConfig
+
+    arguments = CPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    for lazy in (False, True):
+        model, callback = build("llama", num_hidden_layers=1), LigerCallback(lazy=lazy)
+        state = TrainerState(is_world_process_zero=True)
+        callback.on_init_end(arguments, state, TrainerControl(), model)
+        callback.on_train_begin(arguments, state, TrainerControl(), model)
+        assert ("LigerCallback(lazy=True) computes it without them" in capsys.readouterr().out) is not lazy
+    callback = LigerCallback(loss=False)
+    callback.on_init_end(arguments, state, TrainerControl(), build("llama", num_hidden_layers=1))
+    assert callback.report is not None
+    assert "fused_linear_cross_entropy" not in callback.report.ops
 
 
 @pytest.mark.parametrize("name", [*ESCAPING, *(pytest.param(name, marks=SLOW) for name in MORE_ESCAPING)])

@@ -23,7 +23,7 @@ from liger_transformers.norms import norm
 from liger_transformers.rotary import OPS as ROTARY_OPS
 from liger_transformers.rotary import rotary
 from liger_transformers.swap import Swap, original_class, replaced_by, swapped_for
-from liger_transformers.trl import bypasses_head
+from liger_transformers.trl import serves
 
 log = logging.getLogger("liger_transformers")
 
@@ -159,7 +159,7 @@ def report(model: nn.Module) -> Report:
     """
     _is_module("report", model)
     mlp = any("gated_mlp" in (swapped_for(module) or "") for module in model.modules())
-    lazy, trl = getattr(type(_pretrained(model)), "liger_options", (False, False))
+    lazy, trl = getattr(type(pretrained_in(model)), "liger_options", (False, False))
     found = _swap(model, _kinds(mlp=mlp), False, (trl, lazy), look=True)
     found.kernels = _kernels(found, model)
     return found
@@ -192,7 +192,7 @@ def _swap(
     model: nn.Module, kinds: dict[str, bool], compiled: bool, head: tuple[bool, Lazy] | None, look: bool = False
 ) -> Report:
     """Swap the modules of these kinds, and the head for `trl` and `lazy`; or only `look` at those that are swapped."""
-    report = Report(type(_pretrained(model) or model).__name__)
+    report = Report(type(pretrained_in(model) or model).__name__)
 
     def become(module: nn.Module, swap: Swap, what: str = "") -> None:
         """Swap the module if every op of its swap is enabled, and report it."""
@@ -225,7 +225,7 @@ def _swap(
                 child = copy.copy(child)  # some models share one activation between modules
                 module._modules[name] = child
             become(child, swap, f"{type(module).__name__}.{name}")
-    if head is not None and (pretrained := _pretrained(model)) is not None:
+    if head is not None and (pretrained := pretrained_in(model)) is not None:
         _swap_head(pretrained, *head, report, look)
     return report
 
@@ -236,7 +236,7 @@ def _swap_head(model: PreTrainedModel, trl: bool, lazy: Lazy, report: Report, lo
     swapped = why is None
     if look:
         # A forward that was bound after the swap calls it. TRL's doesn't.
-        swapped = swapped_for(model) is not None and not bypasses_head(vars(model).get("forward"))
+        swapped = swapped_for(model) is not None and serves(vars(model).get("forward")) is not False
         if why is None and not swapped:
             return
     op = swapped_for(model) if look else swap_head(model, linears, lazy, trl) if swapped else ""
@@ -288,7 +288,7 @@ def _is_module(function: str, model: Any) -> None:
         )
 
 
-def _pretrained(model: nn.Module) -> PreTrainedModel | None:
+def pretrained_in(model: nn.Module) -> PreTrainedModel | None:
     """The outermost transformers model: the module itself, or one inside PEFT's, DDP's or torch.compile's module."""
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
 

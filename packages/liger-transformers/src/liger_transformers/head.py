@@ -202,7 +202,7 @@ def head_of(model: nn.Module, for_trl: bool = False, lazy: Lazy = False) -> tupl
         why := _why_not_parallel(model, linears, for_trl, lazy)
     ) is not None:
         return linears, why
-    if (why := _bound(model)) is not None and not (for_trl and trl.fused_head(vars(model)["forward"]) is not None):
+    if (why := bound_forward(model, for_trl)) is not None:
         return linears, why
     for name, module in linears.items():
         if (why := _bound(module)) is not None and not _is_divided(module):
@@ -238,6 +238,12 @@ def _why_not_parallel(model: nn.Module, linears: dict[str, nn.Module], for_trl: 
     if subclasses.handler_of([linears[place].weight]) is None:
         return "its head is divided by tensor parallelism, whose loss takes liger-core[distributed], and that isn't installed"
     return None
+
+
+def bound_forward(model: nn.Module, for_trl: bool) -> str | None:
+    """Why another forward of the class has no effect: one is bound to the instance, and is not TRL's that `for_trl` replaces."""
+    why = _bound(model)
+    return None if why is None or (for_trl and trl.fused_head(vars(model)["forward"]) is not None) else why
 
 
 def _bound(module: nn.Module) -> str | None:

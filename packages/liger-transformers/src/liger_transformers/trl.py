@@ -179,7 +179,7 @@ def fused_head(method: Any) -> FusedHead | None:
     if result is None or not {*CLOSED_OVER} <= {*variables} or not {*variables["outputs"]} <= {"log_probs", *FIELDS}:
         raise RuntimeError(
             f"liger_transformers.apply(model, trl=True) serves the fused head of TRL 1.16, and {forward.__module__} binds "
-            "another one; install trl>=1.16,<1.17, or leave trl=True out: TRL's own head then runs on the swapped model"
+            "another one; install trl>=1.16,<1.17, or pass trl=False: TRL's own head then runs on the swapped model"
         )
     return FusedHead(forward, **{name: variables[name] for name in CLOSED_OVER}, result=result)
 
@@ -191,11 +191,14 @@ def _takes_the_flag(function: Any) -> TypeGuard[types.FunctionType]:
     return "fused_lm_head" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def bypasses_head(method: Any) -> bool:
-    """Whether a bound forward is TRL's own fused head, or a wrapper around it, such as accelerate's."""
+def serves(method: Any) -> bool | None:
+    """Whether a bound forward, or one that it wraps as accelerate's does, serves TRL's fused head (True) or is that head (False).
+
+    None if it is neither.
+    """
     function = getattr(method, "__func__", method)
-    while function is not None and not hasattr(function, "liger_replaces"):
-        if _takes_the_flag(function):
-            return True
+    while function is not None:
+        if hasattr(function, "liger_replaces") or _takes_the_flag(function):
+            return hasattr(function, "liger_replaces")
         function = getattr(function, "__wrapped__", None)
-    return False
+    return None

@@ -60,7 +60,7 @@ def common(**more: Any) -> dict[str, Any]:
     }
 
 
-def sft(model: Any, data: str = "text", **options: Any) -> Trainer:
+def sft(model: Any, data: str = "text", callbacks: Any = None, **options: Any) -> Trainer:
     from trl import SFTConfig, SFTTrainer
 
     rows: list[dict[str, Any]] = [{"text": f"{prompt} {one}"} for prompt, one, _ in TEXTS]
@@ -70,7 +70,8 @@ def sft(model: Any, data: str = "text", **options: Any) -> Trainer:
     elif data == "completion":
         rows = [{"prompt": prompt, "completion": f" {one}"} for prompt, one, _ in TEXTS]
     arguments = SFTConfig(**common(), **options)
-    return SFTTrainer(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer())
+    data_set = Dataset.from_list(rows)
+    return SFTTrainer(model, args=arguments, train_dataset=data_set, processing_class=tokenizer(), callbacks=callbacks)
 
 
 def preferences() -> Dataset:

@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 
 import liger_transformers
 from liger_transformers import LigerCallback
+from liger_transformers.logits import State
 
 peft = pytest.importorskip("peft")
 
@@ -64,9 +65,30 @@ def logged(trained: Trainer, name: str) -> list[float]:
     return [entry[name] for entry in trained.state.log_history if name in entry]
 
 
+def logits_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The shapes of logits that are made from now on."""
+    made: list[Any] = []
+    linear, compute = nn.Linear.forward, State.compute
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        made.extend([x.shape] if self.out_features == VOCABULARY else [])
+        return linear(self, x)
+
+    def computed(self: State, current: bool) -> Tensor:
+        made.append(self.meta.shape)
+        return compute(self, current)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    monkeypatch.setattr(State, "compute", computed)
+    return made
+
+
 @pytest.mark.parametrize(("bf16", "rtol"), [(False, 1e-5), (True, 1e-2)])
-def test_trainer(bf16: bool, rtol: float, calls: Counter[str]) -> None:
-    """Accumulation over rows with different numbers of labels, evaluation, prediction."""
+def test_trainer(bf16: bool, rtol: float, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accumulation over rows with different numbers of labels, evaluation, prediction.
+
+    Logits are made if metrics read them, and neither for a loss alone nor for their argmax.
+    """
     plain = trainer(build("llama"), [], bf16=bf16)
     callback = LigerCallback()
     ours = trainer(build("llama"), [callback], bf16=bf16)
@@ -78,8 +100,15 @@ def test_trainer(bf16: bool, rtol: float, calls: Counter[str]) -> None:
     for name in ("loss", "grad_norm"):
         assert logged(ours, name) == pytest.approx(logged(plain, name), rel=rtol)
         assert len(logged(ours, name)) == 4
-    assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=rtol)
+    want = plain.evaluate()["eval_loss"]
+    made = logits_made(monkeypatch)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(want, rel=rtol)
+    ours.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+    assert ours.predict(rows(4)).predictions.shape == (4, 12)
+    assert not made
+    ours.preprocess_logits_for_metrics = None
     assert ours.predict(rows(4)).predictions.shape == (4, 12, VOCABULARY)
+    assert made
 
 
 @pytest.mark.parametrize("bf16", [False, True])

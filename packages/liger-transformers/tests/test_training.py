@@ -11,6 +11,7 @@ import tempfile
 import types
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,26 @@ def test_compile(name: str) -> None:
     output, gradients = run(torch.compile(swapped, fullgraph=True, backend="aot_eager"), inputs)
     assert output.logits is None
     assert_same(want, (output, {key.removeprefix("_orig_mod."): gradient for key, gradient in gradients.items()}))
+
+
+def test_compile_training_then_evaluation() -> None:
+    """In a thread that has run no model before. In evaluation the graph returns its logits unless it is told to skip them."""
+    model, inputs = build("llama", num_hidden_layers=1), batch()
+    del inputs["attention_mask"]
+    liger_transformers.apply(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+
+    def outputs() -> list[Any]:
+        trained = compiled(**inputs)
+        model.eval()
+        with torch.no_grad():
+            return [trained, compiled(**inputs), compiled(**inputs, skip_logits=True)]
+
+    with ThreadPoolExecutor(1) as pool:
+        trained, evaluated, skipped = pool.submit(outputs).result()
+    assert [type(output.logits) for output in (trained, evaluated, skipped)] == [type(None), Tensor, type(None)]
+    torch.testing.assert_close([evaluated.loss, skipped.loss], [trained.loss.detach()] * 2)
 
 
 @pytest.mark.slow

@@ -27,7 +27,9 @@ Lazy = bool | Literal["always"]
 class _Window(threading.local):
     """The kind of logits that heads defer in the thread that runs a model's forward: none, `Logits` or `TracedLogits`."""
 
-    kind: Literal["logits", "traced"] | None = None
+    def __init__(self) -> None:
+        # An attribute of the class alone, which a forward shadows for a while, fails Dynamo's guards at the next compilation.
+        self.kind: Literal["logits", "traced"] | None = None
 
 
 _window = _Window()

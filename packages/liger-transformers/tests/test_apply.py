@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tiny_models import assert_same, batch, build, classes, run, skip_unknown
+from tiny_models import VOCABULARY, assert_same, batch, build, classes, run, skip_unknown
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_language import toy_language
@@ -238,6 +238,29 @@ def test_generate() -> None:
     ids = batch()["input_ids"]
     options = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(swapped.generate(ids, **options), model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_another_head(tied: bool, calls: Counter[str], caplog: pytest.LogCaptureFixture) -> None:
+    """A head that transformers puts in the place of a swapped one is swapped, or a warning says why not."""
+    results = []
+    for swap in (False, True):
+        model = build("llama", num_hidden_layers=1, tie_word_embeddings=tied)
+        if swap:
+            liger_transformers.apply(model)
+        torch.manual_seed(2)
+        model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
+        results.append(run(model, batch()))
+    assert_same(*results)
+    assert calls["fused_linear_cross_entropy"] == 1
+    model.set_output_embeddings(nn.Linear(32, VOCABULARY + 4, bias=False))
+    model(**batch())
+    assert calls["fused_linear_cross_entropy"] == 2
+    assert not caplog.text
+    model.set_output_embeddings(nn.Sequential(nn.Linear(32, 4), nn.Linear(4, VOCABULARY + 4)))
+    assert "the new head of LlamaForCausalLM stays as it is: " in caplog.text
+    liger_transformers.restore(model)
+    assert all(swapped_for(module) is None for module in model.modules())
 
 
 def test_save_pretrained(tmp_path: Path) -> None:

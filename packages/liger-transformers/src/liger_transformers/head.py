@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from liger_transformers.answers import defer
 from liger_transformers.deferred import DeferredTensor, materialize
 from liger_transformers.swap import by_forward, has_hooks, has_own_forward, original_class, subclass, swapped_for
 from liger_transformers.traced import TracedLogits
+
+log = logging.getLogger("liger_transformers")
 
 Lazy = bool | Literal["always"]
 """When deferred logits may leave the model, if there are no labels: never, in training, or in evaluation as well."""
@@ -138,10 +141,20 @@ def _model_class(cls: type[nn.Module], lazy: Lazy, for_trl: bool) -> type[nn.Mod
             value = serve_trl(self, original, value)
         super(swapped, self).__setattr__(name, value)
 
+    def set_output_embeddings(self: nn.Module, new_embeddings: nn.Module) -> None:
+        """Set another head, as `resize_token_embeddings` does, and swap it."""
+        cast("Any", cls).set_output_embeddings(self, new_embeddings)
+        linears, why = head_of(self, for_trl, lazy)
+        if why is None:
+            swap_head(self, linears, lazy, for_trl)
+        else:
+            log.warning("liger_transformers: the new head of %s stays as it is: %s", cls.__name__, why)
+
     options = [*(["trl"] if for_trl else []), *([f"lazy={lazy!r}"] if lazy else [])]
     swapped = subclass(cls, forward, f"fused_linear_logit_statistics({', '.join(options)})" if options else "")
     swapped.liger_options = lazy, for_trl  # type: ignore[attr-defined]
     swapped.liger_class = cls  # type: ignore[attr-defined]
+    swapped.set_output_embeddings = set_output_embeddings  # type: ignore[attr-defined]
     if for_trl:
         swapped.__setattr__ = __setattr__
     return swapped

@@ -404,6 +404,27 @@ def test_norms_that_are_left(norm: nn.Module) -> None:
     assert type(model[0]) is type(norm)
 
 
+class Called(nn.Module):
+    """A gated MLP that calls its activation as a function, as LFM 2's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+        self.gate, self.up = nn.Linear(8, 12), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(self.gate(self.norm(x))) * self.up(x)
+
+
+def test_an_activation_that_is_no_module_and_a_norm_without_eps_are_reported() -> None:
+    report = liger_transformers.apply(Called(), strict=False)
+    assert not report.swapped
+    assert [what for what, _ in report.left] == ["Called", "RMSNorm"]
+    activation, norm = (why for _, why in report.left)
+    assert "its code calls silu as a function" in activation
+    assert "its eps is None" in norm
+
+
 @pytest.mark.parametrize("eps", [1e-12, 1e-6, 1e-5])
 def test_norms_as_wide_as_models(eps: float) -> None:
     """Among many columns a bias nearly cancels some product, so that rounding decides most digits of that element."""

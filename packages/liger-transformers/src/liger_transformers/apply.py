@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import liger_core as liger
 from liger_core.checks import flag
-from liger_transformers.activations import GATED, activations
+from liger_transformers.activations import GATED, activation_call, activations
 from liger_transformers.experts import experts as mixture_experts
 from liger_transformers.experts import gate as own_gate
 from liger_transformers.head import Lazy, head_of, swap_head
@@ -220,6 +220,7 @@ def _swap(
         gates = kinds["swiglu"] and "fused_moe" not in (swapped_for(module) or "")
         if gates:
             become(module, own_gate(module), f"{type(module).__name__}._apply_gate")
+            become(module, activation_call(module))
         for name, child, swap in activations(module) if gates else ():
             if not look and isinstance(swap, type) and swap is not type(child):
                 child = copy.copy(child)  # some models share one activation between modules

@@ -30,6 +30,8 @@ def norm(module: nn.Module) -> Swap:
     """
     if (op := swapped_for(module)) is not None:
         return type(module) if "norm" in op else None
+    if isinstance(module, nn.RMSNorm) and module.eps is None:
+        return "its eps is None, for which PyTorch takes one from the dtype; rms_norm takes a number, such as eps=1e-6"
     eps = next((name for name, value in vars(module).items() if "eps" in name and isinstance(value, float)), None)
     parameters = {name: value for name, value in module._parameters.items() if value is not None}
     if eps is None or module._modules or module._buffers or not {*parameters} <= {"weight", "bias"}:

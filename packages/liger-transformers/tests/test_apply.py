@@ -211,6 +211,65 @@ def test_tuples() -> None:
     torch.testing.assert_close(logits + 0, model(**inputs, skip_logits=False).logits)
 
 
+OTHER_LOSSES: list[dict[str, Any]] = [
+    {"lse_square_scale": 0.1},
+    {"token_scaling": True, "memory_budget": 2**20},
+    {"lse_square_scale": 0.1, "token_scaling": True, "accum_dtype": torch.bfloat16},
+]
+
+
+@pytest.mark.parametrize("options", OTHER_LOSSES)
+def test_options_of_the_loss(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training it is the op's own loss with these options, compiled as well, and if a hook changes its gradient."""
+    model, inputs = build("llama", num_hidden_layers=1), batch()
+    del inputs["attention_mask"]
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    plain = model(**inputs).loss
+    x, target = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    loss = liger_core.fused_linear_cross_entropy(x, model.lm_head.weight, target, **options)
+    loss.backward()
+    output = types.SimpleNamespace(loss=loss)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    assert float((loss - plain).detach().abs()) > 0.1
+    report = liger_transformers.apply(model, loss=options)
+    described = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    assert ("LlamaForCausalLM.lm_head", f"fused_linear_cross_entropy({described})") in report.swapped
+    # An earlier call's choice stays.
+    assert liger_transformers.report(model) == liger_transformers.apply(model) == report
+    given: list[dict[str, Any]] = []
+    op = liger_core.fused_linear_cross_entropy
+    with monkeypatch.context() as patch:
+        patch.setattr(liger_core, "fused_linear_cross_entropy", lambda *a, **k: (given.append(k), op(*a, **k))[1])
+        assert_same((output, gradients), run(model, inputs))
+    assert given[0].items() >= options.items()
+    if options is OTHER_LOSSES[-1]:
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(**inputs).loss, loss)
+    handle = model.lm_head.register_forward_hook(lambda module, args, z: z.register_hook(lambda g: 2 * g) and None)
+    assert_same((output, {name: 2 * gradient for name, gradient in gradients.items()}), run(model, inputs))
+    handle.remove()
+    with pytest.raises(RuntimeError, match=f"the loss lacks {next(iter(options))}.* made, as by skip_logits=False"):
+        model(**inputs, skip_logits=False)
+    torch.testing.assert_close(model.eval()(**inputs).loss, plain)
+
+
+def test_options_of_the_loss_are_checked() -> None:
+    model = build("llama", num_hidden_layers=1)
+    for error, loss, message in (
+        (
+            ValueError,
+            {"z_loss": 1.0},
+            "loss has 'z_loss'; it takes lse_square_scale, token_scaling, accum_dtype, memory_budget",
+        ),
+        (TypeError, {"token_scaling": "yes"}, "token_scaling is 'yes'"),
+        (TypeError, "yes", "loss is 'yes'; it takes True, False or a dict of options"),
+    ):
+        with pytest.raises(error, match=message):
+            liger_transformers.apply(model, loss=cast("Any", loss))
+    with pytest.raises(ValueError, match="loss has options, which the loss of TRL's head"):
+        liger_transformers.apply(model, trl=True, loss={"token_scaling": True})
+
+
 def test_labels_by_position(calls: Counter[str]) -> None:
     model, inputs = build("llama"), batch()
     liger_transformers.apply(model)

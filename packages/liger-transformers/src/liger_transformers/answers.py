@@ -18,12 +18,16 @@ from torch.nn import functional as F
 
 import liger_core as liger
 from liger_core.losses import fused_linear_token_logprobs
+from liger_core.ops.cross_entropy import loss_of_logits
 from liger_core.ops.logit_statistics import LogitStatistics
-from liger_transformers.linear import as_called, cross_entropy, one_linear, takes
+from liger_transformers.linear import OTHER_VALUE, as_called, cross_entropy, model_loss, one_linear, takes
 from liger_transformers.logits import HANDLERS, Form, Logits, Note, Plain, Source, Term, aten
 
 NO_TOKEN = torch.iinfo(torch.int64).min
 """The target that doesn't count. No real target has this value, since gather refuses negative indices."""
+
+LOSS_ALONE: dict[str, Any] = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), False)
+"""Arguments of `loss_of_logits` for a loss without further results."""
 
 
 class Function(torch.autograd.Function):
@@ -320,6 +324,12 @@ def _cross_entropy(
     def fused(x: Tensor, w: Tensor, b: Tensor | None, **how: Any) -> Tensor:
         return cross_entropy(x, w, b, target, class_weight=weight, **how, **options).to(dtype)
 
+    other = {name: value for name, value in model_loss.options.items() if name in OTHER_VALUE}
+    if other and of != "logits":
+        return NotImplemented
+    if other:
+        plain = functools.partial(cast("Any", loss_of_logits), target=target, weight=weight, softcap=None, **LOSS_ALONE)
+        return _answer(z, fused, lambda p: plain(p, **{**OTHER_VALUE, **other, **options}).to(dtype))
     return _answer(z, fused, lambda p: function(p.to(dtype), target, weight, **options))
 
 

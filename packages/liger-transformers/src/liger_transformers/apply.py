@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -16,8 +18,9 @@ from liger_core.checks import flag
 from liger_transformers.activations import GATED, activation_call, activations
 from liger_transformers.experts import experts as mixture_experts
 from liger_transformers.experts import gate as own_gate
-from liger_transformers.head import Lazy, head_of, swap_head
+from liger_transformers.head import Lazy, LossOptions, head_of, head_options, swap_head
 from liger_transformers.lean import layer
+from liger_transformers.linear import LOSS_OPTIONS
 from liger_transformers.mlp import mlp as gated_mlp
 from liger_transformers.norms import norm
 from liger_transformers.rotary import OPS as ROTARY_OPS
@@ -78,7 +81,7 @@ def apply(
     glu: bool = True,
     mlp: bool = False,
     experts: bool = False,
-    loss: bool = True,
+    loss: bool | Mapping[str, Any] = True,
     trl: bool = False,
     lazy: Lazy = False,
     lean: bool | None = None,
@@ -104,7 +107,9 @@ def apply(
             same matrix products, if nothing after the MLP keeps a tensor in its layer, such as a norm of the MLP's result.
         experts: swap the experts of mixtures for `fused_moe`. If no kernel takes the call, the reference runs, which takes
             longer than transformers' grouped products. Without `experts` they stay, and their activation is a gate.
-        loss: swap the head and the loss for `fused_linear_cross_entropy`.
+        loss: swap the head and the loss for `fused_linear_cross_entropy`. A dict has options of it: ``lse_square_scale`` (z-loss)
+            and ``token_scaling``, which are for training, ``accum_dtype`` and ``memory_budget``. If the logits are made before
+            the loss, which then lacks one of the first two, the model's forward raises RuntimeError.
         trl: serve the fused head of TRL 1.16's trainers with `fused_linear_logit_statistics`, from the model's own forward.
             Call `apply` before or after the trainer is made.
         lazy: let logits leave the model before they are computed, in training without labels. ``"always"``: in evaluation
@@ -124,6 +129,7 @@ def apply(
         RuntimeError: `trl` is set, and the model has the fused head of another TRL than 1.16.
     """
     _is_module("apply", model)
+    options, loss = _loss_options(loss), loss is not False
     switches = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope, "glu": glu, "loss": loss}
     flag("liger_transformers.apply", **switches, mlp=mlp, experts=experts, trl=trl, strict=strict)
     if lean is not None:
@@ -132,8 +138,12 @@ def apply(
         raise ValueError(f"liger_transformers.apply: lazy is {lazy!r}; it takes False, True or 'always'")
     if (trl or lazy) and not loss:
         raise ValueError("liger_transformers.apply: trl and lazy take loss=True, since the head is what they are about")
+    if trl and options:
+        raise ValueError(
+            "liger_transformers.apply: loss has options, which the loss of TRL's head, by trl=True, doesn't take"
+        )
     kinds = _kinds(rms_norm, layer_norm, rope, glu, mlp, experts, lean is not False)
-    found = _swap(model, kinds, bool(lean), (trl, lazy) if loss else None)
+    found = _swap(model, kinds, bool(lean), (trl, lazy, options) if loss else None)
     if not found.ops:
         off = [name for name, on in switches.items() if not on]
         reasons = "; ".join(f"{what}: {why}" for what, why in found.left)
@@ -149,6 +159,22 @@ def apply(
     return found
 
 
+@liger.use("torch")
+def _loss_options(loss: Any) -> LossOptions:
+    """The options in apply's `loss`, which the op itself checks."""
+    if isinstance(loss, bool):
+        return ()
+    if not isinstance(loss, Mapping):
+        raise TypeError(f"liger_transformers.apply: loss is {loss!r}; it takes True, False or a dict of options")
+    options = cast("Mapping[str, Any]", loss)
+    if unknown := [name for name in options if name not in LOSS_OPTIONS]:
+        names = ", ".join(map(repr, unknown))
+        raise ValueError(f"liger_transformers.apply: loss has {names}; it takes {', '.join(LOSS_OPTIONS)}")
+    x = torch.zeros(1, 1)
+    liger.fused_linear_cross_entropy(x, x, torch.zeros(1, dtype=torch.int64), **options)
+    return tuple(options.items())
+
+
 def report(model: nn.Module) -> Report:
     """The report of `apply` for the model as it is now: its swaps, and the modules that are left and why. Nothing is swapped.
 
@@ -159,8 +185,8 @@ def report(model: nn.Module) -> Report:
     """
     _is_module("report", model)
     mlp = any("gated_mlp" in (swapped_for(module) or "") for module in model.modules())
-    lazy, trl = getattr(type(pretrained_in(model)), "liger_options", (False, False))
-    found = _swap(model, _kinds(mlp=mlp), False, (trl, lazy), look=True)
+    lazy, trl, options = head_options(pretrained_in(model))
+    found = _swap(model, _kinds(mlp=mlp), False, (trl, lazy, options), look=True)
     found.kernels = _kernels(found, model)
     return found
 
@@ -189,9 +215,13 @@ def _kinds(
 # Swaps are proved on the CPU, on which a language that the caller requested may not run.
 @liger.use("torch")
 def _swap(
-    model: nn.Module, kinds: dict[str, bool], compiled: bool, head: tuple[bool, Lazy] | None, look: bool = False
+    model: nn.Module,
+    kinds: dict[str, bool],
+    compiled: bool,
+    head: tuple[bool, Lazy, LossOptions] | None,
+    look: bool = False,
 ) -> Report:
-    """Swap the modules of these kinds, and the head for `trl` and `lazy`; or only `look` at those that are swapped."""
+    """Swap the modules of these kinds, and the head for (`trl`, `lazy`, options of the loss); or only `look` for swapped ones."""
     report = Report(type(pretrained_in(model) or model).__name__)
 
     def become(module: nn.Module, swap: Swap, what: str = "") -> None:
@@ -231,7 +261,7 @@ def _swap(
     return report
 
 
-def _swap_head(model: PreTrainedModel, trl: bool, lazy: Lazy, report: Report, look: bool) -> None:
+def _swap_head(model: PreTrainedModel, trl: bool, lazy: Lazy, options: LossOptions, report: Report, look: bool) -> None:
     """Swap the head and the model's class, or only `look` at them, and report both."""
     linears, why = head_of(model, trl, lazy)
     swapped = why is None
@@ -240,14 +270,14 @@ def _swap_head(model: PreTrainedModel, trl: bool, lazy: Lazy, report: Report, lo
         swapped = swapped_for(model) is not None and serves(vars(model).get("forward")) is not False
         if why is None and not swapped:
             return
-    op = swapped_for(model) if look else swap_head(model, linears, lazy, trl) if swapped else ""
+    op = swapped_for(model) if look else swap_head(model, linears, lazy, trl, options) if swapped else ""
+    described = ", ".join(f"{name}={value!r}" for name, value in head_options(model)[2])
+    loss = f"fused_linear_cross_entropy({described})" if described else "fused_linear_cross_entropy"
     for name, linear in linears.items() or (("head", model),):
         reason = why
         if swapped:
             reason = None if swapped_for(linear) is not None else why or "it came after the swap; call apply again"
-        _count(
-            report.left if reason else report.swapped, f"{report.model}.{name}", reason or "fused_linear_cross_entropy"
-        )
+        _count(report.left if reason else report.swapped, f"{report.model}.{name}", reason or loss)
     if swapped and op:
         _count(report.swapped, report.model, op)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -85,7 +85,7 @@ class LigerCallback(TrainerCallback):
     def _too_late(self, args: TrainingArguments, model: nn.Module) -> str | None:
         """The error of swapping the model when training begins, or None if that works."""
         pretrained = pretrained_in(model)
-        why = "FSDP or DeepSpeed has prepared it" if args.fsdp or args.deepspeed else None
+        why = "FSDP or DeepSpeed has prepared it" if args.fsdp or cast("Any", args).deepspeed else None
         if why is None and pretrained is not None:
             why = bound_forward(pretrained, bool(self.kinds.get("trl", _is_trl(args))))
         if why is None:

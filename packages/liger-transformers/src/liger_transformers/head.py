@@ -18,6 +18,7 @@ from liger_core.contract import compiling
 from liger_transformers import trl
 from liger_transformers.answers import defer
 from liger_transformers.deferred import DeferredTensor, materialize
+from liger_transformers.linear import OTHER_VALUE, loss_options
 from liger_transformers.swap import by_forward, has_hooks, has_own_forward, original_class, subclass, swapped_for
 from liger_transformers.traced import TracedLogits
 
@@ -25,6 +26,15 @@ log = logging.getLogger("liger_transformers")
 
 Lazy = bool | Literal["always"]
 """When deferred logits may leave the model, if there are no labels: never, in training, or in evaluation as well."""
+
+
+LossOptions = tuple[tuple[str, Any], ...]
+"""Options of `fused_linear_cross_entropy`, by name."""
+
+
+def head_options(model: object) -> tuple[Lazy, bool, LossOptions]:
+    """`lazy`, `trl` and the loss's options with which a model was swapped."""
+    return getattr(type(model), "liger_options", (False, False, ()))
 
 
 class _Window(threading.local):
@@ -118,7 +128,9 @@ def _tensor_parallel(head: nn.Module, dense: Callable[..., Any]) -> Callable[...
 
 
 @by_forward
-def _model_class(cls: type[nn.Module], lazy: Lazy, for_trl: bool) -> type[nn.Module]:
+def _model_class(cls: type[nn.Module], lazy: Lazy, for_trl: bool, loss: LossOptions) -> type[nn.Module]:
+    given = dict(loss)
+    in_evaluation = {name: value for name, value in loss if name not in OTHER_VALUE}
     original = cls.forward
     names = [*inspect.signature(original).parameters][1:]
     position = names.index("labels") if "labels" in names else None
@@ -132,7 +144,8 @@ def _model_class(cls: type[nn.Module], lazy: Lazy, for_trl: bool) -> type[nn.Mod
         leaving = lazily or (skip_logits is None and not self.training)
         if lazily and not compiling():
             trl.spare_deferred_logits()
-        with deferred_logits(self, lazily or (labelled and skip_logits is not False), leaving):
+        options = {} if not labelled else given if self.training else in_evaluation
+        with deferred_logits(self, lazily or (labelled and skip_logits is not False), leaving), loss_options(options):
             output = cls.forward(self, *args, **kwargs)  # looked up now, since somebody may have patched it
         return _without_deferred(output)
 
@@ -146,13 +159,13 @@ def _model_class(cls: type[nn.Module], lazy: Lazy, for_trl: bool) -> type[nn.Mod
         cast("Any", cls).set_output_embeddings(self, new_embeddings)
         linears, why = head_of(self, for_trl, lazy)
         if why is None:
-            swap_head(self, linears, lazy, for_trl)
+            swap_head(self, linears, lazy, for_trl, loss)
         else:
             log.warning("liger_transformers: the new head of %s stays as it is: %s", cls.__name__, why)
 
     options = [*(["trl"] if for_trl else []), *([f"lazy={lazy!r}"] if lazy else [])]
     swapped = subclass(cls, forward, f"fused_linear_logit_statistics({', '.join(options)})" if options else "")
-    swapped.liger_options = lazy, for_trl  # type: ignore[attr-defined]
+    swapped.liger_options = lazy, for_trl, loss  # type: ignore[attr-defined]
     swapped.liger_class = cls  # type: ignore[attr-defined]
     swapped.set_output_embeddings = set_output_embeddings  # type: ignore[attr-defined]
     if for_trl:
@@ -270,7 +283,9 @@ def _bound(module: nn.Module) -> str | None:
     return f"{has_own_forward(module)}{advice}"
 
 
-def swap_head(model: nn.Module, linears: dict[str, nn.Module], lazy: Lazy, for_trl: bool) -> str:
+def swap_head(
+    model: nn.Module, linears: dict[str, nn.Module], lazy: Lazy, for_trl: bool, loss: LossOptions = ()
+) -> str:
     """Let the linears defer their logits while the model's forward has labels, or if `lazy` or TRL's trainers need it.
 
     An earlier call's choice stays. Returns the model's swap, as `swapped_for` does.
@@ -280,9 +295,13 @@ def swap_head(model: nn.Module, linears: dict[str, nn.Module], lazy: Lazy, for_t
             if _is_divided(module):
                 module.forward = _tensor_parallel(module, module.forward)
             module.__class__ = head_class(type(module))
-    before_lazy, before_trl = getattr(type(model), "liger_options", (False, False))
-    options: Any = (max(lazy, before_lazy, key=(False, True, "always").index), for_trl or before_trl)
-    if swapped_for(model) is None or options != (before_lazy, before_trl):
+    before = before_lazy, before_trl, before_loss = head_options(model)
+    options: Any = (
+        max(lazy, before_lazy, key=(False, True, "always").index),
+        for_trl or before_trl,
+        loss or before_loss,
+    )
+    if swapped_for(model) is None or options != before:
         cls = type(model) if swapped_for(model) is None else original_class(type(model))
         model.__class__ = _model_class(cls, *options)
         if for_trl and (bound := vars(model).get("forward")) is not None:

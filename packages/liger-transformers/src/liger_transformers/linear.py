@@ -1,9 +1,12 @@
-"""Several heads' scaled logits as one linear layer, and its cross-entropy."""
+"""Several heads' scaled logits as one linear layer, and its cross-entropy with the options that a model's loss has."""
 
 from __future__ import annotations
 
 import functools
 import math
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -11,6 +14,43 @@ from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 
 import liger_core as liger
+
+OTHER_VALUE: dict[str, Any] = {"lse_square_scale": 0.0, "token_scaling": False}
+"""Options that make another loss, with the values that don't."""
+
+LOSS_OPTIONS = (*OTHER_VALUE, "accum_dtype", "memory_budget")
+"""Options of `fused_linear_cross_entropy` that a model's loss may have."""
+
+
+class _Loss(threading.local):
+    """The options of the loss in the thread that runs a model's forward, and whether a fused loss has had them."""
+
+    def __init__(self) -> None:
+        self.options: Mapping[str, Any] = {}
+        self.taken = False
+
+
+model_loss = _Loss()
+
+
+@contextmanager
+def loss_options(options: Mapping[str, Any]) -> Generator[None, None, None]:
+    """A context in which cross-entropies of deferred logits have these options.
+
+    RuntimeError: there was none, and the options make another loss.
+    """
+    before = model_loss.options, model_loss.taken
+    model_loss.options, model_loss.taken = options, False
+    try:
+        yield
+        lost = [name for name in options if name in OTHER_VALUE]
+        if lost and not model_loss.taken:
+            raise RuntimeError(
+                f"liger_transformers: the loss lacks {', '.join(lost)}, since the head's logits were made, as by "
+                "skip_logits=False, a hook on the head or DoRA. Avoid that, or leave the option out of apply's loss"
+            )
+    finally:
+        model_loss.options, model_loss.taken = before
 
 
 def as_called(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -62,6 +102,8 @@ def cross_entropy(
     if temperature != 1.0:
         x, bias = x * (1.0 / temperature), bias if bias is None else bias * (1.0 / temperature)
         softcap = softcap if softcap is None else softcap / temperature
+    model_loss.taken = True
+    how = {**how, **model_loss.options}
     return cast("Any", liger.fused_linear_cross_entropy)(x, weight, target, bias, softcap=softcap, **how)
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 import types
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -375,6 +376,16 @@ def test_meta_device() -> None:
     }
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch's threads wait for each other by spinning, which is processor time if something else runs beside them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "name", ["deepseek_v3", "gpt_oss", "falcon_h1", "mistral_large4", "minimax_m3_vl", "qwen2_5_vl"]
 )

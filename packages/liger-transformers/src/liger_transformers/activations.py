@@ -117,16 +117,17 @@ def activations(parent: nn.Module) -> Iterator[tuple[str, nn.Module, Swap]]:
 
 def activation_call(module: nn.Module) -> str | None:
     """Why the activation of a gated MLP stays if the module's own code calls it as a function; None if the module has none."""
-    linear = any(hasattr(child, "out_features") for child in module.children())
-    names = _activation_calls(type(module)) if linear and multiplies(type(module)) else ()
-    if not names:
+    names = _activation_calls(type(module))
+    if not names or not any(hasattr(child, "out_features") for child in module.children()):
         return None
     return f"its code calls {' and '.join(names)} as a function; only a module, such as nn.SiLU(), is swapped"
 
 
 @by_forward
 def _activation_calls(cls: type[nn.Module]) -> list[str]:
-    return sorted({"silu", "gelu"} & {name for function in _functions(cls) for name in function.__code__.co_names})
+    """The activations that the class's own code calls as functions, if it multiplies."""
+    names = {name for function in _functions(cls) for name in function.__code__.co_names}
+    return sorted({"silu", "gelu"} & names) if multiplies(cls) else []
 
 
 def is_activation(module: nn.Module) -> bool:

@@ -50,11 +50,12 @@ def build(
         for shape in (first, second)
     )
     x = make.randn(tokens, hidden) * scale
-    if at_limit:
+    if at_limit and hidden > 3 and options.get("limit") is not None:
         x, pairs = torch.ones_like(x), make.randn(experts, intermediate, hidden // 2 - 1)
         ends = (torch.full_like(pairs[..., :1], end) for end in (options["limit"], 2.0**-26))
-        order = make.uniform(experts, intermediate, hidden, dtype=torch.float32).argsort(-1)
+        order = make.uniform(experts, intermediate, hidden // 2 * 2, dtype=torch.float32).argsort(-1)
         gate_weight = torch.cat((pairs, -pairs, *ends), -1).gather(-1, order)
+        gate_weight = F.pad(gate_weight, (0, hidden % 2))
         gate_up_weight = torch.cat((gate_weight, gate_up_weight[:, intermediate:]), 1)
     return {
         "x": x,

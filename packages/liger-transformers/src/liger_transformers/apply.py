@@ -293,7 +293,7 @@ def _kernels(report: Report, model: nn.Module) -> list[str]:
 
 
 def _kernels_on(device: str, ops: list[str]) -> str:
-    """One line for the resolutions of these ops."""
+    """The line of a device in `Report.kernels`."""
     languages: dict[str, list[str]] = {}
     for op in ops:
         try:

@@ -6,20 +6,16 @@ _FAR = "tensors far apart, of which one is missing or has one sample: compiled, 
 _APART = "q's gradient of what k's result alone gets: compiled, where backward is called for each pair"
 _TRACED = "what torch.compile's graphs call isn't watched: tests/test_kernels.py"
 _NO_TMA = "a GPU without TMA: compiled, for sm_80"
-_NOT_HOPPER = "an interpreter's device is the CPU: tests/test_kernels.py"
 
 UNCOVERED = {
     "interpreted _device._look_up_major": "an interpreter's device is the CPU",
     "interpreted _launch.current_stream": "an interpreter has no streams: tests/test_launch.py",
     "interpreted attn_res._launch_backward: not loads_in_bulk(dy.device) is true": _NO_TMA,
     "interpreted attn_res._with_more_registers": _NO_TMA,
-    "interpreted mhc_pre._launch_forward: parts is true": _NOT_HOPPER,
-    "interpreted mhc_pre._split_weight": _NOT_HOPPER,
     "* _heads.like: gradient and compiling() is true": _TRACED,
     "* rope._launch: y is not None and result is not None and (result is not y) is true": _TRACED,
     "* _heads.samples_of: count > 1 is true": _MANY,
     "interpreted _heads.samples_of: x is None or x.shape[0] == 1 < count is true": _FAR,
-    "interpreted _rows.near: max(x.stride()) <= LARGEST is false": _FAR,
     "interpreted *rope.backward: dq is None and dk is None is true": _APART,
     "* group_norm._launch_*ward: samples <= MOST_DOWN is false": _MANY,
     "* group_norm._launch_*ward: for part in _evenly(samples) *": _MANY,

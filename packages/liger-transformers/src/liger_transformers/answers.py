@@ -81,9 +81,8 @@ def _summed(parts: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 def defer(x: Tensor, weight: Tensor, bias: Tensor | None, head: Any = None) -> Tensor | None:
     """The logits F.linear(x, weight, bias); None if they have to be made at once."""
     given = [t for t in (x, weight, bias) if t is not None]
-    plain = all(
-        type(t) in (nn.Parameter, Tensor) and not t.is_inference() for t in given
-    )  # inference counts no version
+    # Tensors of inference mode count no version.
+    plain = all(type(t) in (nn.Parameter, Tensor) and not t.is_inference() for t in given)
     if x.device.type == "meta" or x.dim() < 2 or not plain:
         return None
     x, weight, bias = as_called(x, weight, bias)

@@ -90,9 +90,9 @@ def apply(
     """Let a transformers model train on liger_core's ops. Only this instance changes, and `restore` undoes it.
 
     Norms, gated activations, rotary functions and the head are swapped. Before that, each is run beside the op on random
-    numbers, and has to be equal. The model's own forward stays. In training with labels the output's logits are None, because
-    they are never made. Pass ``skip_logits=False`` to the model to have them, or ``skip_logits=True`` to do without them in
-    evaluation.
+    numbers, and has to be equal. The model's own forward stays. In training with labels the output's logits are made only if
+    somebody reads them; under torch.compile they are None. Pass ``skip_logits=False`` to the model to have them, or
+    ``skip_logits=True`` to do without them in evaluation.
 
     You may call it before or after PEFT, FSDP2 and checkpointing, and again: a later call swaps what PEFT has wrapped since,
     such as the head.
@@ -123,9 +123,9 @@ def apply(
         What was swapped, and what was left and why. It prints as a table.
 
     Raises:
-        TypeError: `model` is no module, or a switch is neither True nor False.
-        ValueError: nothing in the model could be swapped, and the message says why. Or `lazy` is something else, or `trl` or
-            `lazy` is set with ``loss=False``.
+        TypeError: `model` is no module, a switch is neither True nor False, or `loss` is no dict either.
+        ValueError: nothing in the model could be swapped, and the message says why. Or `lazy` is something else, `loss` has an
+            unknown option, `trl` or `lazy` is set with ``loss=False``, or `trl` with options of the loss.
         RuntimeError: `trl` is set, and the model has the fused head of another TRL than 1.16.
     """
     _is_module("apply", model)

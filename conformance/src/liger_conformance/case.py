@@ -232,6 +232,11 @@ class OpCases:
         return getattr(self.module, "FLOAT16_APART", False)
 
     @property
+    def exact(self) -> bool:
+        """Whether results have the bits of the reference's, which is a formula without another right answer."""
+        return getattr(self.module, "EXACT", False)
+
+    @property
     def dtypes_apart(self) -> bool:
         """Whether some kernels take only float32, or only bfloat16."""
         return getattr(self.module, "DTYPES_APART", False)

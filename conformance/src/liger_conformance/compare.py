@@ -22,6 +22,7 @@ def compare(
     units: int = 1,
     infinite: bool = False,
     by_row: bool = False,
+    exact: bool = False,
 ) -> None:
     """Check one output or gradient.
 
@@ -47,6 +48,7 @@ def compare(
         infinite: an argument holds an infinity: whether infinities cancel, to NaN, is up to the order of a sum, so where
             the baseline has either the kernel has either.
         by_row: the rule holds for each row of the first dimension, whose scales differ.
+        exact: the bits are those of the baseline.
 
     Raises:
         Mismatch: with what was allowed and what was found.
@@ -61,10 +63,14 @@ def compare(
             raise Mismatch(f"{name} has {what} {actually}; the contract says {contract}")
     if actual.numel() == 0:
         return
-    if not baseline.is_floating_point():
-        wrong = int((actual != baseline).sum())
-        if wrong:
-            raise Mismatch(f"{name}: {wrong} of {actual.numel()} elements differ from the reference's")
+    if exact or not baseline.is_floating_point():
+        differ = _bits(actual) != _bits(baseline)
+        if wrong := int(differ.sum()):
+            at = tuple(int(i) for i in differ.nonzero()[0])
+            raise Mismatch(
+                f"{name}: {wrong} of {actual.numel()} elements differ from the reference's; first at {at}: "
+                f"{actual[at].item()}, not {baseline[at].item()}"
+            )
         return
     actual, baseline = actual.to(truth.device), baseline.to(truth.device)
     dtype, kind = baseline.dtype, torch.finfo(baseline.dtype)
@@ -175,6 +181,14 @@ def _is(value: Tensor | None) -> str:
     return "None" if value is None else "a tensor"
 
 
+def _bits(value: Tensor) -> Tensor:
+    """The bits of floats, as integers; integers as they are."""
+    if not value.is_floating_point():
+        return value
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
+    return value.contiguous().view(whole)
+
+
 def same_bits(left: Tensor | None, right: Tensor | None) -> bool:
     """Whether two tensors hold the same bits, NaN included."""
     if left is None or right is None:
@@ -183,7 +197,4 @@ def same_bits(left: Tensor | None, right: Tensor | None) -> bool:
         return False
     if left.is_complex():
         left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj())
-    if not left.is_floating_point():
-        return torch.equal(left, right)
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
-    return torch.equal(left.contiguous().view(whole), right.contiguous().view(whole))
+    return torch.equal(_bits(left), _bits(right))

@@ -57,16 +57,16 @@ def place_of_rows(op: Op[..., Any], arguments: Arguments, results: Mapping[str, 
     """Rows are the first independent dimension of the first argument. A tensor in which its size is 1 has none.
 
     Args:
-        op: the contract. Without a declaration, all tensors with as many rows as the first argument have them.
+        op: the contract. If it declares no independent dimension, all tensors with as many rows as the first argument have them.
         arguments: by name, all of them.
         results: by name, if their places are wanted.
     """
     results, first = results or {}, op.names[0]
-    if op.dimensions is None:
+    names = {} if op.dimensions is None else names_of(op, arguments)
+    if not any(independent(name) for name in names.get(first, ())):
         number = arguments[first].shape[0]
         leading = [{name: 0 for name, v in values.items() if has_rows(v, number)} for values in (arguments, results)]
         return Rows(number, *leading)
-    names = names_of(op, arguments)
     result_names = {
         name: declared(op).of_result(i, value.dim(), arguments)
         for i, (name, value) in enumerate(results.items())

@@ -149,7 +149,7 @@ def _watch(stack: contextlib.ExitStack, target: Target, observed: Observed) -> N
     # A compiler takes launches before they are seen; test_compiled counts what it made.
     counted = interpreters.counts_launches(backend) and target.lane in ("passed", "interpreted")
     launches = stack.enter_context(interpreters.launches())
-    forward, backward = kernel.forward, kernel.backward
+    forward = kernel.forward
     # cuda.tile keeps what a kernel's module held when it was compiled, so these functions; not what they saw.
     watching = [observed]
     stack.callback(watching.clear)
@@ -170,13 +170,16 @@ def _watch(stack: contextlib.ExitStack, target: Target, observed: Observed) -> N
         watching[0].saved.append(saved)
         return result, saved
 
+    backward = kernel.backward if target.op.differentiable else None
+
     def watched_backward(*args: Any, **options: Any) -> Any:
         gradients = launching(backward, *args, **options)
         watching[0].gradients.append(gradients)
         return gradients
 
     stack.enter_context(_replaced(kernel, "forward", watched_forward))
-    stack.enter_context(_replaced(kernel, "backward", watched_backward))
+    if backward is not None:
+        stack.enter_context(_replaced(kernel, "backward", watched_backward))
 
 
 @contextlib.contextmanager

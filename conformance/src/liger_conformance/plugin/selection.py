@@ -72,13 +72,14 @@ class Cases:
 
 TARGETS: dict[str, Callable[[Target, pytest.Config], bool]] = {
     "kernel": lambda target, config: target.backend is not None,
+    "differentiable": lambda target, config: bool(target.op.differentiable),
     "one_op": lambda target, config: target in _one_op_of_each(config.stash[targets_key]),
     "recompute": lambda target, config: target.op.recompute is not None,
     "out_of_range": lambda target, config: bool(cases_of(target.op.name).out_of_range),
     "huge": lambda target, config: cases_of(target.op.name).huge is not None,
     "spills": lambda target, config: config.stash[spills_key].declares(str(target)),
 }
-"""Names that the mark `targets` takes: of targets with a kernel, of one op for each language and device, of ops whose results
+"""Names that the mark `targets` takes: of targets with a kernel, of ops with gradients, of one such op for each language and device, of ops whose results
 are made again in `lean`, of ops with arguments out of range, with a huge case, and with declared spills."""
 
 
@@ -210,9 +211,11 @@ def _random_calls(targets: list[Target], config: pytest.Config) -> list[tuple[Ta
 
 
 def _one_op_of_each(targets: list[Target]) -> list[Target]:
-    """A target per language and device: of rms_norm, or else of the first op that there is."""
+    """A target per language and device: of rms_norm, or else of the first op with gradients."""
     chosen: dict[tuple[str, str], Target] = {}
     for target in targets:
+        if not target.op.differentiable:
+            continue
         if target.op.name == "rms_norm":
             chosen[target.language, target.device] = target
         chosen.setdefault((target.language, target.device), target)

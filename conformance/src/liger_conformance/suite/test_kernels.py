@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import liger_core
 from liger_conformance import interpreters
-from liger_conformance.case import Case
+from liger_conformance.case import Case, cases_of
 from liger_conformance.compare import Mismatch, compare, same_bits
 from liger_conformance.dispatch import Allocated
 from liger_conformance.dividing import divisible, names_of
@@ -59,7 +59,7 @@ def judge(how: str, actual: Outcome, answers: Answers, samples: Samples) -> None
     baseline, truth = (outcome.items() for outcome in answers)
     try:
         for name, value in actual.items().items():
-            compare(name, value, baseline[name], truth[name], samples)
+            compare(name, value, baseline[name], truth[name], samples, exact=cases_of(samples.op.name).exact)
     except Mismatch as wrong:
         raise Mismatch(f"{how}: {wrong}") from None
 

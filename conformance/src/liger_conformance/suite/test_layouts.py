@@ -42,6 +42,7 @@ def test_input_layouts(target: Target, case: Case, dtype: torch.dtype, layout: C
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.targets("differentiable")
 @pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_incoming_gradient_layouts(
     target: Target, case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]
@@ -95,6 +96,7 @@ def kept(layout: Callable[[Tensor], Tensor]) -> saved_tensors_hooks:
         ("transposed", "from-the-cpu"),
     ],
 )
+@pytest.mark.targets("differentiable")
 @pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_saved_layouts(target: Target, case: Case, dtype: torch.dtype, given: str, back: str) -> None:
     """Hooks of saved tensors may return other strides than they got, as offloading and compressing ones do."""
@@ -107,6 +109,7 @@ def test_saved_layouts(target: Target, case: Case, dtype: torch.dtype, given: st
         check(target, lambda draw: relaid(arguments_of(target, case, dtype, draw), build))
 
 
+@pytest.mark.targets("differentiable")
 @pytest.mark.cases(groups=("option",), dtypes=(torch.bfloat16,), short=QUICK)
 def test_saved_layouts_of_options(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Which tensors are saved, and how they lie, is the options' to say."""
@@ -114,6 +117,7 @@ def test_saved_layouts_of_options(target: Target, case: Case, dtype: torch.dtype
         check(target, lambda draw: arguments_of(target, case, dtype, draw))
 
 
+@pytest.mark.targets("differentiable")
 @pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_sum_backward(target: Target, case: Case, dtype: torch.dtype) -> None:
     """`result.sum().backward()` sends an incoming gradient of stride 0 in every dimension: the same bits as a full one."""

@@ -60,7 +60,8 @@ def test_writes_to_nothing_it_is_given(target: Target, case: Case, dtype: torch.
         }
         wanted = [arguments[name] for name in names]
         kept, gradients, returned = snapshot(saved), snapshot(incoming), snapshot(outputs)
-        torch.autograd.grad(list(outputs.values()), wanted, [incoming[n] for n in outputs], allow_unused=True)
+        if wanted:
+            torch.autograd.grad(list(outputs.values()), wanted, [incoming[n] for n in outputs], allow_unused=True)
     assert_unchanged(inputs, arguments, "backward")
     assert_unchanged(kept, saved, "backward")
     assert_unchanged(gradients, incoming, "backward")
@@ -98,7 +99,7 @@ def test_same_bits_at_model_sizes(target: Target, case: Case, dtype: torch.dtype
     check_repeats(target, case, dtype, times=8)
 
 
-@pytest.mark.targets("kernel")
+@pytest.mark.targets("kernel", "differentiable")
 @pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_gradients_are_not_inputs(target: Target, case: Case, dtype: torch.dtype) -> None:
     """A gradient shares no memory with an input, a saved tensor or an incoming gradient: autograd may add to it in place."""
@@ -146,14 +147,14 @@ def check_saves_nothing(
         require(same_bits(value, expected[name]), f"{name} differs {how}")
 
 
-@pytest.mark.targets("kernel")
+@pytest.mark.targets("kernel", "differentiable")
 @pytest.mark.cases(dtypes=(torch.bfloat16,), short=("odd", "option"))
 def test_saves_nothing_without_gradients(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Without grad mode nothing is saved, and the results are the same."""
     check_saves_nothing(target, case, dtype, torch.no_grad, leaves=True)
 
 
-@pytest.mark.targets("kernel")
+@pytest.mark.targets("kernel", "differentiable")
 @pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 @pytest.mark.parametrize("way", ["inference-mode", "no-leaves"])
 def test_saves_nothing_in_other_ways(target: Target, case: Case, dtype: torch.dtype, way: str) -> None:
@@ -162,6 +163,7 @@ def test_saves_nothing_in_other_ways(target: Target, case: Case, dtype: torch.dt
     check_saves_nothing(target, case, dtype, mode, leaves=way == "inference-mode")
 
 
+@pytest.mark.targets("differentiable")
 @pytest.mark.cases(dtypes=(torch.bfloat16,), first=2)
 def test_backward_twice(target: Target, case: Case, dtype: torch.dtype) -> None:
     """With `retain_graph`, backward gives the same bits again."""
@@ -262,6 +264,7 @@ def test_results_made_again(target: Target, case: Case, dtype: torch.dtype) -> N
     require(used <= alone, f"with a user of {len(outputs[0])} results it keeps {used} bytes, and {alone} without")
 
 
+@pytest.mark.targets("differentiable")
 @pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_second_derivative(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Kernels have none and say so; the reference has."""

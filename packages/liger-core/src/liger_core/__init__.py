@@ -34,6 +34,7 @@ from liger_core.ops.mhc_post import mhc_post
 from liger_core.ops.mhc_pre import MHCPre, mhc_pre
 from liger_core.ops.modulated_rms_norm import modulated_rms_norm
 from liger_core.ops.poly_norm import poly_norm
+from liger_core.ops.quantize import Quantized, quantize
 from liger_core.ops.qwen2vl_mrope import qwen2vl_mrope
 from liger_core.ops.relu_squared import relu_squared
 from liger_core.ops.rms_norm import rms_norm
@@ -64,6 +65,7 @@ __all__ = [
     "GRPOOutput",
     "LogitStatistics",
     "MHCPre",
+    "Quantized",
     "Unsupported",
     "attn_res",
     "backends",
@@ -99,6 +101,7 @@ __all__ = [
     "mhc_pre",
     "modulated_rms_norm",
     "poly_norm",
+    "quantize",
     "qwen2vl_mrope",
     "relu_squared",
     "rms_norm",

@@ -95,7 +95,7 @@ def implements(
       same order in memory.
     - ``backward(needs, saved, <a gradient per differentiable result>, *, <options>) -> gradients``, one per differentiable
       argument, None if `needs` is False for it. A result's gradient is None if no gradient comes in for it. Neither
-      function writes to its arguments.
+      function writes to its arguments. An op without differentiable arguments has no `backward`.
     - optionally ``refuses(<the contract's signature>) -> str | None``: why this kernel can't take a call. It reads
       metadata, not data.
     - optionally ``saves_early(<the contract's signature>) -> SavedEarly``, if `backward` can do with arguments alone, in place of

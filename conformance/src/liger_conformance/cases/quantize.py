@@ -21,7 +21,7 @@ def edges(x: Tensor) -> Tensor:
     least numbers.
     """
     kind = torch.finfo(x.dtype)
-    above = 448.0 * (1 + 2 * kind.eps)
+    above = torch.nextafter(torch.tensor(448.0, dtype=x.dtype), torch.tensor(torch.inf, dtype=x.dtype)).item()
     halves = torch.arange(-40, 40) / 2 + 8
     rows = (
         [float("nan"), float("inf"), -float("inf"), 1.0],

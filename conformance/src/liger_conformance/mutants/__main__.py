@@ -15,7 +15,7 @@ from typing import Any
 
 from liger_conformance import interpreters
 from liger_conformance.mutants.changes import changes_of
-from liger_conformance.mutants.faults import FAULTS
+from liger_conformance.mutants.faults import FAULTS, OF_GRADIENTS
 from liger_conformance.mutants.running import Mutant, Suite, imports
 from liger_conformance.reach import sources_of
 from liger_core.backend import backends, not_installed
@@ -123,7 +123,8 @@ def mutants_of(package: str, op: str) -> list[Mutant]:
     imported = [file for name in own for file in imports(sources[name].path, package) if sources[file].kernels]
     files = dict.fromkeys([*own, *imported])
     changes = [Mutant(op, c.name, c.kind, c) for file in files for c in changes_of(sources[file].path)]
-    return [*changes, *(Mutant(op, f"fault: {name}", "fault", None) for name in FAULTS)]
+    faults = [name for name in FAULTS if ops[op].differentiable or name not in OF_GRADIENTS]
+    return [*changes, *(Mutant(op, f"fault: {name}", "fault", None) for name in faults)]
 
 
 def chosen(mutants: list[Mutant], number: int, source: random.Random, only: str | None) -> list[Mutant]:

@@ -331,3 +331,11 @@ FAULTS: dict[str, Fault] = {
     "a result is transposed in memory": transposes_result,
     "a float32 copy is saved": saves_copy,
 }  # fmt: skip
+
+OF_GRADIENTS = {name for name in FAULTS if name.startswith("a gradient ")} | {
+    "one buffer of gradients",
+    "a float32 gradient over the incoming one",
+    "saved tensors change in float32",
+    "a float32 copy is saved",
+}
+"""Faults that an op without gradients can't have."""

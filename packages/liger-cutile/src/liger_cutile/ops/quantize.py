@@ -60,7 +60,7 @@ def _join(parts, line, LINES, PARTS):
     return largest
 
 
-@ct.kernel
+@ct.kernel(num_worker_warps=8)
 def _largest(row_parts, column_parts, x, tiles_k, ALL: ConstBool, TILE: ConstInt):
     """The largest finite magnitude of each row of a tile, and of each column; or that of the tile."""
     tile_m, tile_k = ct.bid(0) // tiles_k, ct.bid(0) % tiles_k
@@ -103,7 +103,7 @@ def _write(result, scales, values, parts, tile_line, tile_across, AXIS, BLOCK, P
         ct.store(result, (tile_line, tile_across), quantized)
 
 
-@ct.kernel
+@ct.kernel(num_worker_warps=8)
 def _quantize(
     rows, row_scales, columns, column_scales, x, row_parts, column_parts, tiles_k,
     BLOCK: ConstInt, POWER: ConstBool, TILE: ConstInt, PARTS: ConstInt,

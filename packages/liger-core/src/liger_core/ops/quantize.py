@@ -40,10 +40,11 @@ def quantize(
 ) -> Quantized:
     """Divide each block of a matrix by a scale, and round to float8_e4m3fn, to the nearest and of two to the even one.
 
-    A block's scale s is made of its largest finite magnitude. ``"power_of_two"``: the least power of two with largest / s ≤ 448. The
-    division by it is exact, so a number that is in range of two scales is the same with both. ``"float32"``: largest / 448, rounded;
-    and x / s is rounded to float32 before float8. A scale is at least 2⁻¹²⁶, and that of a block of zeros is 1. The last blocks are
-    smaller if their sizes are no multiples of 128. Every language gives the same bits.
+    A block's scale s is made of its largest finite magnitude. ``"power_of_two"``: the least power of two with
+    largest / s ≤ 448. The division by it is exact, so a number that is in range of two scales is the same with both.
+    ``"float32"``: largest / 448, rounded; and x / s is rounded to float32 before float8. A scale is at least 2⁻¹²⁶, and that
+    of a block of zeros is 1. The last blocks are smaller if their sizes are no multiples of 128. Every language gives the same
+    bits.
 
     A NaN or an infinity becomes NaN, and other elements don't change by it.
 
@@ -95,7 +96,7 @@ def _rows(x: Tensor, block: str, scales: str) -> tuple[Tensor, Tensor]:
 
 def _scale(largest: Tensor, scales: str) -> Tensor:
     if scales == "float32":
-        scale = largest / LARGEST
+        scale = largest / torch.full_like(largest, LARGEST)  # CUDA multiplies by the reciprocal of a Python number
     else:
         mantissa, exponent = torch.frexp(largest)
         power = exponent - 9 + (mantissa > LARGEST / 512)

@@ -43,10 +43,7 @@ def _scale(largest, POWER):
 
 @ct.function
 def _rounded(values, scale, POWER):
-    if POWER:
-        quotient = values * (1.0 / scale)
-    else:
-        quotient = values / scale
+    quotient = values * (1.0 / scale) if POWER else values / scale
     return ct.astype(ct.where(ct.abs(values) < float("inf"), quotient, float("nan")), ct.float8_e4m3fn)
 
 

@@ -1,6 +1,7 @@
 """Quantization by tiles of 128 by 128: each is read once, and written as rows and, transposed, as columns.
 
-Where a block is larger than a tile, a first kernel writes the largest magnitude of each tile's part of it.
+Two programs of eight warps fit an SM if a thread has 128 registers. So what is not finite is NaN from the start, which a maximum
+ignores. Where a block is larger than a tile, a first kernel writes the largest magnitude of each tile's part of it.
 """
 
 import torch
@@ -22,14 +23,11 @@ PARTS = 32
 
 
 @triton.jit
-def _load(x, m, k, tiles_k, x_row, x_column, TILE: tl.constexpr):
-    """This program's tile in float32, which of its numbers are finite, its rows and its columns."""
-    tile = tl.program_id(0)
-    row = (tile // tiles_k).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = (tile % tiles_k).to(tl.int64) * TILE + tl.arange(0, TILE)
+def _load(x, row, column, m, k, x_row, x_column):
+    """Elements in float32, with NaN for what is not finite."""
     inside = (row < m)[:, None] & (column < k)[None, :]
     values = tl.load(x + row[:, None] * x_row + column[None, :] * x_column, inside, other=0.0).to(tl.float32)
-    return values, tl.abs(values) < float("inf"), row, column
+    return tl.where(tl.abs(values) < float("inf"), values, float("nan"))
 
 
 @triton.jit
@@ -45,65 +43,66 @@ def _scale(largest, POWER: tl.constexpr):
 
 
 @triton.jit
-def _rounded(values, finite, scale, POWER: tl.constexpr):
-    quotient = values * (1.0 / scale) if POWER else tl.math.div_rn(values, tl.broadcast_to(scale, values.shape))
-    return tl.where(finite, quotient, float("nan")).to(tl.float8e4nv)
+def _rounded(values, scale, POWER: tl.constexpr):
+    if POWER:
+        # The exponent of 1 / scale.
+        inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        quotient = values * inverse
+    else:
+        quotient = tl.math.div_rn(values, tl.broadcast_to(scale, values.shape))
+    return quotient.to(tl.float8e4nv)
 
 
 @triton.jit
 def _join(parts, at, count, PARTS: tl.constexpr):
     """The largest of `count` numbers each, which start at ``parts + at``."""
     lane = tl.arange(0, PARTS)[None, :]
-    largest = tl.zeros_like(at).to(tl.float32)
+    largest = tl.zeros((at.shape[0], PARTS), tl.float32)
     for first in range(0, count, PARTS):
-        some = tl.load(parts + at[:, None] + first + lane, lane < count - first, other=0.0)
-        largest = tl.maximum(largest, tl.max(some, 1))
-    return largest
+        largest = tl.maximum(largest, tl.load(parts + at[:, None] + first + lane, lane < count - first, other=0.0))
+    return tl.max(largest, 1)
 
 
 @kernel
 def _largest(
-    row_parts, column_parts, x, m, k, tiles_m, tiles_k, x_row, x_column, WHOLE: tl.constexpr, TILE: tl.constexpr
-):
-    """The largest finite magnitude of each row of a tile, and of each column; or that of the tile."""
-    values, finite, row, column = _load(x, m, k, tiles_k, x_row, x_column, TILE)
-    magnitudes = tl.where(finite, tl.abs(values), 0.0)
-    tile = tl.program_id(0)
-    if WHOLE:  # both are the same memory
-        tl.store(row_parts + tile, tl.max(tl.max(magnitudes, 1), 0))
+    row_parts, column_parts, x, m, k, tiles_m, tiles_k, x_row, x_column,
+    WHOLE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of each row of a tile, and of each column; or that of the matrix."""
+    tile_m, tile_k = (tl.program_id(0) // tiles_k).to(tl.int64), (tl.program_id(0) % tiles_k).to(tl.int64)
+    row, column = tile_m * TILE + tl.arange(0, TILE), tile_k * TILE + tl.arange(0, TILE)
+    magnitudes = tl.abs(_load(x, row, column, m, k, x_row, x_column))
+    if WHOLE:  # both are the same number, 0 before
+        tl.atomic_max(row_parts, tl.maximum(tl.max(tl.max(magnitudes, 1), 0), 0.0), sem="relaxed")
     else:
         if row_parts is not None:
-            tl.store(row_parts + row * tiles_k + tile % tiles_k, tl.max(magnitudes, 1), row < m)
+            tl.store(row_parts + row * tiles_k + tile_k, tl.max(magnitudes, 1), row < m)
         if column_parts is not None:
-            tl.store(column_parts + column * tiles_m + tile // tiles_k, tl.max(magnitudes, 0), column < k)
+            tl.store(column_parts + column * tiles_m + tile_m, tl.max(magnitudes, 0), column < k)
 
 
 @triton.jit
-def _write(
-    result, scales, values, finite, parts, line, across, lines, length, tile_line, tile_across, tiles_line, tiles_across,
+def _scales(
+    scales, values, parts, line, lines, tile_line, tile_across, tiles_across,
     AXIS: tl.constexpr, BLOCK: tl.constexpr, POWER: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the matrix, or of its transpose: lines of the result, which lie along AXIS, and their scales."""
-    magnitudes = tl.where(finite, tl.abs(values), 0.0)
+    """Scales of a tile's lines, which lie along AXIS: rows of the matrix or of its transpose."""
     if BLOCK == "128x128":
-        scale = _scale(tl.max(tl.max(magnitudes, 1), 0), POWER)
-        tl.store(scales + tile_line * tiles_across + tile_across, scale)
+        one = _scale(tl.max(tl.max(tl.abs(values), 1), 0), POWER)
+        tl.store(scales + tile_line * tiles_across + tile_across, one)
+        return one
     elif BLOCK == "tensor":
-        scale = _scale(tl.max(_join(parts, tl.zeros((1,), tl.int64), tiles_line * tiles_across, PARTS), 0), POWER)
-        tl.store(scales, scale, (tile_line == 0) & (tile_across == 0))
+        one = _scale(tl.load(parts), POWER)
+        tl.store(scales, one, (tile_line == 0) & (tile_across == 0))
+        return one
     elif BLOCK == "row":
         each = _scale(_join(parts, tl.where(line < lines, line, 0) * tiles_across, tiles_across, PARTS), POWER)
         tl.store(scales + line, each, (line < lines) & (tile_across == 0))
-        scale = tl.expand_dims(each, AXIS)
+        return tl.expand_dims(each, AXIS)
     else:
-        each = _scale(tl.max(magnitudes, AXIS), POWER)
+        each = _scale(tl.max(tl.abs(values), AXIS), POWER)
         tl.store(scales + tile_across * lines + line, each, line < lines)
-        scale = tl.expand_dims(each, AXIS)
-    quantized = _rounded(values, finite, scale, POWER)
-    if AXIS == 0:
-        quantized = tl.trans(quantized)
-    inside = (line < lines)[:, None] & (across < length)[None, :]
-    tl.store(result + line[:, None] * length + across[None, :], quantized, inside)
+        return tl.expand_dims(each, AXIS)
 
 
 @kernel
@@ -111,19 +110,17 @@ def _quantize(
     rows, row_scales, columns, column_scales, x, row_parts, column_parts, m, k, tiles_m, tiles_k, x_row, x_column,
     BLOCK: tl.constexpr, POWER: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    values, finite, row, column = _load(x, m, k, tiles_k, x_row, x_column, TILE)
-    tile = tl.program_id(0)
-    tile_m, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
+    tile_m, tile_k = (tl.program_id(0) // tiles_k).to(tl.int64), (tl.program_id(0) % tiles_k).to(tl.int64)
+    row, column = tile_m * TILE + tl.arange(0, TILE), tile_k * TILE + tl.arange(0, TILE)
+    values = _load(x, row, column, m, k, x_row, x_column)
     if rows is not None:
-        _write(
-            rows, row_scales, values, finite, row_parts, row, column, m, k, tile_m, tile_k, tiles_m, tiles_k,
-            1, BLOCK, POWER, PARTS,
-        )  # fmt: skip
+        scale = _scales(row_scales, values, row_parts, row, m, tile_m, tile_k, tiles_k, 1, BLOCK, POWER, PARTS)
+        inside = (row < m)[:, None] & (column < k)[None, :]
+        tl.store(rows + row[:, None] * k + column[None, :], _rounded(values, scale, POWER), inside)
     if columns is not None:
-        _write(
-            columns, column_scales, values, finite, column_parts, column, row, k, m, tile_k, tile_m, tiles_k, tiles_m,
-            0, BLOCK, POWER, PARTS,
-        )  # fmt: skip
+        scale = _scales(column_scales, values, column_parts, column, k, tile_k, tile_m, tiles_m, 0, BLOCK, POWER, PARTS)
+        inside = (column < k)[:, None] & (row < m)[None, :]
+        tl.store(columns + column[:, None] * m + row[None, :], tl.trans(_rounded(values, scale, POWER)), inside)
 
 
 def refuses(
@@ -146,10 +143,10 @@ def forward(
 ) -> tuple[Quantized, Saved]:
     m, k = x.shape
     tiles_m, tiles_k = -(-m // TILE), -(-k // TILE)
-    both = (*_results(x, block, tiles_k, m, k, rows), *_results(x, block, tiles_m, k, m, columns))
+    result = Quantized(*_results(x, block, tiles_k, m, k, rows), *_results(x, block, tiles_m, k, m, columns))
     row_parts = column_parts = None
     if block == "tensor":
-        row_parts = column_parts = x.new_empty(tiles_m * tiles_k, dtype=torch.float32)
+        row_parts = column_parts = x.new_zeros(1, dtype=torch.float32)
     elif block == "row":
         row_parts = x.new_empty(m, tiles_k, dtype=torch.float32) if rows else None
         column_parts = x.new_empty(k, tiles_m, dtype=torch.float32) if columns else None
@@ -159,10 +156,10 @@ def forward(
     if row_parts is not None or column_parts is not None:
         _largest[grid](row_parts, column_parts, x, *inputs, WHOLE=block == "tensor", TILE=TILE, num_warps=warps)
     _quantize[grid](
-        *both, x, row_parts, column_parts, *inputs,
+        *result, x, row_parts, column_parts, *inputs,
         BLOCK=block, POWER=scales == "power_of_two", TILE=TILE, PARTS=PARTS, num_warps=warps,
     )  # fmt: skip
-    return Quantized(*both), ()
+    return result, ()
 
 
 def _results(

@@ -13,7 +13,8 @@ with fused kernels. Each way is a process of its own:
 - `liger`: liger-kernel's patch of the model.
 - `trl`: transformers' code under the head of TRL's trainers, which never holds the logits; TRL 1.16.
 - `LANGUAGE`: `liger_transformers.apply` with kernels of that language; `LANGUAGE-lean`: with ``lean=True``; `LANGUAGE-mlp` and
-  `LANGUAGE-lean-mlp`: with ``mlp=True``, which differs with ``--checkpointing`` alone. Each may end in `-compile`.
+  `LANGUAGE-lean-mlp`: with ``mlp=True``, which differs with ``--checkpointing`` alone; `LANGUAGE-fp8`, also after these: with
+  ``precision="fp8"``. Each may end in `-compile`.
   `triton+rms_norm.swiglu-compile` leaves these ops to the reference. `default` demands none.
 
 `plain` comes first, then ours, then the others, each with all models in turn. The record is written after each of them, so that a
@@ -286,7 +287,8 @@ def trainer(job: Job) -> tuple[Callable[..., torch.Tensor], Callable[[torch.Tens
         import liger_core
         import liger_transformers
 
-        liger_transformers.apply(model, **{name: name in extras for name in ("lean", "mlp")})
+        switches = {name: name in extras for name in ("lean", "mlp")}
+        liger_transformers.apply(model, **switches, precision="fp8" if "fp8" in extras else None)
         # Not before: swaps are proved on the CPU.
         liger_core.use(None if way == "default" else way, **dict.fromkeys(filter(None, left.split(".")), "torch"))
     if rank:
@@ -465,7 +467,7 @@ def row_of(job: Job, result: dict[str, Any], plain: Sequence[float] | None) -> d
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line; a name that doesn't exist ends the program with those that do."""
     languages = ["default", "torch", *(backend.language for backend in backends())]
-    extras = itertools.product(("", "-lean"), ("", "-mlp"), ("", "-compile"))
+    extras = itertools.product(("", "-lean"), ("", "-mlp"), ("", "-fp8"), ("", "-compile"))
     kinds = [f"{language}{''.join(extra)}" for extra in extras for language in languages]
     command = Command(__doc__, smoke="of the reference")
     command.add_names("models", [*MODELS], default=[next(iter(MODELS))])

@@ -44,6 +44,7 @@ from liger_core.ops.sparsemax import sparsemax
 from liger_core.ops.swiglu import swiglu
 from liger_core.ops.tvd import tvd
 from liger_core.recompute import lean
+from liger_core.scaled import scaled_linear
 
 if TYPE_CHECKING:
     __version__: str
@@ -106,6 +107,7 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "scaled_linear",
     "softmax",
     "sparsemax",
     "swiglu",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import liger_core as liger
 from liger_core.checks import flag
@@ -25,6 +26,8 @@ from liger_transformers.mlp import mlp as gated_mlp
 from liger_transformers.norms import norm
 from liger_transformers.rotary import OPS as ROTARY_OPS
 from liger_transformers.rotary import rotary
+from liger_transformers.scaled import OP as SCALED
+from liger_transformers.scaled import linears, matches, scaled
 from liger_transformers.swap import Swap, original_class, replaced_by, swapped_for
 from liger_transformers.trl import serves
 
@@ -85,6 +88,8 @@ def apply(
     trl: bool = False,
     lazy: Lazy = False,
     lean: bool | None = None,
+    precision: str | None = None,
+    skip: Sequence[str] = (),
     strict: bool = True,
 ) -> Report:
     """Let a transformers model train on liger_core's ops. Only this instance changes, and `restore` undoes it.
@@ -117,6 +122,10 @@ def apply(
             Anything else that is done to the logits computes them first.
         lean: run the model's layers in `liger_core.lean`: it takes less memory, and another forward of its norms and gates. None:
             in eager mode alone. True: under torch.compile as well.
+        precision: ``"fp8"``: linear layers inside of the model's layers run as `liger_core.scaled_linear`, with operands in 8
+            bits, on an NVIDIA GPU of compute capability 9.0; on a CPU with the same numbers, slowly. The head, embeddings,
+            adapters and weights stay as they are, and so do layers whose sizes are no multiples of 16.
+        skip: names of modules, or parts of them such as ``"layers.0"`` or ``"mlp.down_proj"``, that `precision` leaves out.
         strict: raise an error if nothing is swapped. False logs a warning.
 
     Returns:
@@ -125,7 +134,8 @@ def apply(
     Raises:
         TypeError: `model` is no module, a switch is neither True nor False, or `loss` is no dict either.
         ValueError: nothing in the model could be swapped, and the message says why. Or `lazy` is something else, `loss` has an
-            unknown option, `trl` or `lazy` is set with ``loss=False``, or `trl` with options of the loss.
+            unknown option, `trl` or `lazy` is set with ``loss=False``, or `trl` with options of the loss. Or `precision` is
+            unknown, or `skip` is set without it or names nothing.
         RuntimeError: `trl` is set, and the model has the fused head of another TRL than 1.16.
     """
     _is_module("apply", model)
@@ -142,8 +152,11 @@ def apply(
         raise ValueError(
             "liger_transformers.apply: loss has options, which the loss of TRL's head, by trl=True, doesn't take"
         )
-    kinds = _kinds(rms_norm, layer_norm, rope, glu, mlp, experts, lean is not False)
-    found = _swap(model, kinds, bool(lean), (trl, lazy, options) if loss else None)
+    if precision not in (None, "fp8"):
+        raise ValueError(f"liger_transformers.apply: precision is {precision!r}; it takes None or 'fp8'")
+    _check_skip(model, precision, skip)
+    kinds = _kinds(rms_norm, layer_norm, rope, glu, mlp, experts, lean is not False, precision is not None)
+    found = _swap(model, kinds, bool(lean), (trl, lazy, options) if loss else None, skip)
     if not found.ops:
         off = [name for name, on in switches.items() if not on]
         reasons = "; ".join(f"{what}: {why}" for what, why in found.left)
@@ -157,6 +170,17 @@ def apply(
         log.warning(message)
     found.kernels = _kernels(found, model)
     return found
+
+
+def _check_skip(model: nn.Module, precision: str | None, skip: Any) -> None:
+    if isinstance(skip, str) or not all(isinstance(part, str) for part in skip):
+        raise TypeError(f"liger_transformers.apply: skip is {skip!r}; it takes a list of modules' names")
+    if skip and precision is None:
+        raise ValueError("liger_transformers.apply: skip takes precision='fp8', since it is what it is about")
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for part in skip:
+        if not any(matches(name, part) for name in names):
+            raise ValueError(f"liger_transformers.apply: skip has {part!r}, which no linear layer's name has")
 
 
 @liger.use("torch")
@@ -184,9 +208,10 @@ def report(model: nn.Module) -> Report:
         TypeError: `model` is no module.
     """
     _is_module("report", model)
-    mlp = any("gated_mlp" in (swapped_for(module) or "") for module in model.modules())
+    swaps = {swapped_for(module) or "" for module in model.modules()}
+    kinds = _kinds(mlp=any("gated_mlp" in swap for swap in swaps), precision=SCALED in swaps)
     lazy, trl, options = head_options(pretrained_in(model))
-    found = _swap(model, _kinds(mlp=mlp), False, (trl, lazy, options), look=True)
+    found = _swap(model, kinds, False, (trl, lazy, options), look=True)
     found.kernels = _kernels(found, model)
     return found
 
@@ -199,6 +224,7 @@ def _kinds(
     mlp: bool = False,
     experts: bool = False,
     lean: bool = True,
+    precision: bool = False,
 ) -> dict[str, bool]:
     """By op, whether modules are swapped for it."""
     return {
@@ -209,6 +235,7 @@ def _kinds(
         "gated_mlp": mlp,
         "fused_moe": experts,
         "lean": lean,
+        SCALED: precision,
     }
 
 
@@ -219,6 +246,7 @@ def _swap(
     kinds: dict[str, bool],
     compiled: bool,
     head: tuple[bool, Lazy, LossOptions] | None,
+    skip: Sequence[str] = (),
     look: bool = False,
 ) -> Report:
     """Swap the modules of these kinds, and the head for (`trl`, `lazy`, options of the loss); or only `look` for swapped ones."""
@@ -237,7 +265,10 @@ def _swap(
                 module.__class__ = swap
                 _count(report.swapped, what, op)
 
-    for module in list(model.modules()):
+    for name, module in list(model.named_modules()):
+        if kinds[SCALED] and isinstance(module, GradientCheckpointingLayer):
+            for path, linear, adapter in linears(module, name):
+                become(linear, scaled(path, linear, adapter, skip))
         if kinds["rms_norm"] or kinds["layer_norm"]:
             become(module, norm(module))
         if kinds["lean"]:
@@ -297,7 +328,7 @@ def _kernels_on(device: str, ops: list[str]) -> str:
     languages: dict[str, list[str]] = {}
     for op in ops:
         try:
-            resolution = liger.explain(op, device=device)
+            resolution = liger.explain("quantize" if op == SCALED else op, device=device)
         except liger.Unsupported as error:
             return f"no kernel: calls on {device} raise Unsupported: {error}"
         if resolution.chosen is None:

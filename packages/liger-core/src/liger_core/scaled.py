@@ -1,0 +1,174 @@
+"""A linear layer whose three matrix products have operands in 8 bits: `quantize` around PyTorch's scaled product."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from liger_core import checks
+from liger_core.backend import Unsupported
+from liger_core.ops.quantize import SCALES, quantize
+
+MULTIPLE = 16
+"""Sizes of a product's operands are multiples of so many elements."""
+PRODUCTS = (9, 0)
+"""The compute capability of the CUDA devices that multiply by scales of blocks."""
+
+
+class _Operand(NamedTuple):
+    """Rows in float8_e4m3fn, ``[N, K]``, which a product multiplies along K.
+
+    Attributes:
+        scales: those of `quantize`.
+        block: the elements that share one.
+    """
+
+    values: Tensor
+    scales: Tensor
+    block: str
+
+
+@torch.compiler.disable(reason="Dynamo refuses ops in the backward of an autograd.Function")
+def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scales: str = "power_of_two") -> Tensor:
+    """A linear layer with operands in 8 bits: y = Q(x) · Q(weight)ᵀ + bias.
+
+    Both gradients are products of operands in 8 bits as well: dx = Q(dy) · Q(weight), and dweight = Q(dyᵀ) · Q(xᵀ)ᵀ, along
+    tokens. Q is `quantize` with a scale for each 128 columns of a row, and for each 128 × 128 elements of a weight. A product is
+    rounded once; an H200 adds 128 numbers with about 14 bits, and these sums in float32. For backward x is kept in 8 bits, if
+    the weight needs a gradient, and the weight as it is. Nothing is kept from one call to the next. torch.compile breaks its
+    graph here.
+
+    Args:
+        x: ``[..., K]``; bfloat16, float16 or float32. K is a multiple of 16.
+        weight: ``[N, K]``, in x's dtype. N is a multiple of 16.
+        bias: ``[N]``, in x's dtype.
+        scales: as of `quantize`.
+
+    Returns:
+        ``[..., N]``, in x's dtype.
+
+    Raises:
+        TypeError: a dtype or type that is not accepted, or another dtype than x's.
+        ValueError: shapes that don't fit together, a size that is no multiple of 16, or unknown scales.
+        Unsupported: x is on a device that has no such product. On a CPU the product is of the same numbers in float32.
+
+    Source:
+        DeepSeek-V3, arXiv 2412.19437, section 3.3.
+
+    >>> x, weight = torch.eye(16), torch.full((16, 16), 0.3)
+    >>> scaled_linear(x, weight)[0, :2]
+    tensor([0.3125, 0.3125])
+    """
+    _check(x, weight, bias, scales)
+    y = (
+        cast("Any", _ScaledLinear)
+        .apply(x.reshape(-1, x.shape[-1]), weight, scales)
+        .view(*x.shape[:-1], weight.shape[0])
+    )
+    return y if bias is None else y + bias
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why `scaled_linear` doesn't run on a device, or None."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "it runs on NVIDIA GPUs of compute capability 9.0"
+    if not hasattr(F, "scaled_mm"):
+        return f"it takes torch 2.10 or later, and this is {torch.__version__}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != PRODUCTS:
+        return f"it runs on compute capability 9.0, and this device has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, scales: str) -> None:
+    name = "scaled_linear"
+    checks.floating(name, x=x, weight=weight, bias=bias)
+    checks.same_dtype(name, x=x, weight=weight, bias=bias)
+    checks.ndim(name, 1, x=x)
+    checks.ndim(name, 2, 2, weight=weight)
+    checks.shape(name, "weight", weight, (weight.shape[0], x.shape[-1]), "x's columns")
+    if bias is not None:
+        checks.shape(name, "bias", bias, (weight.shape[0],), "weight's rows")
+    checks.one_of(name, SCALES, scales=scales)
+    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
+        raise ValueError(f"{name}: weight has shape {tuple(weight.shape)}; it takes multiples of {MULTIPLE}")
+    if (reason := why_not(x.device)) is not None:
+        raise Unsupported(f"{name} on {x.device}: {reason}")
+
+
+class _ScaledLinear(torch.autograd.Function):
+    """`scaled_linear` of a matrix, without a bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: str) -> Tensor:
+        tokens, x = x.shape[0], _padded(x)
+        qx = quantize(x, scales=scales, columns=ctx.needs_input_grad[1])
+        qw = quantize(weight, block="128x128", scales=scales)
+        ctx.save_for_backward(weight, qx.columns, qx.column_scales)
+        ctx.scales = scales
+        return _product(_rows(qx, "1x128"), _rows(qw, "128x128"), x.dtype)[:tokens]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        weight, x_columns, x_scales = ctx.saved_tensors
+        tokens, dy = grads[0].shape[0], _padded(grads[0])
+        x_wanted, weight_wanted = ctx.needs_input_grad[:2]
+        qy = quantize(dy, scales=ctx.scales, rows=x_wanted, columns=weight_wanted)
+        dx = dweight = None
+        if x_wanted:
+            qw = quantize(weight, block="128x128", scales=ctx.scales, rows=False, columns=True)
+            dx = _product(_rows(qy, "1x128"), _columns(qw, "128x128"), dy.dtype)[:tokens]
+        if weight_wanted:
+            dweight = _product(_columns(qy, "1x128"), _Operand(x_columns, x_scales, "1x128"), dy.dtype)
+        return dx, dweight, None
+
+
+def _padded(x: Tensor) -> Tensor:
+    """x with rows of zeros, up to a multiple of 16: a weight's gradient is a product along rows."""
+    lacking = -x.shape[0] % MULTIPLE
+    return F.pad(x, (0, 0, 0, lacking)) if lacking else x
+
+
+def _rows(quantized: Any, block: str) -> _Operand:
+    return _Operand(quantized.rows, quantized.row_scales, block)
+
+
+def _columns(quantized: Any, block: str) -> _Operand:
+    return _Operand(quantized.columns, quantized.column_scales, block)
+
+
+def _product(a: _Operand, b: _Operand, dtype: torch.dtype) -> Tensor:
+    """a · bᵀ, ``[M, N]``, of what the operands stand for: added up in float32, and rounded to `dtype`."""
+    if a.values.device.type == "cpu" or not a.values.numel():
+        return (_dequantized(a) @ _dequantized(b).mT).to(dtype)
+    scaling: Any = F.ScalingType  # type: ignore[attr-defined]
+    recipes = {"1x128": scaling.BlockWise1x128, "128x128": scaling.BlockWise128x128}
+    result = cast("Any", F).scaled_mm(
+        a.values,
+        b.values.t(),
+        scale_a=_as_taken(a),
+        scale_recipe_a=recipes[a.block],
+        scale_b=_as_taken(b),
+        scale_recipe_b=recipes[b.block],
+        output_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
+        use_fast_accum=False,
+    )
+    return result.to(dtype)
+
+
+def _as_taken(operand: _Operand) -> Tensor:
+    """Scales as PyTorch's product takes them: transposed, and those of squares with a stride that is a multiple of 4."""
+    if operand.block == "1x128":
+        return operand.scales.t()
+    return F.pad(operand.scales, (0, -operand.scales.shape[1] % 4)).t()
+
+
+def _dequantized(operand: _Operand) -> Tensor:
+    rows, length = operand.values.shape
+    scales = operand.scales.t() if operand.block == "1x128" else operand.scales.repeat_interleave(128, 0)[:rows]
+    return operand.values.float() * scales.repeat_interleave(128, 1)[:, :length]

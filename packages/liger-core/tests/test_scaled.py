@@ -1,0 +1,142 @@
+"""`scaled_linear` beside products in float64 of the same operands, and beside the linear layer that it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_core as liger
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def operand(x: Tensor, block: str, scales: str) -> Tensor:
+    """What the 8 bits of x stand for, in float64, by a loop over blocks."""
+    height, width = {"1x128": (1, 128), "128x128": (128, 128)}[block]
+    result = torch.empty_like(x, dtype=torch.float64)
+    for i in range(0, x.shape[0], height):
+        for j in range(0, x.shape[1], width):
+            part = x[i : i + height, j : j + width].float()
+            largest = part.abs().max()
+            scale = (
+                largest / torch.full_like(largest, 448) if scales == "float32" else 2.0 ** (largest / 448).log2().ceil()
+            )
+            result[i : i + height, j : j + width] = (part / scale).to(torch.float8_e4m3fn).double() * scale.double()
+    return result
+
+
+def inputs(tokens: int, k: int, n: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    x, weight, dy = (torch.randn(*shape, generator=draw) for shape in ((tokens, k), (n, k), (tokens, n)))
+    return x.to(device, dtype).requires_grad_(), (weight / 8).to(device, dtype).requires_grad_(), dy.to(device, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scales", ["power_of_two", "float32"])
+@pytest.mark.parametrize(("tokens", "k", "n"), [(128, 128, 256), (80, 272, 144), (37, 144, 400)])
+def test_products(tokens: int, k: int, n: int, scales: str, dtype: torch.dtype, device: str) -> None:
+    x, weight, dy = inputs(tokens, k, n, dtype, device)
+    y = liger.scaled_linear(x, weight, scales=scales)
+    y.backward(dy)
+    qx, qw, qy = operand(x, "1x128", scales), operand(weight, "128x128", scales), operand(dy, "1x128", scales)
+    wanted = {
+        "y": (y, qx @ qw.mT),
+        "dx": (x.grad, qy @ qw),
+        "dweight": (weight.grad, operand(dy.mT, "1x128", scales) @ operand(x.mT, "1x128", scales).mT),
+    }
+    # Sums in float32, or on a GPU in 14 bits of 128 products, and one rounding. A GPU's result is in bfloat16 or float32.
+    eps = torch.finfo(torch.bfloat16 if dtype == torch.float16 and device == "cuda" else dtype).eps
+    sums = 1e-3 if device == "cuda" else 1e-5
+    for name, (got, want) in wanted.items():
+        assert got is not None
+        assert got.dtype == dtype
+        worst = ((got.double() - want).abs() / (eps * want.abs() + sums * want.abs().max())).max().item()
+        assert worst < 1, (name, worst)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_is_a_linear_layer(device: str) -> None:
+    """The error of a product is that of two operands, each rounded to 4 bits; and it has no bias."""
+    x, weight, dy = inputs(512, 256, 384, torch.float32, device)
+    bias = torch.randn(384, device=device, requires_grad=True)
+    liger.scaled_linear(x.view(2, 256, 256), weight, bias).backward(dy.view(2, 256, 384))
+    got = {"y": liger.scaled_linear(x, weight, bias) - bias, "dx": x.grad, "dweight": weight.grad, "dbias": bias.grad}
+    want = {"y": x @ weight.mT, "dx": dy @ weight, "dweight": dy.mT @ x}
+    for name, right in want.items():
+        error = got[name] - right  # type: ignore[operator]
+        assert 0.03 < error.norm() / right.norm() < 0.045, name
+        mean, deviation = error.mean(), error.std() / error.numel() ** 0.5
+        # Elements of a row share roundings of x, so their mean has fewer independent parts than elements.
+        assert abs(mean) < 5 * 16 * deviation, name
+    torch.testing.assert_close(got["dbias"], dy.sum(0))
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)])
+def test_one_gradient(needs: tuple[bool, bool]) -> None:
+    """A frozen weight's layer keeps nothing of x; a single gradient is that of both."""
+    x, weight, dy = inputs(48, 64, 32, torch.float32, "cpu")
+    both = torch.autograd.grad(liger.scaled_linear(x, weight), (x, weight), dy)
+    some = [tensor.detach().requires_grad_(need) for tensor, need in zip((x, weight), needs, strict=True)]
+    saved: list[torch.dtype] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.dtype) or t, lambda t: t):
+        y = liger.scaled_linear(some[0], some[1])
+    y.backward(dy)
+    assert (torch.float8_e4m3fn in saved) == needs[1]
+    for tensor, need, want in zip(some, needs, both, strict=True):
+        assert tensor.grad is None if not need else torch.equal(tensor.grad, want)  # type: ignore[arg-type]
+
+
+def test_a_weight_that_changes() -> None:
+    """Fused AdamW changes a weight without a new version of it, so nothing of it may be kept."""
+    x, weight, _ = inputs(16, 32, 32, torch.float32, "cpu")
+    before = liger.scaled_linear(x, weight)
+    weight.data.mul_(2)
+    torch.testing.assert_close(liger.scaled_linear(x, weight), 2 * before)
+
+
+def test_nothing_but_what_it_reaches_is_nan() -> None:
+    x, weight, dy = inputs(20, 160, 16, torch.float32, "cpu")
+    with torch.no_grad():
+        x[3, 140] = torch.inf
+    y = liger.scaled_linear(x, weight)
+    y.backward(dy)
+    assert y.isnan().nonzero()[:, 0].unique().tolist() == [3]
+    assert weight.grad is not None
+    assert weight.grad.isnan().nonzero()[:, 1].unique().tolist() == [140]
+
+
+def test_empty() -> None:
+    x, weight, dy = inputs(0, 32, 16, torch.float32, "cpu")
+    y = liger.scaled_linear(x, weight)
+    y.backward(dy)
+    assert y.shape == (0, 16)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x, w: liger.scaled_linear(x, w.double()), TypeError, "weight has dtype float64"),
+        (lambda x, w: liger.scaled_linear(x, w.bfloat16()), TypeError, "bfloat16"),
+        (lambda x, w: liger.scaled_linear(x, w[:, :16]), ValueError, r"weight has shape \(32, 16\)"),
+        (lambda x, w: liger.scaled_linear(x, w[:24]), ValueError, "multiples of 16"),
+        (lambda x, w: liger.scaled_linear(x, w, w[0, :16]), ValueError, "bias has shape"),
+        (lambda x, w: liger.scaled_linear(x, w, scales="row"), ValueError, "scales is 'row'; it takes"),
+        (lambda x, w: liger.scaled_linear(x.to("meta"), w.to("meta")), liger.Unsupported, "capability 9.0"),
+    ],
+)
+def test_errors(call: object, error: type[Exception], message: str) -> None:
+    x, weight, _ = inputs(16, 32, 32, torch.float32, "cpu")
+    with pytest.raises(error, match=message):
+        call(x, weight)  # type: ignore[operator]
+
+
+def test_a_compiled_model_has_a_graph_break() -> None:
+    x, weight, dy = inputs(48, 64, 32, torch.float32, "cpu")
+    want = torch.autograd.grad(liger.scaled_linear(x * 2, weight), (x, weight), dy)
+    compiled = torch.compile(lambda: liger.scaled_linear(x * 2, weight), backend="eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(), (x, weight), dy), want)
+    assert torch._dynamo.utils.counters["graph_break"]

@@ -1,0 +1,124 @@
+"""`apply(precision="fp8")`: linear layers of a model's layers in 8 bits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import batch, build, classes
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import liger_core as liger
+import liger_transformers
+
+
+def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(**batch()).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def by_hand(model: PreTrainedModel) -> None:
+    """Calls `scaled_linear` for each linear layer inside of the model's layers."""
+    for layer in model.model.layers:
+        for linear in layer.modules():
+            if isinstance(linear, nn.Linear):
+                linear.forward = lambda x, linear=linear: liger.scaled_linear(x, linear.weight, linear.bias)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("llama", 7), ("qwen2", 7), ("gemma2", 7)])
+def test_a_step(kind: str, count: int) -> None:
+    """The step is that of a model whose layers call the op; beside the plain model's it has the error of 8 bits."""
+    model = build(kind).train()
+    hand, plain = copy.deepcopy(model), copy.deepcopy(model)
+    by_hand(hand)
+    report = liger_transformers.apply(model, precision="fp8")
+    assert report.swapped["Linear", "scaled_linear"] == 2 * count, report
+    assert report.ops["scaled_linear"] == 2 * count
+    assert liger_transformers.report(model).swapped == report.swapped
+    assert "liger: scaled_linear" in repr(model)
+    loss, gradients = step(model)
+    hand_loss, hand_gradients = step(hand)
+    torch.testing.assert_close(loss, hand_loss)
+    for name, gradient in hand_gradients.items():
+        torch.testing.assert_close(
+            gradients[name], gradient, rtol=1e-3, atol=1e-3 * gradient.abs().max().item(), msg=name
+        )
+    plain_loss, plain_gradients = step(plain)
+    assert 0 < abs(loss - plain_loss) / plain_loss < 0.02
+    error = sum((gradients[n] - g).norm() ** 2 for n, g in plain_gradients.items()) ** 0.5
+    assert 0.01 < error / sum(g.norm() ** 2 for g in plain_gradients.values()) ** 0.5 < 0.3
+    liger_transformers.restore(model)
+    assert classes(model.modules()) == classes(plain.modules())
+    torch.testing.assert_close(step(model)[0], plain_loss)
+
+
+def test_leaves_what_it_is_told_to() -> None:
+    model = build("llama")
+    report = liger_transformers.apply(model, precision="fp8", skip=("layers.0.mlp", "o_proj"))
+    assert report.swapped["Linear", "scaled_linear"] == 14 - 3 - 2
+    assert report.left["Linear", "skip names it"] == 5
+    assert not any("scaled_linear" in why for what, why in liger_transformers.apply(build("llama")).swapped)
+
+
+def test_a_size_that_does_not_fit() -> None:
+    report = liger_transformers.apply(build("llama", intermediate_size=72), precision="fp8")
+    assert report.left["Linear", "its 72 outputs are no multiple of 16"] == 4
+    assert report.left["Linear", "its 72 inputs are no multiple of 16"] == 2
+    assert report.swapped["Linear", "scaled_linear"] == 8
+
+
+def test_copies_and_files_and_checkpointing() -> None:
+    model = build("llama").train()
+    keys = [*model.state_dict()]
+    liger_transformers.apply(model, precision="fp8")
+    assert [*model.state_dict()] == keys
+    want = step(model)[0]
+    assert torch.equal(step(copy.deepcopy(model))[0], want)
+    assert {type(m) for m in pickle.loads(pickle.dumps(model)).modules()} == {type(m) for m in build("llama").modules()}
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert torch.equal(step(model)[0], want)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(step(model)[0], want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_adapters_stay(before: bool) -> None:
+    """LoRA on a frozen base: the base's layers are in 8 bits and have no gradient, adapters are as they were."""
+    peft = pytest.importorskip("peft")
+    model = build("llama").train()
+    if before:
+        liger_transformers.apply(model, precision="fp8")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False))
+    report = liger_transformers.apply(tuned, precision="fp8")
+    assert report.swapped["Linear", "scaled_linear"] == 14
+    assert report.left["Linear", "it belongs to an adapter, whose products are small"] == 28
+    torch.manual_seed(0)
+    _, gradients = step(tuned)
+    assert len(gradients) == 28
+    assert all("lora" in name and gradient.any() for name, gradient in gradients.items())
+
+
+def test_a_language_and_a_gated_mlp() -> None:
+    report = liger_transformers.apply(build("llama"), precision="fp8", mlp=True)
+    assert report.kernels == ["no kernel: PyTorch reference on cpu"]
+    assert any("is swapped for scaled_linear" in why for _, why in report.left)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"precision": "int8"}, ValueError, "precision is 'int8'; it takes None or 'fp8'"),
+        ({"skip": ["o_proj"]}, ValueError, "skip takes precision='fp8'"),
+        ({"precision": "fp8", "skip": "o_proj"}, TypeError, "skip is 'o_proj'; it takes a list"),
+        ({"precision": "fp8", "skip": ["proj"]}, ValueError, "skip has 'proj', which no linear layer's name has"),
+    ],
+)
+def test_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        liger_transformers.apply(build("llama"), **options)

@@ -277,7 +277,7 @@ def test_processes_are_spread_over_devices(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--seed=1"], "--seed is of random calls"),
+        (["--seed=1"], "--seed is of --random=N, --check-results or --turn: add one of them"),
         (["--seconds=1"], "--seconds is of random calls"),
         (["--torch-compile"], "--torch-compile is of random calls"),
         (["--random=0"], "--random takes a number of calls, at least 1"),

@@ -133,6 +133,4 @@ def _check_random(config: pytest.Config) -> None:
         and not option(config, "--turn")
         and option(config, "--check-results") is None
     ):
-        raise pytest.UsageError(
-            "--seed is of random calls, of --check-results or of --turn: say how many with --random=N"
-        )
+        raise pytest.UsageError("--seed is of --random=N, --check-results or --turn: add one of them")

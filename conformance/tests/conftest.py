@@ -83,8 +83,9 @@ def _install_package(site: Path, language: str, source: Path, package: str | Non
 def _install_mutant(
     site: Path, original: BackendInfo, language: str, file: str, old: str, new: str, op: str | None = None
 ) -> None:
-    """Install a language's package as another language, with one op, and `new` for `old` in one file of it.
+    """Install a language's package as another language, with `new` for `old` in one file of it.
 
+    It has one op, and those that core composes of device code.
     The file is the op's; or, with an underscore, that of the device code which has the op's name, unless `op` is another.
     """
     op = op or file.removeprefix("_")

@@ -60,9 +60,9 @@ def test_a_page_that_no_phone_can_show_is_found(tmp_path: Path) -> None:
     (tmp_path / "wide.html").write_text(f'{head}<p style="width: 600px">wide</p>')
     (tmp_path / "wrong.html").write_text(f"{head}<script>throw new Error('oh')</script>")
     assert list(site_browser.problems(tmp_path, CHROMIUM, searches={})) == [
-        "desktop: wrong.html: Uncaught",
+        "desktop: wrong.html: Uncaught oh",
         "phone: wide.html is 608 pixels wide, and the screen 390",
-        "phone: wrong.html: Uncaught",
+        "phone: wrong.html: Uncaught oh",
     ]
 
 

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -34,6 +33,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- An op.\n\n## [0.1.3] - 2026-01-01\n"
             )
     monkeypatch.setattr(release, "ROOT", tmp_path)
+    monkeypatch.setattr(release.builder, "ROOT", tmp_path)
     return tmp_path
 
 
@@ -78,7 +78,7 @@ def test_cores_extra_takes_a_kernel_packages_new_series(workspace: Path, package
 def test_a_new_series_of_core_moves_every_package(workspace: Path, part: str, version: str, range: str) -> None:
     plan = release.plan("liger-core", part, "2026-02-03")
     assert set(plan.releases.values()) == {version}
-    assert set(plan.releases) == set(release.packages())
+    assert set(plan.releases) == set(release.builder.folders())
     assert list(plan.releases)[-1] == "liger-core"  # until it is out, nobody gets the others by accident
     for path, text in plan.edits.items():
         if path.name == "pyproject.toml":
@@ -111,7 +111,7 @@ def test_a_package_without_a_tag_is_noted(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_dry_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """On the checkout itself: each package could be released, and no file is written."""
     before = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for package in release.packages():
+    for package in release.builder.folders():
         assert release.main([package, "patch", "--dry-run"]) == 0
         printed = capsys.readouterr().out
         assert re.search(rf"^would tag {package}-v\d+\.\d+\.\d+$", printed, re.M)
@@ -126,7 +126,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     real = release.run
     monkeypatch.setattr(release, "ROOT", tmp_path)
     monkeypatch.setattr(release, "run", lambda *command: real(*command) if command[0] == "git" else "")
-    monkeypatch.setattr(release, "tool", lambda name: types.SimpleNamespace(strip_in_place=lambda: None))
+    monkeypatch.setattr(release.lock, "LOCK", tmp_path / "uv.lock")
     monkeypatch.setattr(release, "build", lambda planned, dist: (dist / "new.whl").write_text("new"))
     for name in ("uv.lock", "pyproject.toml"):
         (tmp_path / name).write_text("old")
@@ -246,13 +246,13 @@ def test_releases_install_from_a_folder(tmp_path: Path) -> None:
     run("git", "config", "user.email", "nobody@invalid.example")
     run("git", "add", "--all")
     run("git", "commit", "--quiet", "-m", "everything")
-    for package in release.packages():
+    for package in release.builder.folders():
         printed = run(sys.executable, "tools/release.py", package, "patch", "--skip-ci", f"--dist={dist}")
         assert re.search(rf"^tagged {package}-v\d+\.\d+\.\d+$", printed, re.M)
         assert re.search(rf"^git push --atomic origin HEAD:main {package}-v\d+\.\d+\.\d+$", printed, re.M)
         assert "uv publish" not in printed
     tags = {tag.rpartition("-v")[0]: tag for tag in run("git", "tag").split()}
-    assert set(tags) == set(release.packages())
+    assert set(tags) == set(release.builder.folders())
     assert not run("git", "status", "--porcelain")
     assert "://" not in (checkout / "uv.lock").read_text()
 
@@ -274,7 +274,7 @@ def test_releases_install_from_a_folder(tmp_path: Path) -> None:
 
     everything = "liger-core[triton,cutile,transformers,distributed]"
     run(*install, f"--python={python}", everything, "liger-conformance", cwd=tmp_path)
-    check(*(set(release.packages()) - {"liger-triton-ascend"}))
+    check(*(set(release.builder.folders()) - {"liger-triton-ascend"}))
     # triton-ascend itself excludes triton, so its kernels are installed alone.
     run(*install, f"--target={tmp_path / 'ascend'}", "--no-deps", "liger-triton-ascend", cwd=tmp_path)
     assert (tmp_path / "ascend/liger_triton_ascend/ops/rms_norm.py").exists()

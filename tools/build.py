@@ -23,10 +23,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from email import message_from_bytes
 from email.message import Message
 from email.policy import default
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 # The text of a link may be code with brackets in it, such as `x[i]`.
@@ -37,14 +40,19 @@ FENCE = re.compile(r"(^ *```.*?^ *```)", re.M | re.S)
 def folders() -> dict[str, Path]:
     """Every package, with its folder."""
     files = [*sorted(ROOT.glob("packages/*/pyproject.toml")), ROOT / "conformance/pyproject.toml"]
-    matches = {file.parent: re.search(r'(?m)^name = "(.+)"$', file.read_text("utf-8")) for file in files}
-    return {name[1]: folder for folder, name in matches.items() if name is not None}
+    return {tomllib.loads(file.read_text("utf-8"))["project"]["name"]: file.parent for file in files}
 
 
 def address(name: str) -> str:
     """A setting of mkdocs.yml, or nothing."""
     match = re.search(rf"(?m)^{name}: *(\S+)", (ROOT / "mkdocs.yml").read_text("utf-8"))
     return match[1].rstrip("/") if match else ""
+
+
+def turned(markdown: str, turn: Callable[[re.Match[str]], str]) -> str:
+    """A page whose links, each a match of `LINK`, are turned; those in blocks of code stay."""
+    parts = FENCE.split(markdown)
+    return "".join(part if part.lstrip().startswith("```") else LINK.sub(turn, part) for part in parts)
 
 
 def relative(target: str) -> bool:
@@ -55,7 +63,7 @@ def relative(target: str) -> bool:
 def published(markdown: str, folder: Path, repo_url: str) -> str:
     """A README of `folder` as an index can show it."""
 
-    def turned(link: re.Match[str]) -> str:
+    def turn(link: re.Match[str]) -> str:
         text, target = link["text"], link["target"]
         if not relative(target):
             return link[0]
@@ -68,8 +76,7 @@ def published(markdown: str, folder: Path, repo_url: str) -> str:
         kind = "raw" if link["picture"] else "tree" if (ROOT / file).is_dir() else "blob"
         return f"{link['picture']}[{text}]({repo_url}/{kind}/main/{file}{hash}{anchor})"
 
-    parts = FENCE.split(markdown)
-    return "".join(part if part.lstrip().startswith("```") else LINK.sub(turned, part) for part in parts)
+    return turned(markdown, turn)
 
 
 def urls(folder: Path, repo_url: str, site_url: str) -> str:
@@ -133,17 +140,10 @@ def problems(wheel: Path) -> list[str]:
         faults.append(
             f"its description links to {', '.join(beside)}, which an index does not have: build it by tools/build.py"
         )
-    classifiers = metadata.get_all("Classifier") or []
-    faults += [
-        f"metadata lacks a classifier {kind!r}"
-        for kind in (
-            "Development Status ::",
-            "Intended Audience ::",
-            "Programming Language :: Python :: 3.",
-            "Topic ::",
-        )
-        if not any(classifier.startswith(kind) for classifier in classifiers)
-    ]
+    classifiers = str(metadata.get_all("Classifier"))
+    for kind in ("Development Status", "Intended Audience", "Programming Language :: Python :: 3.", "Topic"):
+        if kind not in classifiers:
+            faults.append(f"metadata lacks a classifier {kind!r}")
     if address("repo_url") and not metadata.get_all("Project-URL"):
         faults.append("metadata lacks Project-URL, and mkdocs.yml has a repo_url: build it by tools/build.py")
     if str(ROOT).encode() in text:

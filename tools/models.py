@@ -101,10 +101,6 @@ OWN: dict[str, dict[str, Any]] = {
 """Settings of a type beside or instead of TEXT; None takes a setting out."""
 
 
-class TooSlow(Exception):
-    """A type has had its time."""
-
-
 class TooLarge(Exception):
     """The configuration doesn't make the type small."""
 
@@ -146,14 +142,14 @@ def limited() -> Iterator[None]:
     """
 
     def stop(*_: object) -> None:
-        raise TooSlow
+        raise NotRun(f"not run: more than {SECONDS} s")
 
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
-    except TooSlow:
-        raise NotRun(f"not run: more than {SECONDS} s") from None
+    except NotRun:
+        raise
     except Exception as error:  # of transformers' code for the type, which may be any
         raise NotRun(f"not built: {type(error).__name__}") from None
     finally:

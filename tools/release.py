@@ -19,17 +19,20 @@ from __future__ import annotations
 import argparse
 import datetime
 import difflib
-import importlib.util
 import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tools"))
+
+import build as builder  # noqa: E402 - tools/ is no package
+import lock  # noqa: E402
+
 CORE = "liger-core"
 UNRELEASED = "## [Unreleased]\n"
 # A requirement of one of our packages, as pyproject.toml has it: "liger-triton-ascend[npu]>=0.1,<0.2".
@@ -65,15 +68,6 @@ class Plan:
         return [f"{name}-v{version}" for name, version in self.releases.items()]
 
 
-def packages() -> dict[str, Path]:
-    """Every package that can be released, with its folder."""
-    folders = [*sorted((ROOT / "packages").iterdir()), ROOT / "conformance"]
-    files = {folder: folder / "pyproject.toml" for folder in folders}
-    return {
-        tomllib.loads(file.read_text())["project"]["name"]: folder for folder, file in files.items() if file.exists()
-    }
-
-
 def bumped(version: str, part: str) -> str:
     """The next version."""
     major, minor, patch = map(int, version.split("."))
@@ -100,7 +94,7 @@ def holds(least: str, below: str, version: str) -> bool:
 
 def plan(package: str, part: str, date: str) -> Plan:
     """Changes that release `package`."""
-    folders = packages()
+    folders = builder.folders()
     if package not in folders:
         raise Refused(f"there is no package {package}; there are {', '.join(folders)}")
     planned = Plan()
@@ -155,19 +149,8 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def tool(name: str) -> ModuleType:
-    """Another script of this folder."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def build(planned: Plan, dist: Path) -> None:
     """Build a wheel and an sdist of each package, and check them."""
-    builder = tool("build")
     for name, version in planned.releases.items():
         run(sys.executable, "tools/build.py", name, "--out-dir", str(dist))
         built = sorted(dist.glob(f"{name.replace('-', '_')}-{version}*"))
@@ -189,19 +172,14 @@ def carry_out(planned: Plan, dist: Path, ci: bool) -> None:
         for path, text in planned.edits.items():
             path.write_text(text, encoding="utf-8")
         run("uv", "lock", "--quiet")
-        tool("lock").strip_in_place()
+        lock.strip_in_place()
         if ci:
             run(".ci/run")
         build(planned, dist)
         if changed:
             run("git", "add", "uv.lock", *changed)
-            run(
-                "git",
-                "commit",
-                "--quiet",
-                "-m",
-                ", ".join(f"{name} {version}" for name, version in planned.releases.items()),
-            )
+            subject = ", ".join(f"{name} {version}" for name, version in planned.releases.items())
+            run("git", "commit", "--quiet", "-m", subject)
         for tag in planned.tags:
             run("git", "tag", "--annotate", "--message", tag, tag)
             tagged.append(tag)

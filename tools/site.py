@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "packages/liger-core/src/liger_core"
 sys.path.append(str(ROOT / "tools"))
 
-import pages  # noqa: E402 - tools/ is no package
+import build  # noqa: E402 - tools/ is no package
+import pages  # noqa: E402
 
 LANGUAGES = {"Triton": "liger-triton", "cuTile": "liger-cutile", "triton-ascend": "liger-triton-ascend"}
 CALLING = {
@@ -38,13 +39,6 @@ CALLING = {
     "examples": ("examples", "`examples`"),
 }
 """Folders whose code calls ops, with what a reader knows them as."""
-API = {
-    "liger_core": "use get_op explain get_current_backend list_overridden_ops infer_device lean backends BackendInfo Unsupported",
-    "liger_transformers": "apply.apply LigerCallback apply.Report apply.restore register_experts",
-    "liger_distributed": "LossHead cross_entropy fused_linear_cross_entropy fused_linear_jsd grpo_loss token_logprobs "
-    "fused_linear_token_logprobs",
-}
-"""Public names beside the ops, by package: each package is a page."""
 # A file of the repository, and the page that it is. Those under docs/ keep their names.
 PAGES = {
     "README.md": "index.md",
@@ -67,8 +61,6 @@ PAGES = {
 }
 # Whoever types an error message wants the first page; the second has every number.
 BOOSTS = {"troubleshooting.md": 10, "npu-gates.md": 0.2}
-LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)\s]+)\)")
-FENCE = re.compile(r"(^ *```.*?^ *```)", re.M | re.S)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -91,9 +83,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not under docs/."""
     texts = {page: (ROOT / source).read_text("utf-8") for source, page in PAGES.items() if (ROOT / source).is_file()}
     texts |= {page: list_page(ROOT / source) for source, page in PAGES.items() if (ROOT / source).is_dir()}
-    texts |= {f"api/{package}.md": api_page(package, names.split()) for package, names in API.items()}
     texts |= {f"ops/{name}.md": op_page(name) for name in ops()}
-    texts |= {"ops/index.md": index_page(), "ops/losses.md": losses_page()}
+    texts["ops/index.md"] = index_page()
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
     for path in [*ROOT.glob("packages/*/*.png"), *ROOT.glob("examples/*.svg")]:
@@ -114,10 +105,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     origins = {page: source for source, page in PAGES.items()}
     source = origins.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
-    def turned(link: re.Match[str]) -> str:
+    def turn(link: re.Match[str]) -> str:
         picture, text, target = link.groups()
         path, hash, anchor = target.partition("#")
-        if not path or "://" in target or target.startswith("mailto:"):
+        if not build.relative(target):
             return link[0]
         file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         if picture:
@@ -135,21 +126,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{file}{hash}{anchor})"
         return text if text.strip("`") in file else f"{text} (`{file}`)"
 
-    parts = FENCE.split(markdown)
-    return "".join(part if part.lstrip().startswith("```") else LINK.sub(turned, part) for part in parts)
-
-
-API_ENTRY = """::: {0}.{1}
-    options:
-      heading: {2}
-"""
-
-
-def api_page(package: str, names: list[str]) -> str:
-    """Reference of a package's public names that are no ops."""
-    return "\n".join(
-        [f"# {package}", "", *(API_ENTRY.format(package, name, name.rpartition(".")[2]) for name in names)]
-    )
+    return build.turned(markdown, turn)
 
 
 def list_page(folder: Path) -> str:
@@ -178,7 +155,6 @@ title: {name}
 ::: liger_core.ops.{name}.{name}
     options:
       heading_level: 1
-      heading: {name}
 
 ## Shapes
 
@@ -221,17 +197,6 @@ def index_page() -> str:
             exception = f" No kernel in {lacking}." if lacking else ""
             lines.append(f"| [{name}]({name}.md) | {summary(name).replace('|', '&#124;')}{exception} |")
     return "\n".join([*lines, ""])
-
-
-def losses_page() -> str:
-    """The plain functions on log-probabilities."""
-    return """# Losses
-
-::: liger_core.losses
-    options:
-      show_root_heading: false
-      members_order: source
-"""
 
 
 def ops() -> list[str]:
@@ -330,16 +295,9 @@ def called() -> dict[str, set[str]]:
     """The names that the code of each folder of `CALLING` takes from liger_core."""
     names: dict[str, set[str]] = {}
     for key, (folder, _) in CALLING.items():
-        trees = (ast.parse(file.read_text("utf-8")) for file in (ROOT / folder).rglob("*.py"))
-        for node in (node for tree in trees for node in ast.walk(tree)):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and node.value.id.startswith("liger")
-            ):
-                names.setdefault(key, set()).add(node.attr)
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_core"):
-                names.setdefault(key, set()).update(alias.name for alias in node.names)
+        code = "\n".join(file.read_text("utf-8") for file in (ROOT / folder).rglob("*.py"))
+        imports = re.findall(r"from liger_core[\w.]* import (\([^)]*\)|.*)", code)
+        names[key] = {*re.findall(r"\bliger\w*\.(\w+)", code), *re.findall(r"\w+", " ".join(imports))}
     return names
 
 

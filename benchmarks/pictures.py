@@ -148,8 +148,8 @@ def counts(ops: Mapping[str, Op], noise: float = 0.02) -> list[tuple[str, int, i
         ("memory, beside liger-kernel", KERNELS, "peak_mib"),
     ):
         for mode in MODES:
-            found = [ratio(op, case, mode, peers, key) for op in ops.values() for case in GROUPS]
-            ratios = [pair[0] for pair in found if pair]
+            pairs = [ratio(op, case, mode, peers, key) for op in ops.values() for case in GROUPS]
+            ratios = [pair[0] for pair in pairs if pair]
             better, worse = sum(r > 1 + noise for r in ratios), sum(r < 1 - noise for r in ratios)
             lines.append((f"{what}, {mode}", better, len(ratios) - better - worse, worse))
     return lines

@@ -87,15 +87,15 @@ def test_work_of_experts_is_that_of_the_tokens_that_they_get() -> None:
 @pytest.mark.parametrize("op", sorted(ops))
 def test_eager_computes_what_the_contract_says(op: str, mode: str) -> None:
     job = small_job(op, mode)
-    found = make_call(peers.eager()[op], job.arguments(), mode, job.dtype)()
-    assert error_of(found, truth_of(job)) < 1e-5
+    result = make_call(peers.eager()[op], job.arguments(), mode, job.dtype)()
+    assert error_of(result, truth_of(job)) < 1e-5
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_grouped_products_compute_what_the_contract_says(mode: str) -> None:
     job = small_job("fused_moe", mode)
-    found = make_call(peers.grouped()["fused_moe"], job.arguments(), mode, job.dtype)()
-    assert error_of(found, truth_of(job)) < 1e-5
+    result = make_call(peers.grouped()["fused_moe"], job.arguments(), mode, job.dtype)()
+    assert error_of(result, truth_of(job)) < 1e-5
 
 
 @pytest.mark.parametrize("op", [op for op in sorted(ops) if cases_of(op).liger is not None])
@@ -575,8 +575,8 @@ def test_a_way_that_ends_is_a_row_that_says_so(
         end_to_end.Job("llama-1b", way, 1, 1, 1, False, "cpu", True)
         for way in ("plain", "dies", "is killed", "sleeps", "liger")
     ]
-    found = [*end_to_end.in_their_processes(jobs, 2.0)]
-    assert found == [
+    results = [*end_to_end.in_their_processes(jobs, 2.0)]
+    assert results == [
         {"ms": "plain"},
         {"note": "ended with 3"},
         {"note": "ended with -9"},
@@ -659,12 +659,12 @@ def test_the_longest_sequence_is_searched_from_above(monkeypatch: pytest.MonkeyP
     )
     monkeypatch.setattr(torch, "get_device_module", lambda name: device)
     monkeypatch.setattr(end_to_end, "trainer", lambda job: (forward, lambda loss: None, 7))
-    found = end_to_end.longest(end_to_end.Job("llama-1b", "plain", 8, 2048, 1, False, "cuda", False, longest=True))
-    assert 90e9 / 1.02e6 * end_to_end.FEWER - end_to_end.FINER <= found["longest"] <= 90e9 / 1.02e6
-    assert found["longest"] % end_to_end.FINER == 0
-    assert found["longest"] == tried[-1] < tried[-2] < 1.05 * 90_000
+    result = end_to_end.longest(end_to_end.Job("llama-1b", "plain", 8, 2048, 1, False, "cuda", False, longest=True))
+    assert 90e9 / 1.02e6 * end_to_end.FEWER - end_to_end.FINER <= result["longest"] <= 90e9 / 1.02e6
+    assert result["longest"] % end_to_end.FINER == 0
+    assert result["longest"] == tried[-1] < tried[-2] < 1.05 * 90_000
     assert all(tokens > 2 * end_to_end.SHORT for tokens in tried[3:])
-    assert found["peak_gb"] == f"{held.peak / 1e9:.2f}"
+    assert result["peak_gb"] == f"{held.peak / 1e9:.2f}"
 
 
 def test_memory_that_a_failed_step_keeps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -688,5 +688,5 @@ def test_memory_that_a_failed_step_keeps_is_told(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(torch, "get_device_module", lambda name: device)
     monkeypatch.setattr(end_to_end, "trainer", lambda job: (forward, lambda loss: None, 7))
-    found = end_to_end.longest(end_to_end.Job("llama-1b", "plain", 8, 2048, 1, False, "cuda", False, longest=True))
-    assert found == {"note": "16384 tokens fit, but not after a step that didn't: memory is kept"}
+    result = end_to_end.longest(end_to_end.Job("llama-1b", "plain", 8, 2048, 1, False, "cuda", False, longest=True))
+    assert result == {"note": "16384 tokens fit, but not after a step that didn't: memory is kept"}

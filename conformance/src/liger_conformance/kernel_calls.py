@@ -131,15 +131,15 @@ def _plain_calls(target: Target) -> Iterator[tuple[Case, torch.dtype, Arguments]
     """Cases that are called in the plain way: in float32, which most other tests leave out; in bfloat16 if float32 is refused, or
     has kernels of its own.
     """
-    found = cases_of(target.op.name)
-    for case in found.cases:
+    op_cases = cases_of(target.op.name)
+    for case in op_cases.cases:
         if case.group not in ("odd", "edge", "option") or case.mode != DEFAULT_MODE or case.by_row or case.holds:
             continue
         for dtype in (torch.float32, torch.bfloat16):
-            arguments = complete(target.op, found.build(case, dtype, target.device))
+            arguments = complete(target.op, op_cases.build(case, dtype, target.device))
             if refusal(target, arguments) is None:
                 yield case, dtype, arguments
-                if not found.dtypes_apart:
+                if not op_cases.dtypes_apart:
                     break
 
 

@@ -145,7 +145,7 @@ class KnownSpills:
                     target, _, kernel = key.partition(" ")
                     if not reason.strip():
                         raise ValueError(f"{package}.known_spills: {key!r} takes a reason")
-                    if not any(matches(target, found) for found in targets):
+                    if not any(matches(target, known_target) for known_target in targets):
                         raise ValueError(f"{package}.known_spills: {key!r} is of no op, language and chip")
                     known.append((target, kernel, what))
 

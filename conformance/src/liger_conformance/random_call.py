@@ -69,32 +69,32 @@ class RandomCall:
     def _source(self, of: str) -> random.Random:
         return random.Random(f"{self.op}/{self.seed}/{self.number}/{of}")
 
-    def draw(self, found: OpCases, lane: str) -> Call:
+    def draw(self, op_cases: OpCases, lane: str) -> Call:
         """The call, with tensors of a size that the lane bears."""
-        source, vary = self._source("call"), found.vary
+        source, vary = self._source("call"), op_cases.vary
         most = log_uniform(source, *MOST.get(lane, MOST_ELSEWHERE))
         for _ in range(ATTEMPTS):
-            case = source.choice([case for case in found.cases if case.group in QUICK])
+            case = source.choice([case for case in op_cases.cases if case.group in QUICK])
             values = {name: value for name, value in case.values.items() if name not in vary.sizes}
             if source.random() < 0.5:
                 values |= _draw_values(source, vary)
             values |= _draw_sizes(source, vary, most)
             for name, choices in vary.depending.items():
-                values[name] = _pick(source, _call(choices, found, values))
+                values[name] = _pick(source, _call(choices, op_cases, values))
             call = Call(values, DEFAULT_MODE, self.dtype)
-            if (arguments := arguments_of(found, call)) is not None:
+            if (arguments := arguments_of(op_cases, call)) is not None:
                 call = replace(call, mode=_draw_mode(source, ops[self.op], arguments))
-                if arguments_of(found, call) is not None:
+                if arguments_of(op_cases, call) is not None:
                     return call
         raise ValueError(f"{self.op}: of {ATTEMPTS} random calls the contract takes none: mend VARY in its cases")
 
-    def case(self, found: OpCases, call: Call) -> Case:
+    def case(self, op_cases: OpCases, call: Call) -> Case:
         """The call as a case."""
-        return Case(self.id, "edge", mode=call.mode, **_for_build(found, call.values))
+        return Case(self.id, "edge", mode=call.mode, **_for_build(op_cases, call.values))
 
-    def line(self, found: OpCases, call: Call) -> str:
+    def line(self, op_cases: OpCases, call: Call) -> str:
         """The call as the op's file would have it among its cases."""
-        case = self.case(found, call)
+        case = self.case(op_cases, call)
         named = case.values if case.mode == DEFAULT_MODE else {"mode": case.mode, **case.values}
         words = [repr(case.id), repr(case.group), *(f"{name}={value!r}" for name, value in named.items())]
         return f"Case({', '.join(words)}),  # {str(call.dtype).removeprefix('torch.')}"
@@ -105,11 +105,11 @@ def lane_of(target: Target) -> str:
     return "interpreted" if target.device == "cpu" else target.lane
 
 
-def arguments_of(found: OpCases, call: Call) -> dict[str, Any] | None:
+def arguments_of(op_cases: OpCases, call: Call) -> dict[str, Any] | None:
     """The call's arguments, without data; None where the contract doesn't take them."""
-    op = ops[found.op]
-    case = Case("", "edge", mode=call.mode, **_for_build(found, call.values))
-    arguments = op.bind((), found.make(case, MetaMake(call.dtype, "meta")))
+    op = ops[op_cases.op]
+    case = Case("", "edge", mode=call.mode, **_for_build(op_cases, call.values))
+    arguments = op.bind((), op_cases.make(case, MetaMake(call.dtype, "meta")))
     grads = op.differentiable if call.mode.grads is None else call.mode.grads
     for name in grads:
         if arguments[name] is not None:
@@ -125,15 +125,15 @@ def arguments_of(found: OpCases, call: Call) -> dict[str, Any] | None:
     return arguments
 
 
-def smallest(found: OpCases, call: Call, fails: Callable[[Call], bool]) -> Call:
+def smallest(op_cases: OpCases, call: Call, fails: Callable[[Call], bool]) -> Call:
     """The simplest call that fails of those that are found from one that does, a simplification at a time."""
     tried = 0
     seen = [call]
     progress = True
     while progress:
         progress = False
-        for simpler in _simpler(found, call):
-            if simpler in seen or arguments_of(found, simpler) is None:
+        for simpler in _simpler(op_cases, call):
+            if simpler in seen or arguments_of(op_cases, simpler) is None:
                 continue
             tried += 1
             if tried > STEPS:
@@ -145,9 +145,9 @@ def smallest(found: OpCases, call: Call, fails: Callable[[Call], bool]) -> Call:
     return call
 
 
-def _simpler(found: OpCases, call: Call) -> Iterator[Call]:
+def _simpler(op_cases: OpCases, call: Call) -> Iterator[Call]:
     """Calls that are simpler in one thing."""
-    mode, vary = call.mode, found.vary
+    mode, vary = call.mode, op_cases.vary
     if mode != DEFAULT_MODE:
         yield replace(call, mode=DEFAULT_MODE)
     if mode.autocast:
@@ -158,7 +158,7 @@ def _simpler(found: OpCases, call: Call) -> Iterator[Call]:
         yield replace(call, mode=replace(mode, layouts={n: l for n, l in mode.layouts.items() if n != name}))
     if call.dtype is not torch.float32:
         yield replace(call, dtype=torch.float32)
-    needed = {name for name, default in _defaults(found).items() if default is inspect.Parameter.empty}
+    needed = {name for name, default in _defaults(op_cases).items() if default is inspect.Parameter.empty}
     for name in call.values:
         if name not in needed and name not in vary.sizes:
             yield replace(call, values={n: v for n, v in call.values.items() if n != name})
@@ -166,7 +166,7 @@ def _simpler(found: OpCases, call: Call) -> Iterator[Call]:
         for less in size.smaller(call.values[name]):
             values = call.values | {name: less}
             for other, choices in vary.depending.items():
-                if other in values and values[other] not in (possible := _call(choices, found, values)):
+                if other in values and values[other] not in (possible := _call(choices, op_cases, values)):
                     values[other] = possible[0]
             yield replace(call, values=values)
 
@@ -216,18 +216,18 @@ def _draw_mode(source: random.Random, op: Op[..., Any], arguments: dict[str, Any
     return CallMode(layouts, grads, source.random() < 0.07)
 
 
-def _defaults(found: OpCases) -> dict[str, Any]:
+def _defaults(op_cases: OpCases) -> dict[str, Any]:
     """The parameters of ``build``, and their defaults."""
-    return {name: parameter.default for name, parameter in inspect.signature(found.module.build).parameters.items()}
+    return {name: parameter.default for name, parameter in inspect.signature(op_cases.module.build).parameters.items()}
 
 
-def _for_build(found: OpCases, values: dict[str, Any]) -> dict[str, Any]:
+def _for_build(op_cases: OpCases, values: dict[str, Any]) -> dict[str, Any]:
     """The values that ``build`` takes, among them options that the contract has, in its order."""
-    takes = (*_defaults(found), *ops[found.op].names, *(name for case in found.cases for name in case.values))
+    takes = (*_defaults(op_cases), *ops[op_cases.op].names, *(name for case in op_cases.cases for name in case.values))
     return {name: values[name] for name in dict.fromkeys(takes) if name in values}
 
 
-def _call(choices: Callable[..., Choices], found: OpCases, values: dict[str, Any]) -> Choices:
+def _call(choices: Callable[..., Choices], op_cases: OpCases, values: dict[str, Any]) -> Choices:
     """Choices of a value beside others; those that are not there have the default of ``build`` or of the op."""
-    known = ops[found.op].template | _defaults(found) | values
+    known = ops[op_cases.op].template | _defaults(op_cases) | values
     return choices(*(known[name] for name in inspect.signature(choices).parameters))

@@ -184,4 +184,4 @@ def _tree(source: str) -> str:
 def _names(code: types.CodeType) -> tuple[str, ...]:
     """The names of globals and attributes that code takes, and those of functions within it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return tuple(sorted({*code.co_names, *(name for found in inner for name in _names(found))}))
+    return tuple(sorted({*code.co_names, *(name for nested in inner for name in _names(nested))}))

@@ -73,10 +73,10 @@ def check_memory_of_gradients(rope: Any, device: str, of_q: str, of_k: str, trac
     saved = make.randn(2, 6, 16), make.randn(2, 6, 16)
     expected = rope.backward((True, True), saved, dq, dk)
     trace()
-    for found, wanted in zip(rope.backward((True, True), saved, dq, dk), expected, strict=True):
-        assert found is not None
+    for gradient, wanted in zip(rope.backward((True, True), saved, dq, dk), expected, strict=True):
+        assert gradient is not None
         assert wanted is not None
-        assert torch.equal(found, wanted)
+        assert torch.equal(gradient, wanted)
 
 
 GRADIENTS = "@gradients"
@@ -104,8 +104,8 @@ def backward_operators(
         layout: of `layouts.LAYOUTS`, of all arguments and gradients that it fits.
         dynamic: torch.compile's.
     """
-    op, found = ops[name], cases_of(name)
-    arguments = complete(op, found.build(found.cases[0], torch.float32, "cpu"))
+    op, op_cases = ops[name], cases_of(name)
+    arguments = complete(op, op_cases.build(op_cases.cases[0], torch.float32, "cpu"))
     arguments |= {tensor: _laid_out(arguments[tensor], layout) for tensor in op.tensors}
     names = present(op, arguments)
     arguments = with_leaves(op, arguments, names)
@@ -114,18 +114,18 @@ def backward_operators(
     graphs: list[list[str]] = []
 
     def call(*tensors: Tensor | None) -> Any:
-        given = arguments | dict(zip(op.tensors, tensors, strict=True))
-        return run(given, needs, {option: given[option] for option in op.options})
+        values = arguments | dict(zip(op.tensors, tensors, strict=True))
+        return run(values, needs, {option: values[option] for option in op.options})
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
         (output,) = (node for node in graph.graph.nodes if node.op == "output")
         returned: Any = output.args[0]
-        made = [None if node is None else as_traced(node.meta["val"]) for node in returned]
+        results = [None if node is None else as_traced(node.meta["val"]) for node in returned]
 
         def run_nothing(inputs: list[Any]) -> list[Any]:
             inputs.clear()
-            return made
+            return results
 
         run_nothing._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run_nothing
@@ -216,15 +216,15 @@ def custom_ops(
     Raises:
         AssertionError: one writes to a tensor that torch.compile isn't told of.
     """
-    op, found, kernel = ops[name], cases_of(name), backend.kernel(name)
+    op, op_cases, kernel = ops[name], cases_of(name), backend.kernel(name)
     compiling = torch_state.compiling
     for module in list(sys.modules.values()):
         if getattr(module, "compiling", None) is compiling:
             monkeypatch.setattr(module, "compiling", _traces)
-    cases = [case for case in found.cases if case.id == (case_id or "padded-chunks")]
+    cases = [case for case in op_cases.cases if case.id == (case_id or "padded-chunks")]
     with torch.no_grad(), Writes() as writes:
-        for case in cases if case_id else [*found.cases[:3], *cases]:
-            arguments = complete(op, found.build(case, dtype, "cpu"))
+        for case in cases if case_id else [*op_cases.cases[:3], *cases]:
+            arguments = complete(op, op_cases.build(case, dtype, "cpu"))
             there = present(op, arguments)
             needs = tuple(tensor in there and not (frozen and place) for place, tensor in enumerate(op.differentiable))
             result, saved = kernel.forward(needs, **arguments)

@@ -56,8 +56,8 @@ def budgets(rows: int, hidden: int, vocabulary: int) -> tuple[int | None, ...]:
     """Room for all rows, and, beside an accumulator in float32, for half of them, and for the least and three times as many."""
     one, least = 12 * padded_columns(vocabulary), least_chunk(rows)
     rest = 4 * vocabulary + 32 * rows
-    some = rows // 2 + 1, 3 * least, least
-    return None, rows * one + rest, *(4 * vocabulary * hidden + n * one + rest for n in some)
+    row_counts = rows // 2 + 1, 3 * least, least
+    return None, rows * one + rest, *(4 * vocabulary * hidden + n * one + rest for n in row_counts)
 
 
 VARY = Vary(

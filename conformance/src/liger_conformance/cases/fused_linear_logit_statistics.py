@@ -55,14 +55,14 @@ def build(
     x = linear_weight[make.integers(0, vocabulary, rows)] * 4.0 if decided else make.randn(rows, hidden) * scale
     if own_accum_dtype:
         options["accum_dtype"] = make.dtype
-    found = make.randn(vocabulary, dtype=bias_dtype) * 0.5 if bias else None
-    if found is not None and forbidden:
-        found[-1] = -torch.inf
+    bias_tensor = make.randn(vocabulary, dtype=bias_dtype) * 0.5 if bias else None
+    if bias_tensor is not None and forbidden:
+        bias_tensor[-1] = -torch.inf
     return {
         "x": x,
         "linear_weight": linear_weight,
         "target": target,
-        "bias": found,
+        "bias": bias_tensor,
         "class_weight": make.uniform(vocabulary, dtype=class_weight_dtype) + 0.25 if class_weight else None,
         **options,
     }

@@ -36,13 +36,13 @@ def targets(
     for all rows, expanded.
     """
     shape = (rows,) if each is None else (rows, each)
-    found = make.integers(0, vocabulary, *shape) + first
+    target = make.integers(0, vocabulary, *shape) + first
     if each is not None and each > 1:
-        found[:, -1] = found[:, 0]
+        target[:, -1] = target[:, 0]
     side = torch.where(make.mask(0.5, *shape), vocabulary, -vocabulary)
-    found = torch.where(make.mask(elsewhere, *shape), found + side, found)
-    found = found.masked_fill(make.mask(ignored, *shape), ignore_index)
-    return found[:1].expand(shape) if shared else found
+    target = torch.where(make.mask(elsewhere, *shape), target + side, target)
+    target = target.masked_fill(make.mask(ignored, *shape), ignore_index)
+    return target[:1].expand(shape) if shared else target
 
 
 def build(

@@ -46,8 +46,8 @@ def build(
         lead = [many if KEPT[kept](place, len(rows)) else 1 for place, many in enumerate(rows)]
         if kept == "none":
             lead = []
-        made = make.randn(*lead, 2 * hidden if in_one else hidden, dtype=modulation_dtype) * small
-        return made[..., hidden:] if in_one else made
+        tensor = make.randn(*lead, 2 * hidden if in_one else hidden, dtype=modulation_dtype) * small
+        return tensor[..., hidden:] if in_one else tensor
 
     return {
         "x": make.randn(*rows, hidden) * size,

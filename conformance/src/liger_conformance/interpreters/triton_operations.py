@@ -94,12 +94,12 @@ def repair_libdevice(interpreter: Any) -> None:
 def bind_builtin(interpreter: Any, builtin: Callable[..., Any]) -> Callable[..., Any]:
     """A builtin that gets the interpreter's semantic, or until 3.3 its builder, as the compiler would give its own."""
     if "_builder" in inspect.signature(builtin).parameters:
-        given = {"_builder": interpreter.interpreter_builder}
+        hidden = {"_builder": interpreter.interpreter_builder}
     else:
-        given = {"_semantic": interpreter.interpreter_semantic}
+        hidden = {"_semantic": interpreter.interpreter_semantic}
 
     def bound(*arguments: Any, **keywords: Any) -> Any:
-        return builtin(*arguments, **(keywords | given))
+        return builtin(*arguments, **(keywords | hidden))
 
     bound.__name__ = bound.__qualname__ = builtin.__name__
     return bound
@@ -151,14 +151,14 @@ def repair_reductions(interpreter: Any) -> None:
     def apply(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
         shape = inputs[0].handle.data.shape
         axes = tuple(range(len(shape))) if self.axis is None else (self.axis % len(shape),)
-        kept = tuple(size for axis, size in enumerate(shape) if axis not in axes)
+        reduced_shape = tuple(size for axis, size in enumerate(shape) if axis not in axes)
         rows = [np.moveaxis(tensor.handle.data, axes, range(-len(axes), 0)) for tensor in inputs]
-        rows = [row.reshape(int(np.prod(kept)), -1) for row in rows]
+        rows = [row.reshape(int(np.prod(reduced_shape)), -1) for row in rows]
         dtypes = [tensor.dtype for tensor in inputs]
         if self.keep_dims:
-            kept = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
+            reduced_shape = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
         results = reduce_rows(self.combine_fn, rows, dtypes)
-        return [_tensor(interpreter, r.reshape(kept), dtype) for r, dtype in zip(results, dtypes, strict=True)]
+        return [_tensor(interpreter, r.reshape(reduced_shape), dtype) for r, dtype in zip(results, dtypes, strict=True)]
 
     interpreter.ReduceOps.apply_impl = apply
 
@@ -168,8 +168,8 @@ def _combine_functions(**meanings: Any) -> dict[Any, Any]:
     import triton.language as tl
 
     modules = (tl.standard, inspect.getmodule(cast("Any", tl.max).fn))
-    found = ((getattr(module, name, None), meaning) for module in modules for name, meaning in meanings.items())
-    return {function: meaning for function, meaning in found if function is not None}
+    functions = ((getattr(module, name, None), meaning) for module in modules for name, meaning in meanings.items())
+    return {function: meaning for function, meaning in functions if function is not None}
 
 
 def repair_scans(interpreter: Any) -> None:
@@ -205,8 +205,8 @@ def _combine(
         _tensor(interpreter, operand.reshape(size), dtype)
         for operand, dtype in zip(left + right, dtypes * 2, strict=True)
     ]
-    found = combine(*operands)
-    results: list[Any] = [*found] if isinstance(found, tuple) else [found]
+    combined = combine(*operands)
+    results: list[Any] = [*combined] if isinstance(combined, tuple) else [combined]
     handles = [semantic.cast(semantic.to_tensor(r), dtype).handle for r, dtype in zip(results, dtypes, strict=True)]
     return [np.broadcast_to(handle.data, size).reshape(shape) for handle in handles]
 

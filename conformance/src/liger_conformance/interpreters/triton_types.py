@@ -14,14 +14,14 @@ from typing import Any
 def keep_numpy_types(interpreter: Any) -> None:
     """A table of all dtypes is made to look one up. All releases."""
     find = interpreter._get_np_dtype
-    found: dict[str, Any] = {}
+    numpy_types: dict[str, Any] = {}
 
     @functools.wraps(find)
     def look_up(dtype: Any) -> Any:
         name = dtype.scalar.name
-        if name not in found:
-            found[name] = find(dtype.scalar)
-        return found[name]
+        if name not in numpy_types:
+            numpy_types[name] = find(dtype.scalar)
+        return numpy_types[name]
 
     interpreter._get_np_dtype = look_up
 
@@ -84,14 +84,14 @@ def compare_at_once(interpreter: Any) -> None:
 def keep_names_of_builtins(interpreter: Any) -> None:
     """Each launch sets the builtins of triton.language, and looks for them among all names of ten modules. All releases."""
     is_builtin, patch = interpreter.tl.core.is_builtin, interpreter._patch_attr
-    found: dict[Any, list[str]] = {}
+    builtins: dict[Any, list[str]] = {}
 
     @functools.wraps(interpreter._patch_builtin)
     def patch_builtins(module: Any, *how: Any) -> None:
-        names = found.get(module) or [name for name, member in inspect.getmembers(module) if is_builtin(member)]
+        names = builtins.get(module) or [name for name, member in inspect.getmembers(module) if is_builtin(member)]
         for name in names:
             if is_builtin(member := getattr(module, name)):  # not yet set
                 patch(module, name, member, *how)
-        found[module] = names
+        builtins[module] = names
 
     interpreter._patch_builtin = patch_builtins

@@ -70,7 +70,7 @@ def least_memory(
     """
     rows = x.shape[0]
     by_columns = weight_grad and teacher_x is None and accum_dtype != linear_weight.dtype
-    none, some, every = (
+    none, least, every = (
         temporary_memory(
             chunk,
             x,
@@ -82,8 +82,8 @@ def least_memory(
         for chunk in (0, least_chunk(rows), rows)
     )
     if by_columns:
-        some = max(some, none + rows * 2 * x.dtype.itemsize)
-    return min(some, every)
+        least = max(least, none + rows * 2 * x.dtype.itemsize)
+    return min(least, every)
 
 
 def chunk_columns(

@@ -68,14 +68,14 @@ def kernel_of(package: str, op: str) -> ModuleType:
     if op not in COMPOSED or find_spec(name) is not None:
         return import_module(name)
     host, kernels = COMPOSED[op]
-    made = resolve_name(f"liger_core.host.{host}")(
+    implementation = resolve_name(f"liger_core.host.{host}")(
         **{argument: resolve_name(f"{package}.ops.{kernel}") for argument, kernel in kernels.items()}
     )
-    module = ModuleType(name, made.__doc__)
+    module = ModuleType(name, implementation.__doc__)
     module.__spec__ = ModuleSpec(name, None)
     module.__file__ = import_module(f"{package}.ops.{COMPOSED[op].files[0]}").__file__
     for function in ("forward", "backward", "refuses", "saves_early"):
-        if hasattr(made, function):
-            setattr(module, function, getattr(made, function))
+        if hasattr(implementation, function):
+            setattr(module, function, getattr(implementation, function))
     sys.modules[name] = module
     return module

@@ -215,9 +215,9 @@ def _update(run: Run, op: Op, operands: Operands, update: Callable[[Tensor, Tens
     array.written = True
     before = torch.zeros(pointer.numbers.numel(), dtype=array.dtype)
     together = len(lanes) if numbers.unique().numel() == numbers.numel() else 1
-    for some, places in zip(torch.split(lanes, together), torch.split(numbers, together), strict=True):
-        before[some] = array.elements[places]
-        array.elements[places] = update(some, before[some])
+    for chunk, places in zip(torch.split(lanes, together), torch.split(numbers, together), strict=True):
+        before[chunk] = array.elements[places]
+        array.elements[places] = update(chunk, before[chunk])
     return before.reshape(pointer.numbers.shape), None
 
 

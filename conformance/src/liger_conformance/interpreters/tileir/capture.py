@@ -80,7 +80,7 @@ def stand_in_for_libcuda() -> tuple[Any, ...]:
     name = "cuda.tile._load_libcuda"
     if name in sys.modules:
         raise RuntimeError("cuda.tile has loaded libcuda: interpret kernels in a process that launches none on a GPU")
-    kept: list[Any] = []
+    callbacks: list[Any] = []
     any_function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
     def function(symbol: bytes) -> int | None:
@@ -89,8 +89,8 @@ def stand_in_for_libcuda() -> tuple[Any, ...]:
                 ctypes.cast(argument, ctypes.POINTER(ctypes.c_int))[0] = _CUDA_VERSION
             return 0 if symbol in (b"cuInit", b"cuDriverGetVersion") else _NOT_SUPPORTED
 
-        kept.append(any_function(call))
-        return ctypes.cast(kept[-1], ctypes.c_void_p).value
+        callbacks.append(any_function(call))
+        return ctypes.cast(callbacks[-1], ctypes.c_void_p).value
 
     @ctypes.CFUNCTYPE(
         ctypes.c_int,
@@ -110,7 +110,7 @@ def stand_in_for_libcuda() -> tuple[Any, ...]:
     module = types.ModuleType(name)
     module.__dict__["cuGetProcAddress_v2_ptrptr"] = ctypes.addressof(pointer)
     sys.modules[name] = module
-    return kept, get_address, pointer
+    return callbacks, get_address, pointer
 
 
 def _address(tensor: Tensor) -> int:
@@ -144,9 +144,9 @@ def signature(kernel: Any, arguments: Sequence[Any]) -> Any:
     disguised = tree_map_only(Tensor, _OnDevice, tuple(arguments))
     # With a symbol, since to make the one that is replaced below takes half the time of all this.
     name = kernel._pyfunc.__name__
-    found = KernelSignature.from_kernel_args(kernel, disguised, CallingConvention.cutile_python_v2(), symbol=name)
-    constraints = [_with_dtype(c, a) for c, a in zip(found.parameters, arguments, strict=True)]
-    return KernelSignature(constraints, found.calling_convention).with_mangled_symbol(name)
+    inferred = KernelSignature.from_kernel_args(kernel, disguised, CallingConvention.cutile_python_v2(), symbol=name)
+    constraints = [_with_dtype(c, a) for c, a in zip(inferred.parameters, arguments, strict=True)]
+    return KernelSignature(constraints, inferred.calling_convention).with_mangled_symbol(name)
 
 
 def _with_dtype(constraint: Any, argument: Any) -> Any:
@@ -255,15 +255,15 @@ def _kept_bytecode(kernel: Any, signature: Any) -> bytes:
     except sources.NoDigest:
         return bytecode(kernel, signature)
     parts = (_front_end(), source, repr(kernel._compiler_options), signature.symbol)
-    kept = CACHE / hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    if kept.exists():
-        os.utime(kept)
-        return zlib.decompress(kept.read_bytes())
+    cached = CACHE / hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    if cached.exists():
+        os.utime(cached)
+        return zlib.decompress(cached.read_bytes())
     with without_folders():
         code = bytecode(kernel, signature)
-    part = kept.with_suffix(f".{os.getpid()}")
+    part = cached.with_suffix(f".{os.getpid()}")
     part.write_bytes(zlib.compress(code))
-    part.replace(kept)
+    part.replace(cached)
     return code
 
 
@@ -281,11 +281,11 @@ def program(kernel: Any, arguments: Sequence[Any]) -> Program:
     wanted = signature(kernel, arguments)
     wanted = type(wanted)(map(_without_divisibility, wanted.parameters), wanted.calling_convention)
     wanted = wanted.with_mangled_symbol(kernel._pyfunc.__name__)
-    made = _programs.setdefault(kernel, {})
-    if wanted.symbol not in made:
+    programs = _programs.setdefault(kernel, {})
+    if wanted.symbol not in programs:
         (function,) = Module(_kept_bytecode(kernel, wanted)).functions
-        made[wanted.symbol] = Program(function, wanted.parameters)
-    return made[wanted.symbol]
+        programs[wanted.symbol] = Program(function, wanted.parameters)
+    return programs[wanted.symbol]
 
 
 def launch(stream: Any, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...], /, **options: Any) -> None:

@@ -270,8 +270,8 @@ def _scan(op: Op) -> Step:
             earlier = [tile.narrow(axis, 0, size - distance) for tile in tiles]
             later = [tile.narrow(axis, distance, size - distance) for tile in tiles]
             combined = combine(run, slots, earlier, later)
-            kept = [tile.narrow(axis, 0, distance) for tile in tiles]
-            tiles = [torch.cat(pair, axis) for pair in zip(kept, combined, strict=True)]
+            unchanged = [tile.narrow(axis, 0, distance) for tile in tiles]
+            tiles = [torch.cat(pair, axis) for pair in zip(unchanged, combined, strict=True)]
             distance *= 2
         _set(slots, op.results, [tile.flip(axis) if backward else tile for tile in tiles])
 

@@ -68,12 +68,12 @@ class FusedLinearCrossEntropy(LinearLoss):
         call = LinearLossPass(self, layer, inputs, results)
         if layer.plan.at_once and reduction == "mean":
             call.divisor = self.kernels.totals(inputs)
-        kept = call.forward()
+        logits_or_grads = call.forward()
         result, totals = result_of(self.kernels, results, inputs, call.divisor, differentiable)
         if not differentiable:
             return result, ()
         saved = x, linear_weight, bias, inputs.target, inputs.weight, inputs.weight_sum
-        return result, (*saved, results.statistics, totals, *kept)
+        return result, (*saved, results.statistics, totals, *logits_or_grads)
 
     def backward(
         self,
@@ -86,7 +86,7 @@ class FusedLinearCrossEntropy(LinearLoss):
         **options: Any,
     ) -> tuple[Tensor | None, ...]:
         """The contract's backward."""
-        x, linear_weight, bias, target, class_weight, weight_sum, statistics, totals, *kept = saved
+        x, linear_weight, bias, target, class_weight, weight_sum, statistics, totals, *logits_or_grads = saved
         added = None if bias is None else bias.contiguous()
         inputs = CrossEntropyInputs(
             target, class_weight, weight_sum, added, linear_weight.shape[0], options_of(**options)
@@ -94,4 +94,4 @@ class FusedLinearCrossEntropy(LinearLoss):
         reduced = inputs.options.reduction != "none"
         layer = layer_of(needs, x, linear_weight, bias, accum_dtype, memory_budget, reduced=reduced)
         call = LinearLossPass(self, layer, inputs, statistics=statistics, divisor=totals)
-        return call.backward(tuple(kept), dloss)
+        return call.backward(tuple(logits_or_grads), dloss)

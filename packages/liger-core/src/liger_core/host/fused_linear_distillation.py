@@ -100,12 +100,12 @@ class FusedLinearDistillation(LinearLoss):
         teacher = TeacherLayer(teacher_x, teacher_weight, memory_budget is not None)
         inputs = FusedDistillationInputs(rows, float(soft_weight), float(hard_weight))
         divisor = divisor_of(self.kernels, student_x, rows, reduction, num_items_in_batch)
-        kept = LinearLossPass(self, layer, inputs, results, teacher=teacher).forward()
+        logits_or_grads = LinearLossPass(self, layer, inputs, results, teacher=teacher).forward()
         result = result_of(self.kernels, results, divisor, reduction, soft_weight, hard_weight)
         if not any(needs):
             return result, ()
         saved = student_x, student_weight, teacher_x, teacher_weight, rows.labels, student_bias, rows.teacher_bias
-        return result, (*saved, results.statistics, divisor, *kept)
+        return result, (*saved, results.statistics, divisor, *logits_or_grads)
 
     def backward(
         self,
@@ -124,7 +124,7 @@ class FusedLinearDistillation(LinearLoss):
         **options: Any,
     ) -> tuple[Tensor | None, ...]:
         """The contract's backward."""
-        x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias, statistics, divisor, *kept = saved
+        x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias, statistics, divisor, *logits_or_grads = saved
         rows = inputs_of(labels, bias, teacher_bias, options_of(hard_weight=hard_weight, **options))
         reduced = reduction != "none"
         layer = layer_of(needs, x, weight, bias, accum_dtype, memory_budget, reduced=reduced, teacher_x=teacher_x)
@@ -134,4 +134,4 @@ class FusedLinearDistillation(LinearLoss):
             factors = factors_of(dloss, dsoft, dhard, divisor, soft_weight, hard_weight)
             inputs = inputs._replace(factors=factors)
         call = LinearLossPass(self, layer, inputs, statistics=statistics, divisor=divisor, teacher=teacher)
-        return call.backward(tuple(kept), next(grad for grad in (dloss, dsoft, dhard) if grad is not None))
+        return call.backward(tuple(logits_or_grads), next(grad for grad in (dloss, dsoft, dhard) if grad is not None))

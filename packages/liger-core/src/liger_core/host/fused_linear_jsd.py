@@ -148,11 +148,11 @@ class FusedLinearJSD(LinearLoss):
         layer = layer_of(*own, accum_dtype, memory_budget, teacher_x=teacher_x)
         teacher = TeacherLayer(teacher_x, teacher_weight, memory_budget is not None)
         results = DivergenceResults(losses, statistics)
-        kept = LinearLossPass(self, layer, inputs, results, divisor=count, teacher=teacher).forward()
+        logits_or_grads = LinearLossPass(self, layer, inputs, results, divisor=count, teacher=teacher).forward()
         mean = self.kernels.mean(losses, count)
         if not differentiable:
             return mean, ()
-        return mean, (student_x, student_weight, teacher_x, teacher_weight, labels, statistics, count, *kept)
+        return mean, (student_x, student_weight, teacher_x, teacher_weight, labels, statistics, count, *logits_or_grads)
 
     def backward(
         self,
@@ -167,11 +167,11 @@ class FusedLinearJSD(LinearLoss):
         memory_budget: int | None,
     ) -> tuple[Tensor | None, ...]:
         """The contract's backward, for a kernel file."""
-        student_x, student_weight, teacher_x, teacher_weight, labels, statistics, count, *kept = saved
+        student_x, student_weight, teacher_x, teacher_weight, labels, statistics, count, *logits_or_grads = saved
         own = (*needs, False), student_x, student_weight, None
         layer = layer_of(*own, accum_dtype, memory_budget, teacher_x=teacher_x)
         teacher = TeacherLayer(teacher_x, teacher_weight, memory_budget is not None)
         inputs = DivergenceInputs(labels, ignore_index, temperature, beta)
         call = LinearLossPass(self, layer, inputs, statistics=statistics, divisor=count, teacher=teacher)
-        dx, dweight, _ = call.backward(tuple(kept), dloss)
+        dx, dweight, _ = call.backward(tuple(logits_or_grads), dloss)
         return dx, dweight

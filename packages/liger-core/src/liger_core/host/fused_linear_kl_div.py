@@ -90,11 +90,11 @@ class FusedLinearKLDiv(LinearLoss):
         divisor = divisor_of(self.kernels, x, rows, "mean" if divided else reduction, None)
         if reduction == "mean" and divisor is not None:
             divisor = divisor * linear_weight.shape[0]
-        kept = LinearLossPass(self, layer, KLDivInputs(rows, target), results, divisor=divisor).forward()
+        logits_or_grads = LinearLossPass(self, layer, KLDivInputs(rows, target), results, divisor=divisor).forward()
         result = results.soft if reduction == "none" else self.kernels.total(results.soft, divisor)
         if not any(needs):
             return result, ()
-        return result, (x, linear_weight, target, rows.labels, bias, results.statistics, divisor, *kept)
+        return result, (x, linear_weight, target, rows.labels, bias, results.statistics, divisor, *logits_or_grads)
 
     def backward(
         self,
@@ -108,14 +108,14 @@ class FusedLinearKLDiv(LinearLoss):
         **options: Any,
     ) -> tuple[Tensor | None, ...]:
         """The contract's backward."""
-        x, linear_weight, target, labels, bias, statistics, divisor, *kept = saved
+        x, linear_weight, target, labels, bias, statistics, divisor, *logits_or_grads = saved
         inputs = KLDivInputs(inputs_of(labels, bias, None, _options_of(**options)), target)
         layer = layer_of(needs, x, linear_weight, bias, accum_dtype, memory_budget, reduced=reduction != "none")
         # If gradients were made in forward, they are only scaled, and need no factors per row.
         if not layer.plan.at_once or layer.plan.columns is not None:
             inputs = inputs._replace(factors=factors_of(None, dloss, None, divisor, 1.0, 0.0))
         call = LinearLossPass(self, layer, inputs, statistics=statistics, divisor=divisor)
-        return call.backward(tuple(kept), dloss)
+        return call.backward(tuple(logits_or_grads), dloss)
 
 
 def _options_of(

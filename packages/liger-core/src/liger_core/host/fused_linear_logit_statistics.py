@@ -170,11 +170,11 @@ class StatisticsPass:
         # As in a `LinearLossPass`.
         if torch_state.compiling() and (self.plan.frozen or not self.plan.held):
             self.host.go(results, frozen, x, self.head, self.labels)
-            kept = ()
+            held = ()
         else:
-            kept = self.go(results, frozen, x)
+            held = self.go(results, frozen, x)
         if frozen.m is None or frozen.scales is None:
-            return kept
+            return held
         return frozen.m, torch.cat((self._factors(results), frozen.scales[None]))
 
     def go(self, results: StatisticsResults, frozen: FrozenHead, x: Tensor) -> tuple[Any, ...]:
@@ -225,12 +225,12 @@ class StatisticsPass:
 
     def _of_target(self, factors: Tensor, incoming: StatisticsGrads) -> Tensor:
         """The gradient of each row's logit at its only target; 0 if that isn't here."""
-        found = torch.zeros_like(factors[0])
+        target_grad = torch.zeros_like(factors[0])
         if incoming.lse is not None:
-            found.addcmul_(incoming.lse, factors[0])
+            target_grad.addcmul_(incoming.lse, factors[0])
         if incoming.picked is not None:
-            found.addcmul_(incoming.picked[:, 0], factors[1])
-        return found
+            target_grad.addcmul_(incoming.picked[:, 0], factors[1])
+        return target_grad
 
     def _frozen(self, results: StatisticsResults, m: Tensor, scales: Tensor, x: Tensor) -> None:
         """Write the rows' results, and `FrozenHead`'s tensors; `scales` are ones before."""
@@ -243,21 +243,21 @@ class StatisticsPass:
         columns = terms_columns(self.weight.shape[0])
         twice = 2 * self.plan.rows * self.weight.shape[0] // columns
         for first, last in self.linear.chunks(size, min(max(twice, 1), taken) if taken else self.plan.rows):
-            some = slice(first, last)
+            chunk = slice(first, last)
             others = logits = None  # freed before the next ones are allocated
             if taken:
                 terms = torch.empty((last - first, columns), dtype=x.dtype, device=x.device)
-                self.kernels.product(results, x[some], self.weight, self.labels, first, terms, scales)
+                self.kernels.product(results, x[chunk], self.weight, self.labels, first, terms, scales)
                 others = Logits(terms, self.weight.shape[0])
                 del terms
             else:
-                logits = self.linear.logits(x[some], self.weight, torch.float32)
+                logits = self.linear.logits(x[chunk], self.weight, torch.float32)
                 self.kernels.rows(results, logits, self.labels, first)
                 # The target's own term is apart.
-                less[some, 0] = -torch.exp(results.picked[some, 0] - results.lse[some])
+                less[chunk, 0] = -torch.exp(results.picked[chunk, 0] - results.lse[chunk])
                 incoming = StatisticsGrads(one, less, None, None)
                 others = self._dlogits(logits, x.dtype, None, results.kept, incoming, first, 0)
-            self.linear.write_product_of(m[some], others, self.weight, transposed=False)
+            self.linear.write_product_of(m[chunk], others, self.weight, transposed=False)
 
     def columns_of(self) -> tuple[Tensor, Tensor]:
         """The column of each row's only target, or 0; and whether the target is a column that counts."""
@@ -283,12 +283,12 @@ class StatisticsPass:
         """The gradients of x, weight and bias. `whole` is what `forward` kept, to be overwritten and freed; or None."""
         held: tuple[Any, ...] = (None if whole is None else whole.take()) or ()
         at_once = self.plan.whole or bool(held)
-        made = self._memory(x, at_once, self.plan.by_columns and not at_once)
+        grads = self._memory(x, at_once, self.plan.by_columns and not at_once)
         if torch_state.compiling() and not at_once:
-            self.host.go_back(made, x, self.head, self.labels, kept, incoming)
+            self.host.go_back(grads, x, self.head, self.labels, kept, incoming)
         else:
-            self.go_back(made, x, held, kept, incoming)
-        dx, dweight, dbias = made
+            self.go_back(grads, x, held, kept, incoming)
+        dx, dweight, dbias = grads
         dx = None if dx is None else dx.to(x.dtype)
         dweight = None if dweight is None else dweight.to(self.weight.dtype)
         return dx, dweight, None if dbias is None or self.bias is None else dbias.to(self.bias.dtype)
@@ -304,20 +304,20 @@ class StatisticsPass:
         )
 
     def go_back(
-        self, made: LinearGrads, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: StatisticsGrads
+        self, grads: LinearGrads, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: StatisticsGrads
     ) -> None:
         """Write the gradients. `held` is what is left of all logits, or nothing."""
-        if made.dbias is not None:
-            made.dbias.zero_()
+        if grads.dbias is not None:
+            grads.dbias.zero_()
         if self.plan.by_columns and not held:
-            self._by_columns(made, x, kept, incoming)
+            self._by_columns(grads, x, kept, incoming)
         else:
-            self._by_rows(made, x, held, kept, incoming)
+            self._by_rows(grads, x, held, kept, incoming)
 
     def _by_rows(
-        self, made: LinearGrads, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: StatisticsGrads
+        self, grads: LinearGrads, x: Tensor, held: tuple[Any, ...], kept: Tensor, incoming: StatisticsGrads
     ) -> None:
-        dx, dweight, dbias = made
+        dx, dweight, dbias = grads
         at_once = self.plan.whole or bool(held)
         for first, last in self.linear.chunks(x.shape[0], x.shape[0] if at_once else self.plan.rows):
             if len(held) > 1:
@@ -334,12 +334,12 @@ class StatisticsPass:
             if dx is not None:
                 self.linear.write_product_of(dx[first:last], dlogits, self.weight, transposed=False)
             if dweight is not None:
-                some = x[first:last]
-                self.linear.add_product_of(dweight, dlogits, some, dweight.dtype, transposed=True, adds=first > 0)
+                x_chunk = x[first:last]
+                self.linear.add_product_of(dweight, dlogits, x_chunk, dweight.dtype, transposed=True, adds=first > 0)
             del dlogits
 
-    def _by_columns(self, made: LinearGrads, x: Tensor, kept: Tensor, incoming: StatisticsGrads) -> None:
-        dx, dweight, dbias = made
+    def _by_columns(self, grads: LinearGrads, x: Tensor, kept: Tensor, incoming: StatisticsGrads) -> None:
+        dx, dweight, dbias = grads
         for first, last in self.linear.chunks_of_columns(self.weight.shape[0], self.plan.columns):
             part = self.weight[first:last]
             logits = self.linear.logits(x, part, torch.float32)
@@ -356,8 +356,8 @@ class StatisticsPass:
         dlse = torch.zeros_like(factors[0]) if incoming.lse is None else incoming.lse
         self.kernels.normalise(terms, beside, self.labels, kept, dlse, 0)
         column, here = self.columns_of()
-        column, found = column[:, None], self._of_target(factors, incoming)[:, None].to(terms.dtype)
-        terms.scatter_(1, column, torch.where(here[:, None], found, terms.gather(1, column)))
+        column, target_grad = column[:, None], self._of_target(factors, incoming)[:, None].to(terms.dtype)
+        terms.scatter_(1, column, torch.where(here[:, None], target_grad, terms.gather(1, column)))
         return Logits(terms, self.weight.shape[0])
 
     def _dlogits(
@@ -388,7 +388,7 @@ class FusedLinearStatistics:
         self.kernels, self.linear = kernels, linear
         module = type(kernels).__module__
         self.go = opaque(writes=("results", "frozen"), within=module)(self._go)
-        self.go_back = opaque(writes=("made",), within=module)(self._go_back)
+        self.go_back = opaque(writes=("grads",), within=module)(self._go_back)
 
     def _go(
         self, results: StatisticsResults, frozen: FrozenHead, x: Tensor, head: StatisticsHead, inputs: StatisticsInputs
@@ -398,7 +398,7 @@ class FusedLinearStatistics:
 
     def _go_back(
         self,
-        made: LinearGrads,
+        grads: LinearGrads,
         x: Tensor,
         head: StatisticsHead,
         inputs: StatisticsInputs,
@@ -406,7 +406,7 @@ class FusedLinearStatistics:
         incoming: StatisticsGrads,
     ) -> None:
         """`_Call.go_back`, of logits that weren't kept."""
-        StatisticsPass(self, head, inputs).go_back(made, x, (), kept, incoming)
+        StatisticsPass(self, head, inputs).go_back(grads, x, (), kept, incoming)
 
     def forward(
         self,
@@ -426,15 +426,15 @@ class FusedLinearStatistics:
         plan = self._plan(needs, x, linear_weight, inputs, accum_dtype, memory_budget, target.dim() == 1)
         rows = new_results(inputs, any(needs))
         call = StatisticsPass(self, StatisticsHead(linear_weight, bias, needs, accum_dtype, plan), inputs)
-        kept = call.forward(rows, x)
+        held = call.forward(rows, x)
         result = result_of(rows, target)
         if not any(needs):
             return result, ()
         if plan.frozen:
-            m, factors = kept
+            m, factors = held
             return result, (m, linear_weight, bias, target, inputs.weight, factors)
         saved = x, linear_weight, bias, target, inputs.weight, rows.kept
-        return result, (*saved, SavedOnce(*kept)) if kept and not torch_state.compiling() else saved
+        return result, (*saved, SavedOnce(*held)) if held and not torch_state.compiling() else saved
 
     def backward(
         self,

@@ -64,7 +64,7 @@ class GatedMLP:
         self.activations = {"silu": silu, "gelu_tanh": gelu_tanh}
         module = silu.forward.__module__
         self.go = opaque(writes=("y",), within=module)(self._go)
-        self.go_back = opaque(writes=("made",), within=module)(self._go_back)
+        self.go_back = opaque(writes=("grads",), within=module)(self._go_back)
 
     def forward(
         self,
@@ -89,8 +89,8 @@ class GatedMLP:
             y = torch.mm(act((False, False), gate, up, **options)[0], down_weight.t()).view(shape)
             if not grad:
                 return y, ()
-            kept = x if needs[1] or needs[2] else None
-            return y, (kept, gate_weight, up_weight, down_weight, gate, up)
+            saved_x = x if needs[1] or needs[2] else None
+            return y, (saved_x, gate_weight, up_weight, down_weight, gate, up)
         y = torch.empty((rows.shape[0], shape[-1]), dtype=x.dtype, device=x.device)
         most = max(1, memory_budget // (3 * gate_weight.shape[0] * x.dtype.itemsize))
         weights = GatedMLPWeights(gate_weight, up_weight, down_weight)
@@ -112,8 +112,8 @@ class GatedMLP:
         act = self.activations[activation].forward
         gate_weight, up_weight, down_weight = weights
         for first, last in self.linear.chunks(rows.shape[0], most):
-            some = rows[first:last]
-            gate, up = torch.mm(some, gate_weight.t()), torch.mm(some, up_weight.t())
+            x_chunk = rows[first:last]
+            gate, up = torch.mm(x_chunk, gate_weight.t()), torch.mm(x_chunk, up_weight.t())
             product = act((False, False), gate, up, **options)[0]
             torch.mm(product, down_weight.t(), out=y[first:last])
             del gate, up, product  # freed before the next rows' are made
@@ -150,26 +150,26 @@ class GatedMLP:
         dys = dy.reshape(-1, dy.shape[-1])
         rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
         if gate is not None or memory_budget is None or whole_memory(rows, weights[0], grad=True) <= memory_budget:
-            made = GatedMLPGrads(None, *_memory(needs, weights, weights.gate.dtype))
+            grads = GatedMLPGrads(None, *_memory(needs, weights, weights.gate.dtype))
             options = _options(activation, gate_multiplier, down_multiplier)
             run = GatedMLPBackward(
-                self.linear, self.activations[activation], options, needs[0], made, rows, weights, dys
+                self.linear, self.activations[activation], options, needs[0], grads, rows, weights, dys
             )
-            made = made._replace(x=run.at_once(gate, up))
+            grads = grads._replace(x=run.at_once(gate, up))
         else:
             by_rows, most = _way(self.linear, needs, rows, weights, memory_budget)
             wide = torch.float32
             of_x, of_weights = (rows.dtype, wide) if by_rows else (wide, rows.dtype)
             dx = rows.new_empty(rows.shape, dtype=of_x) if needs[0] else None
-            made = GatedMLPGrads(dx, *_memory(needs, weights, of_weights))
+            grads = GatedMLPGrads(dx, *_memory(needs, weights, of_weights))
             multipliers = float(gate_multiplier), float(down_multiplier)
-            self.go_back(made, rows, weights, dys, activation, *multipliers, by_rows, most)
-        dx, *dweights = (None if each is None else each.to(dy.dtype) for each in made)
+            self.go_back(grads, rows, weights, dys, activation, *multipliers, by_rows, most)
+        dx, *dweights = (None if each is None else each.to(dy.dtype) for each in grads)
         return None if dx is None else dx.view((*dy.shape[:-1], weights.gate.shape[1])), *dweights
 
     def _go_back(
         self,
-        made: GatedMLPGrads,
+        grads: GatedMLPGrads,
         rows: Tensor,
         weights: GatedMLPWeights,
         dys: Tensor,
@@ -181,8 +181,8 @@ class GatedMLP:
     ) -> None:
         """Write the gradients, in chunks of at most so many rows, or else columns. As `_go`."""
         options = _options(activation, gate_multiplier, down_multiplier)
-        wants_x = made.x is not None
-        run = GatedMLPBackward(self.linear, self.activations[activation], options, wants_x, made, rows, weights, dys)
+        wants_x = grads.x is not None
+        run = GatedMLPBackward(self.linear, self.activations[activation], options, wants_x, grads, rows, weights, dys)
         (run.by_rows if by_rows else run.by_columns)(most)
 
 
@@ -217,7 +217,7 @@ class GatedMLPBackward:
     """The gradients, from all rows and columns of the branches at once or in chunks.
 
     Attributes:
-        made: memory for those that are wanted, by "x", "gate", "up" and "down"; "x" only for chunks.
+        grads: memory for those that are wanted, by "x", "gate", "up" and "down"; "x" only for chunks.
     """
 
     def __init__(
@@ -226,15 +226,15 @@ class GatedMLPBackward:
         activation: GatedActivation,
         options: dict[str, Any],
         needs_x: bool,
-        made: GatedMLPGrads,
+        grads: GatedMLPGrads,
         rows: Any,
         weights: GatedMLPWeights,
         dys: Tensor,
     ) -> None:
         self.linear, self.activation, self.options = linear, activation, options
         self.rows, self.weights, self.dys, self.needs_x = rows, weights, dys, needs_x
-        self.made = {name: memory for name, memory in made._asdict().items() if memory is not None}
-        self.branches = needs_x or "gate" in self.made, needs_x or "up" in self.made
+        self.grads = {name: memory for name, memory in grads._asdict().items() if memory is not None}
+        self.branches = needs_x or "gate" in self.grads, needs_x or "up" in self.grads
 
     def at_once(self, gate: Tensor | None, up: Tensor | None) -> Tensor | None:
         """x's gradient. Branches that weren't kept are made."""
@@ -247,25 +247,25 @@ class GatedMLPBackward:
     def by_columns(self, most: int) -> None:
         """x's gradient is a float32 sum. Each column's gradients of weights are made in one piece."""
         gate_weight, up_weight, _ = self.weights
-        dx = self.made.get("x")
+        dx = self.grads.get("x")
         for first, last in self.linear.chunks(gate_weight.shape[0], most):
-            some = slice(first, last)
-            gate, up = torch.mm(self.rows, gate_weight[some].t()), torch.mm(self.rows, up_weight[some].t())
-            both = self._columns(some, gate, up)
+            columns = slice(first, last)
+            gate, up = torch.mm(self.rows, gate_weight[columns].t()), torch.mm(self.rows, up_weight[columns].t())
+            both = self._columns(columns, gate, up)
             del gate, up  # frees their memory for the products
             if dx is not None:
-                self.linear.add_product(dx, both[0].t(), gate_weight[some], dx.dtype, adds=first > 0)
-                self.linear.add_product(dx, both[1].t(), up_weight[some], dx.dtype)
+                self.linear.add_product(dx, both[0].t(), gate_weight[columns], dx.dtype, adds=first > 0)
+                self.linear.add_product(dx, both[1].t(), up_weight[columns], dx.dtype)
             del both  # freed before the next columns' are made
 
     def by_rows(self, most: int) -> None:
         """x's gradient is made of each row in one piece. The gradients of weights are float32 sums."""
         gate_weight, up_weight, down_weight = self.weights
-        dx = self.made.get("x")
+        dx = self.grads.get("x")
         for first, last in self.linear.chunks(self.rows.shape[0], most):
             rows, dys = self.rows[first:last], self.dys[first:last]
             gate, up = torch.mm(rows, gate_weight.t()), torch.mm(rows, up_weight.t())
-            if "down" in self.made:
+            if "down" in self.grads:
                 product = self._product(gate, up)
                 self._add("down", dys, product, first > 0)
                 del product
@@ -279,21 +279,21 @@ class GatedMLPBackward:
                 torch.mm(both[0], gate_weight, out=dx[first:last]).addmm_(both[1], up_weight)
             del both
 
-    def _columns(self, some: slice, gate: Tensor, up: Tensor) -> tuple[Any, Any]:
+    def _columns(self, columns: slice, gate: Tensor, up: Tensor) -> tuple[Any, Any]:
         """Write these columns of the weights' gradients, and return those of gate and up; None for one that isn't needed."""
-        if "down" in self.made:
+        if "down" in self.grads:
             product = self._product(gate, up)
             if compiling():  # Dynamo takes no `out` with gaps
-                self.made["down"][:, some] = torch.mm(self.dys.t(), product)
+                self.grads["down"][:, columns] = torch.mm(self.dys.t(), product)
             else:
-                torch.mm(self.dys.t(), product, out=self.made["down"][:, some])
+                torch.mm(self.dys.t(), product, out=self.grads["down"][:, columns])
             del product
         if True not in self.branches:
             return None, None
-        both = self._branches(gate, up, torch.mm(self.dys, self.weights[2][:, some]))
+        both = self._branches(gate, up, torch.mm(self.dys, self.weights[2][:, columns]))
         for name, gradient in zip(("gate", "up"), both, strict=True):
-            if name in self.made:
-                torch.mm(gradient.t(), self.rows, out=self.made[name][some])
+            if name in self.grads:
+                torch.mm(gradient.t(), self.rows, out=self.grads[name][columns])
         return both
 
     def _product(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -305,6 +305,6 @@ class GatedMLPBackward:
 
     def _add(self, name: str, a: Any, b: Tensor, adds: bool) -> None:
         """Add aᵀ b to a weight's gradient, if it is wanted, or else write it."""
-        if name in self.made:
-            total = self.made[name]
+        if name in self.grads:
+            total = self.grads[name]
             self.linear.add_product(total, a, b, total.dtype, adds)

@@ -289,10 +289,10 @@ def plan_of(
     if at_once and memory_budget is not None and torch_state.compiling():
         # Gradients that are kept for backward take memory beside those that it returns.
         room = temporary_memory(chunk, x, weight, accum_dtype=accum_dtype, weight_grad=by_rows[1], teacher_x=teacher_x)
-        kept = x.numel() * x.dtype.itemsize if by_rows[0] else 0
-        kept += weight.numel() * accum_dtype.itemsize if by_rows[1] else 0
-        kept += 4 * weight.shape[0] if by_rows[2] else 0
-        at_once = kept <= room
+        saved_bytes = x.numel() * x.dtype.itemsize if by_rows[0] else 0
+        saved_bytes += weight.numel() * accum_dtype.itemsize if by_rows[1] else 0
+        saved_bytes += 4 * weight.shape[0] if by_rows[2] else 0
+        at_once = saved_bytes <= room
     return LinearPlan(chunk, columns, whole, at_once, by_rows)
 
 
@@ -534,15 +534,15 @@ class LinearLossPass:
             return grads if torch_state.compiling() else (SavedOnce(*grads),)
         return tuple(each.memory for each in logits) if self.plan.whole and logits is not None else ()
 
-    def backward(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, weight and bias; `kept` is what `forward` returned."""
-        if kept and not self.plan.whole:
-            dx, dweight, dbias = self._scaled(kept, dloss)
+    def backward(self, logits_or_grads: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of x, weight and bias; `logits_or_grads` is what `forward` returned."""
+        if logits_or_grads and not self.plan.whole:
+            dx, dweight, dbias = self._scaled(logits_or_grads, dloss)
         else:
             grads = self._memory(self.weight.dtype if self.plan.whole else self.accum_dtype)
             if self.plan.whole:
                 columns = self.weight.shape[0]
-                self._whole(grads, tuple(Logits(memory, columns) for memory in kept), dloss)
+                self._whole(grads, tuple(Logits(memory, columns) for memory in logits_or_grads), dloss)
             elif grads.any():
                 self._run_as_one(grads, dloss)
             dx, dweight, dbias = self._rounded(grads)
@@ -588,16 +588,16 @@ class LinearLossPass:
     def _by_rows(self, accumulator: GradAccumulator | None, dloss: Tensor | None) -> tuple[Logits, ...] | None:
         """Write all rows' results, if this is forward, and add to gradients, if they are wanted."""
         incoming = None if accumulator is None else self._incoming(dloss)
-        kept = logits = None
+        chunk_logits = logits = None
         for first, last in self.linear.chunks(self.x.shape[0], self.rows):
-            kept = logits = None  # freed before the next chunk's are allocated
+            chunk_logits = logits = None  # freed before the next chunk's are allocated
             x = self.x[first:last]
             logits = self.linear.logits(x, self.weight, x.dtype)
-            kept = self._visit(first, logits, accumulator, incoming)
+            chunk_logits = self._visit(first, logits, accumulator, incoming)
             if accumulator is not None:
-                kept = None
+                chunk_logits = None
                 accumulator.add_rows(first, last, logits)
-        return kept
+        return chunk_logits
 
     def _visit(
         self, first: int, logits: Logits, accumulator: GradAccumulator | None, incoming: Any
@@ -689,16 +689,16 @@ class LinearLossPass:
             dbias = weight.new_empty(weight.shape[0], dtype=dtype)
         return LinearGrads(None, weight.new_empty(weight.shape) if needs_weight else None, dbias)
 
-    def _scaled(self, kept: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _scaled(self, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients that forward made at once, or that are made again, times the gradient of the loss."""
-        own = isinstance(kept[0], SavedOnce)
+        own = isinstance(saved[0], SavedOnce)
         if own:
-            grads: Saved | None = kept[0].take()
+            grads: Saved | None = saved[0].take()
             if grads is None:  # an earlier backward has taken them
                 grads = again = self._memory(self.accum_dtype)
                 self._run_as_one(again)
-            kept = grads
-        dx, dweight, dbias = kept
+            saved = grads
+        dx, dweight, dbias = saved
         scaled, divisor = self.linear.scaled, self.divisor
         dx = scaled(dx, self.x.dtype, dloss, divisor, own)
         dweight = scaled(dweight, self.weight.dtype, dloss, divisor, own)

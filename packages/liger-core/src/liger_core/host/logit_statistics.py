@@ -184,11 +184,11 @@ class StatisticsKernels:
             most: how many rows there is room for in float32. A kernel needs none.
         """
         for first, last in chunks(dx.shape[0], most, 1):
-            some = slice(first, last)
-            part = weight.index_select(0, column[some]) * by_weight[some, None]
+            chunk = slice(first, last)
+            part = weight.index_select(0, column[chunk]) * by_weight[chunk, None]
             if by_m is not None:
-                part.addcmul_(m[some], by_m[some, None])
-            dx[some] = part
+                part.addcmul_(m[chunk], by_m[chunk, None])
+            dx[chunk] = part
 
 
 def options_of(*, softcap: float | None, temperature: float, **others: Any) -> StatisticsKernelOptions:

@@ -78,7 +78,9 @@ def search(page: Page, home: str, screen: str, words: str, target: str, pictures
     page.goto(home)
     page.locator(".md-search-result__meta", has_text="Type").wait_for(state="attached")  # the index is read
     page.click("label.md-header__button[for=__search]" if screen == "phone" else ".md-search__input")
-    page.locator(".md-search__input").press_sequentially(words)
+    page.locator(".md-search__input:focus").wait_for()
+    page.keyboard.insert_text(words[:-1])
+    page.keyboard.type(words[-1])  # the site looks the text up at a key: only the whole text
     page.locator(RESULT).first.wait_for()
     hrefs: list[str] = page.locator(RESULT).evaluate_all("links => links.map(link => link.href)")
     if pictures:

@@ -135,6 +135,10 @@ MUTANTS = {
         + once("parts.sum(0)", f"{STATE}['parts'].sum(0)"),
         test_kernels.test_calls_between_launches, "gradient of weight is another",
     ),
+    "partial sums in bfloat16": Mutant(
+        once("parts.sum(0)", "sum(part.sum(0).to(x.dtype).float() for part in parts.split(7))"),
+        test_kernels.test_sums_over_rows, "gradient of weight: error",
+    ),
     "rows in the second dimension of a grid": Mutant(
         (("_forward[(rows.shape[0],)]", "_forward[(1, rows.shape[0])]"),
          ("    row = tl.program_id(0).to(tl.int64)", "    row = tl.program_id(1).to(tl.int64)")),
@@ -242,8 +246,31 @@ def test_one_tensor_as_two_arguments(
         run(test_kernels.test_same_tensor_twice, target)
 
 
+def test_options_that_are_wrong_together(
+    install: Callable[[BackendInfo], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pytestconfig: pytest.Config,
+) -> None:
+    """A gradient that is wrong only if three options are not their defaults is caught, though no case of its op sees it."""
+    triton = pytest.importorskip("liger_triton").backend
+    interpreters.repair(triton)
+    install(triton)
+    target = target_of(triton, "layer_norm")
+    test_values.test_options_together(target, torch.float32, pytestconfig)
+    wrong = "        if bias is None and eps != 1e-5 and weight.dtype is not dy.dtype:\n            dweight *= 1.1\n"
+    changes = once("        return dx, dweight, dbias\n", wrong + "        return dx, dweight, dbias\n")
+    put_in_place("liger_triton.ops.layer_norm", changes, tmp_path, monkeypatch)
+    for case in cases_of("layer_norm").cases:
+        if case.group == "option" and not cases_of("layer_norm").is_long(case):
+            test_values.test_values(target, case, torch.float32)
+    with pytest.raises(AssertionError, match="together-0-.*gradient of weight: error"):
+        test_values.test_options_together(target, torch.float32, pytestconfig)
+
+
 def test_every_test_of_kernels_catches_something() -> None:
     tests = {name for name, value in vars(test_kernels).items() if name.startswith("test_") and callable(value)}
     caught = {mutant.caught_by.__name__ for mutant in MUTANTS.values()} | {"test_same_tensor_twice"}
+    caught.add("test_stream")  # which needs a CUDA device
     assert tests <= caught, f"no mutant for {', '.join(sorted(tests - caught))}"
     assert {case.group for case in cases_of("rms_norm").cases} >= set(QUICK)

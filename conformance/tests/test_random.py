@@ -107,6 +107,17 @@ def test_calls_vary() -> None:
     assert {call.values.get("eps") for call in calls} > committed
 
 
+def test_two_arguments_are_one_tensor() -> None:
+    """In some calls; a smaller one that fails as well has two."""
+    calls = [drawn("swiglu", number) for number in range(60)]
+    call, found, twice = next(one for one in calls if one[2].mode.twice is not None)
+    assert twice.mode.twice == ("gate", "up")
+    arguments = found.build(call.case(found, twice), twice.dtype, "cpu")
+    assert arguments["gate"] is arguments["up"]
+    assert smallest(found, twice, lambda other: True).mode == DEFAULT_MODE
+    assert smallest(found, twice, lambda other: other.mode.twice is not None).mode == CallMode(twice=("gate", "up"))
+
+
 def test_the_smallest_call_is_found() -> None:
     """Each thing that the failure does not need goes; each size goes down to the least that fails."""
     _, found, call = drawn("rms_norm", 0)

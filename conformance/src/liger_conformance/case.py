@@ -91,11 +91,13 @@ class CallMode:
         grads: the arguments that want a gradient; None: all. For none of them, the call is without grad mode. The same
             bits again, and writes to what is given, are looked for in these gradients too.
         autocast: the call is under autocast, to bfloat16.
+        twice: two arguments that are one tensor, the first one's.
     """
 
     layouts: dict[str, str] = field(default_factory=dict[str, str], hash=False)
     grads: tuple[str, ...] | None = None
     autocast: bool = False
+    twice: tuple[str, str] | None = None
 
     def __repr__(self) -> str:
         changed = [
@@ -269,6 +271,9 @@ class OpCases:
         for name, layout in case.mode.layouts.items():
             if arguments.get(name) is not None:
                 arguments[name] = LAYOUTS[layout].apply(arguments[name])
+        if case.mode.twice is not None:
+            one, other = case.mode.twice
+            arguments[other] = arguments[one]
         return arguments
 
 

@@ -127,7 +127,7 @@ class _Candidate(NamedTuple):
     kernels: frozenset[str]
 
 
-def _plain_calls(target: Target) -> Iterator[tuple[Case, torch.dtype, Arguments]]:
+def plain_calls(target: Target) -> Iterator[tuple[Case, torch.dtype, Arguments]]:
     """Cases that are called in the plain way: in float32, which most other tests leave out; in bfloat16 if float32 is refused, or
     has kernels of its own.
     """
@@ -162,7 +162,7 @@ def kernel_calls(target: Target) -> list[KernelCall]:
         return candidate
 
     alike: dict[frozenset[str], list[tuple[_Candidate, Arguments]]] = {}
-    for case, dtype, arguments in _plain_calls(target):
+    for case, dtype, arguments in plain_calls(target):
         candidate = try_call(case, dtype, arguments, APART)
         alike.setdefault(candidate.kernels, []).append((candidate, arguments))
     for calls in alike.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -26,6 +27,9 @@ MOST = {"passed": (1 << 24, 1 << 24), "compiled": (1 << 24, 1 << 24)}
 
 MOST_ELSEWHERE = 1 << 3, 1 << 10
 """In an interpreter, where a program takes milliseconds, and on a CPU."""
+
+DRAWN, TOGETHER, MOST_TOGETHER = 40, 4, 64
+"""Calls that `together` draws and takes, and elements of their largest tensors."""
 
 STEPS = 200
 """How many calls are tried in the search for a smaller one that fails."""
@@ -100,6 +104,39 @@ class RandomCall:
         return f"Case({', '.join(words)}),  # {str(call.dtype).removeprefix('torch.')}"
 
 
+def together(found: OpCases, dtype: torch.dtype, seed: int) -> list[Case]:
+    """The few of many small calls that have the most threes of options which no case has together; other ones for each seed."""
+    source, vary = random.Random(f"{found.op}/{seed}/together"), found.vary
+    cases = [case.values for case in found.cases if case.group in QUICK]
+    seen = set[tuple[Any, ...]]().union(*(_threes(found, values) for values in cases))
+    drawn: list[tuple[dict[str, Any], set[tuple[Any, ...]]]] = []
+    for _ in range(DRAWN):
+        values = _draw_values(source, vary, 0.6) | _draw_sizes(source, vary, MOST_TOGETHER)
+        for name, choices in vary.depending.items():
+            values[name] = _pick(source, _call(choices, found, values))
+        if arguments_of(found, Call(values, DEFAULT_MODE, dtype)) is not None:
+            drawn.append((values, _threes(found, values)))
+    chosen: list[Case] = []
+    for number in range(TOGETHER if drawn else 0):
+        values, threes = max(drawn, key=lambda one: len(one[1] - seen))
+        if threes <= seen:
+            break
+        chosen.append(Case(f"together-{seed}-{number}", "option", **_for_build(found, values)))
+        seen |= threes
+    return chosen
+
+
+def _threes(found: OpCases, values: dict[str, Any]) -> set[tuple[Any, ...]]:
+    """Each three options of a call that haven't their defaults, with their values; all numbers are one."""
+    defaults = ops[found.op].template | _defaults(found)
+    options = [
+        (name, "number" if isinstance(values[name], float) else repr(values[name]))
+        for name in sorted(found.vary.values)
+        if name in values and repr(values[name]) != repr(defaults.get(name))
+    ]
+    return {*itertools.combinations(options, 3)}
+
+
 def lane_of(target: Target) -> str:
     """The lane that decides how large a target's calls are; on a CPU they are as in an interpreter."""
     return "interpreted" if target.device == "cpu" else target.lane
@@ -154,6 +191,8 @@ def _simpler(op_cases: OpCases, call: Call) -> Iterator[Call]:
         yield replace(call, mode=replace(mode, autocast=False))
     if mode.grads is not None:
         yield replace(call, mode=replace(mode, grads=None))
+    if mode.twice is not None:
+        yield replace(call, mode=replace(mode, twice=None))
     for name in mode.layouts:
         yield replace(call, mode=replace(mode, layouts={n: l for n, l in mode.layouts.items() if n != name}))
     if call.dtype is not torch.float32:
@@ -184,11 +223,11 @@ def _draw_sizes(source: random.Random, vary: Vary, most: int) -> dict[str, Any]:
     return {name: vary.sizes[name].divide(source, size) for name, size in sizes.items()}
 
 
-def _draw_values(source: random.Random, vary: Vary) -> dict[str, Any]:
-    """Some of the values that follow from no others."""
+def _draw_values(source: random.Random, vary: Vary, share: float = 0.4) -> dict[str, Any]:
+    """About this share of the values that follow from no others."""
     drawn: dict[str, Any] = {}
     for name, values in vary.values.items():
-        if not callable(values) and source.random() < 0.4:
+        if not callable(values) and source.random() < share:
             drawn[name] = _pick(source, values)
     return drawn
 
@@ -199,7 +238,7 @@ def _pick(source: random.Random, values: Number | Choices) -> Any:
 
 
 def _draw_mode(source: random.Random, op: Op[..., Any], arguments: dict[str, Any]) -> CallMode:
-    """The layout of some arguments and of the incoming gradients, and what wants a gradient."""
+    """The layout of some arguments and of the incoming gradients, what wants a gradient, and what is one tensor."""
     layouts: dict[str, str] = {}
     if source.random() < 0.6:
         for name in (*op.tensors, "incoming"):
@@ -213,7 +252,15 @@ def _draw_mode(source: random.Random, op: Op[..., Any], arguments: dict[str, Any
         grads = ()
     elif kind < 0.4 and len(there) > 1:
         grads = tuple(source.sample(there, source.randrange(1, len(there))))
-    return CallMode(layouts, grads, source.random() < 0.07)
+    autocast = source.random() < 0.07
+    alike = [
+        (one, other)
+        for one, other in itertools.combinations(there, 2)
+        if arguments[one].dim()
+        and (arguments[one].shape, arguments[one].dtype) == (arguments[other].shape, arguments[other].dtype)
+    ]
+    twice = source.choice(alike) if alike and source.random() < 0.1 else None
+    return CallMode(layouts, grads, autocast, twice)
 
 
 def _defaults(op_cases: OpCases) -> dict[str, Any]:

@@ -38,7 +38,7 @@ VARY = Vary(
 CASES = (
     Case("odd", "odd", rows=5, hidden=123),
     Case("batched", "odd", rows=(2, 3), hidden=65),
-    Case("many-rows", "odd", rows=133, hidden=17),
+    Case("many-rows", "odd", rows=261, hidden=17),
     Case("long-row", "odd", rows=2, hidden=5000),
     Case("one-element", "edge", rows=1, hidden=1),
     Case("vector", "edge", rows=(), hidden=33),

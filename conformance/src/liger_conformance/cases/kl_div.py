@@ -58,7 +58,7 @@ VARY = Vary(
 CASES = (
     Case("odd", "odd", rows=5, vocabulary=123),
     Case("log-target", "odd", rows=7, vocabulary=65, log_target=True),
-    Case("many-rows", "odd", rows=133, vocabulary=17, reduction="mean"),
+    Case("many-rows", "odd", rows=683, vocabulary=3, reduction="mean"),
     Case("long-row", "odd", rows=2, vocabulary=5000, log_target=True, reduction="sum"),
     Case("one-element", "edge", rows=1, vocabulary=1, reduction="none"),
     Case("one-row", "edge", rows=1, vocabulary=40, reduction="mean", log_target=True),

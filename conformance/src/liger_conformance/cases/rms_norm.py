@@ -49,7 +49,7 @@ CASES = (
     Case("row-of-16385", "option", rows=1, hidden=16385),
     Case("rows-of-16400", "option", rows=2, hidden=16400),
     Case("row-of-131072", "odd", mode=CallMode(grads=("x",)), rows=1, hidden=131072),
-    Case("row-of-16384", "option", rows=1, hidden=16384),
+    Case("rows-of-16368", "option", rows=3, hidden=16368),
     Case("dx-of-long-rows", "odd", mode=CallMode(grads=("x",)), rows=2, hidden=16400),
     Case("dweight-of-long-rows", "odd", mode=CallMode(grads=("weight",)), rows=2, hidden=16400),
     Case("thousands-of-rows-of-8", "odd", rows=2500, hidden=8),

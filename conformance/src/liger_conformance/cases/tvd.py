@@ -57,7 +57,7 @@ VARY = Vary(
 CASES = (
     Case("odd", "odd", rows=5, vocabulary=123, ignored=0.3),
     Case("plain", "odd", rows=7, vocabulary=65),
-    Case("many-rows", "odd", rows=133, vocabulary=17, ignored=0.1, reduction="mean"),
+    Case("many-rows", "odd", rows=1025, vocabulary=3, ignored=0.1, reduction="mean"),
     Case("long-row", "odd", rows=2, vocabulary=5000, reduction="sum"),
     Case("rows-of-248", "option", rows=3, vocabulary=248, ignored=0.3),
     Case("rows-of-1024", "option", rows=21, vocabulary=1024),

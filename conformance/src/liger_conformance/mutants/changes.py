@@ -99,8 +99,11 @@ def _places(function: ast.FunctionDef) -> Iterator[Place]:
     names = {decorator.split("(")[0].rpartition(".")[2] for decorator in map(ast.unparse, function.decorator_list)}
     on_device = not names.isdisjoint(DEVICE)
     strides = [arg.arg for arg in function.args.args if arg.arg.endswith("_stride")]
+    tensors = [arg.arg for arg in function.args.args if arg.annotation and ast.unparse(arg.annotation) == "Tensor"]
     for statement in function.body:
         for node in _walk(statement):
+            if isinstance(node, ast.keyword) and node.arg == "dtype" and ast.unparse(node.value) == "torch.float32":
+                yield from (("buffer narrowed", node.value, f"{tensor}.dtype") for tensor in tensors[:1])
             for change in (*_ANYWHERE, *(_ON_DEVICE if on_device else _ON_HOST)):
                 yield from change(node)
             if isinstance(node, ast.Name) and node.id in strides and isinstance(node.ctx, ast.Load):
@@ -163,6 +166,20 @@ def _sums(node: ast.AST) -> Iterator[Place]:
         yield "sum", node, f"{target} = {value}"
         if isinstance(node.op, ast.Add):
             yield "sum", node, f"{target} -= {value}"
+
+
+def _loops(node: ast.AST) -> Iterator[Place]:
+    """A loop that ends one early, or after its first step; tiles that are counted for one element less."""
+    if isinstance(node, ast.For) and isinstance(node.iter, ast.Call):
+        called, texts = ast.unparse(node.iter.func), [*map(ast.unparse, node.iter.args)]
+        if called.rpartition(".")[2] in ("range", "static_range") and len(texts) == len(node.iter.args) > 0:
+            first, *rest = texts if len(texts) > 1 else ["0", *texts]
+            named = [ast.unparse(keyword) for keyword in node.iter.keywords]
+            for end in (f"({rest[0]}) - 1", f"({first}) + 1"):
+                yield "loop", node.iter, f"{called}({', '.join([first, end, *rest[1:], *named])})"
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "cdiv" and len(node.args) == 2:
+        size, tile = map(ast.unparse, node.args)
+        yield "loop", node, f"{ast.unparse(node.func)}(({size}) - 1, {tile})"
 
 
 def _constants(node: ast.AST) -> Iterator[Place]:
@@ -233,6 +250,6 @@ def _host_calls(node: ast.AST) -> Iterator[Place]:
 
 _Change = Callable[[ast.AST], Iterator[Place]]
 
-_ANYWHERE: tuple[_Change, ...] = (_operators, _signs, _comparisons, _conditions, _sums, _constants)
+_ANYWHERE: tuple[_Change, ...] = (_operators, _signs, _comparisons, _conditions, _sums, _loops, _constants)
 _ON_DEVICE: tuple[_Change, ...] = (_device_calls,)
 _ON_HOST: tuple[_Change, ...] = (_launches, _host_calls)

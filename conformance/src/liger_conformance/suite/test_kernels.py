@@ -17,7 +17,7 @@ from liger_conformance import interpreters
 from liger_conformance.case import Case, cases_of
 from liger_conformance.compare import Mismatch, compare, same_bits
 from liger_conformance.dispatch import Allocated
-from liger_conformance.dividing import divisible, names_of
+from liger_conformance.dividing import divisible, names_of, place_of_rows, select_rows
 from liger_conformance.evaluate import (
     Arguments,
     Outcome,
@@ -30,7 +30,7 @@ from liger_conformance.evaluate import (
     require,
     with_leaves,
 )
-from liger_conformance.kernel_calls import as_called, kernel_calls
+from liger_conformance.kernel_calls import as_called, kernel_calls, plain_calls
 from liger_conformance.rounding import Samples
 from liger_conformance.route import only
 from liger_conformance.suite.test_values import arguments_of
@@ -268,6 +268,70 @@ def test_same_tensor_twice(target: Target, case: Case, dtype: torch.dtype) -> No
                 actual = evaluate(op, op, arguments, wanted, incoming)
             judge(f"{one} is {other}", actual, answers, samples)
 
+
+@pytest.mark.targets("kernel")
+def test_stream(target: Target) -> None:
+    """All launches go to the current stream. Arguments get their values late there, and another stream doesn't wait for them."""
+    if target.device != "cuda":
+        pytest.skip("streams need a CUDA device")
+    op = target.op
+    for case, dtype, late in plain_calls(target):
+        early = complete(op, arguments_of(target, case, dtype, 1))
+        # In some cases a mask's sum is the size of a tensor.
+        alike = {n: v for n, v in tensors(early).items() if v.shape == late[n].shape}
+        held, incoming = late | {n: v.clone() for n, v in alike.items()}, incoming_of(op, late)
+        with only(target):
+            expected = evaluate(op, op, late, None, incoming).items()
+            evaluate(op, op, held, None, incoming)  # compiles what it needs
+            side = torch.cuda.Stream()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(SLEEP)
+                for name in alike:
+                    held[name].copy_(late[name])
+                actual = evaluate(op, op, held, None, incoming).items()
+            torch.cuda.synchronize()
+        for name, value in expected.items():
+            require(same_bits(value, actual[name]), f"{case}, {dtype}: {name} is another on another stream")
+
+
+SLEEP = 50_000_000
+"""Cycles of a GPU, some 25 ms: the host makes all launches of a call meanwhile."""
+
+
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
+def test_sums_over_rows(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Gradients that are sums over rows are right if the terms of all rows but one cancel: partial sums are not rounded.
+
+    The last row has the values of the first one, the last but one those of the second one, and so on, and opposite incoming
+    gradients. A partial sum is about 100 times as large as the total, and the reference's is nearly exact.
+    """
+    op = target.op
+    given = complete(op, arguments_of(target, case, dtype))
+    results = name_results(op, op.reference(**given))
+    rows = place_of_rows(op, given, results)
+    sums = tuple(name for name in present(op, given) if name not in rows.arguments)
+    places = {name: at for name, at in rows.results.items() if name in incoming_of(op, given)}
+    if not sums or not places:
+        pytest.skip("no gradient is a sum over rows that have incoming gradients of their own")
+    index = torch.arange(PAIRS, device=target.device) % rows.number
+    arguments = select_rows(given, rows.arguments, torch.cat([index, index.flip(0)]))
+    incoming = {name: value for name, value in incoming_of(op, arguments).items() if name in places}
+    for name, at in places.items():
+        one, other = incoming[name].movedim(at, 0).tensor_split(2)
+        one[1:] *= 100
+        other[:] = -one.flip(0)
+        other[-1] = 0
+    baseline, truth = baseline_and_truth(op, arguments, sums, incoming)
+    with only(target):
+        actual = evaluate(op, op, arguments, sums, incoming)
+    for name, value in actual.gradients.items():
+        compare(f"gradient of {name}", value, baseline.gradients[name], truth.gradients[name])
+
+
+PAIRS = 40
+"""Pairs of rows that cancel: more than one program has some."""
 
 MOST_PROGRAMS = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)
 """Programs of a CUDA grid in each dimension."""

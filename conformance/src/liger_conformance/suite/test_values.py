@@ -26,6 +26,8 @@ from liger_conformance.evaluate import (
     require,
 )
 from liger_conformance.layouts import LAYOUTS
+from liger_conformance.plugin.options import turn
+from liger_conformance.random_call import together
 from liger_conformance.rounding import Samples
 from liger_conformance.route import Observed, only
 from liger_conformance.target import Target, refusal
@@ -209,6 +211,23 @@ def test_values(target: Target, case: Case, dtype: torch.dtype) -> None:
             check_reference(name, value, truth.items()[name], eps)
 
 
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.float32,))
+def test_options_together(target: Target, dtype: torch.dtype, pytestconfig: pytest.Config) -> None:
+    """Three options that no case has together are right together; other ones for each seed of ``--turn``."""
+    cases = together(cases_of(target.op.name), dtype, turn(pytestconfig) or 0)
+    claimed = [
+        case for case in cases if refusal(target, complete(target.op, arguments_of(target, case, dtype))) is None
+    ]
+    if not claimed:
+        pytest.skip("there are no three options that no case has together")
+    for case in claimed:
+        try:
+            check_case(target, case, dtype)
+        except AssertionError as wrong:
+            raise AssertionError(f"{case!r}: {wrong}") from wrong
+
+
 def need_accelerator(target: Target) -> None:
     """Skip, with the reason, what would take a CPU hours."""
     if target.device == "cpu":
@@ -224,7 +243,7 @@ def test_values_at_model_sizes(target: Target, case: Case, dtype: torch.dtype) -
 
 
 @pytest.mark.targets("differentiable")
-@pytest.mark.cases(dtypes=(torch.bfloat16,), first=2)
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_partial_gradients(target: Target, case: Case, dtype: torch.dtype) -> None:
     """Any subset of the arguments may want a gradient: those get the right one, and the others cost nothing."""
     names = present(target.op, complete(target.op, arguments_of(target, case, dtype)))

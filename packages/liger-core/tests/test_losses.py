@@ -325,6 +325,17 @@ def test_discopop_of_an_impossible_completion(tau: float) -> None:
     assert torch.autograd.grad(loss.sum(), chosen)[0].tolist() == [-1.0, -1.0]
 
 
+def test_exo_of_an_impossible_completion() -> None:
+    """The term of a margin of ±inf that vanishes has the product 0, in the loss and in the gradient."""
+    margin = torch.tensor([-torch.inf, torch.inf, -1e4, 1e4], requires_grad=True)
+    loss = losses.dpo_loss(
+        margin, torch.zeros(4), beta=1.0, loss_type="exo_pair", label_smoothing=0.1, reduction="none"
+    ).loss
+    expected = [-math.log(0.1), -math.log(0.9)] * 2
+    torch.testing.assert_close(loss, torch.tensor(expected))
+    assert torch.autograd.grad(loss.sum(), margin)[0].tolist() == [0.0] * 4
+
+
 def test_sequence_logprobs_of_what_is_masked_or_empty() -> None:
     logprobs = torch.tensor([[-1.0, torch.nan, -2.0], [torch.inf, -1.0, -3.0], [torch.nan] * 3], requires_grad=True)
     mask = torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0]])

@@ -180,10 +180,12 @@ def _margin_loss(margin: Tensor, loss_type: str, beta: float, s: float, discopop
         return (1 - h).clamp(min=0)
     if loss_type == "ipo":
         return (margin - 1 / (2 * beta)).square()
+    # No infinite logarithm is multiplied by 0: exo_pair's other probability, discopop's derivative of m.
+    kind = torch.finfo(h.dtype)
     if loss_type == "exo_pair":
+        h = h.clamp(kind.min, kind.max)
         return torch.sigmoid(h) * (logsigmoid(h) - math.log1p(-s)) + torch.sigmoid(-h) * (logsigmoid(-h) - math.log(s))
-    # discopop. No infinite logarithm is multiplied by the derivative of m, 0.
-    finite = h.clamp(min=torch.finfo(h.dtype).min)
+    finite = h.clamp(min=kind.min)
     m = torch.sigmoid(finite / discopop_tau)
     return -logsigmoid(h) + (logsigmoid(finite) + (-h).clamp(max=LARGEST_EXPONENT).exp()) * m
 

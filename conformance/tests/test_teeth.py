@@ -65,6 +65,12 @@ MUTANTS: dict[str, tuple[str, str, Callable[..., None], str]] = {
     "offset ignored in backward": ("g = ds * (offset + tl", "g = ds * (0.0 * offset + tl", VALUES, "one-offset"),
     "the contiguous stride assumed": ("rows.stride(0)", "x.shape[-1]", test_layouts.test_input_layouts, "odd"),
     "the gradient's stride assumed": ("dy.contiguous()", "dy", test_layouts.test_incoming_gradient_layouts, "odd"),
+    "the stride of another dimension than the rows'": (
+        "rows.stride(0)",
+        "(rows if x.is_contiguous() else x).stride(0)",
+        test_layouts.test_rows_apart,
+        "batched",
+    ),
     "writes to its input": (
         "    rows = _rows(x)\n    y =",
         "    rows = _rows(x)\n    x.mul_(1.25)\n    y =",

@@ -12,7 +12,16 @@ from liger_conformance.case import QUICK, Case
 from liger_conformance.compare import same_bits
 from liger_conformance.dividing import place_of_rows
 from liger_conformance.evaluate import Arguments, complete, evaluate, incoming_for, name_results, require
-from liger_conformance.layouts import channels_last, expanded, outermost_last, padded, shifted, sliced, transposed
+from liger_conformance.layouts import (
+    apart,
+    channels_last,
+    expanded,
+    outermost_last,
+    padded,
+    shifted,
+    sliced,
+    transposed,
+)
 from liger_conformance.route import only
 from liger_conformance.suite.test_values import arguments_of, check
 from liger_conformance.target import Target
@@ -26,7 +35,7 @@ def lazy(tensor: Tensor) -> Tensor:
     return torch._neg_view(-tensor) if tensor.is_floating_point() else tensor  # pyright: ignore[reportPrivateImportUsage]
 
 
-LAYOUTS = (transposed, sliced, padded, expanded, outermost_last, lazy)
+LAYOUTS = (transposed, sliced, expanded, outermost_last, lazy)
 
 
 def relaid(arguments: Arguments, layout: Callable[[Tensor], Tensor]) -> Arguments:
@@ -52,6 +61,17 @@ def test_incoming_gradient_layouts(
     with torch.no_grad():
         incoming = incoming_for(target.op, arguments, name_results(target.op, target.op.reference(**arguments)))
     check(target, lambda draw: arguments_of(target, case, dtype, draw), None, relaid(incoming, layout))
+
+
+@pytest.mark.cases(dtypes=(torch.bfloat16,), first=2)
+def test_rows_apart(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Rows that lie apart, by other strides in inputs than in incoming gradients. The second case has several dimensions of rows
+    if the op takes them.
+    """
+    arguments = complete(target.op, arguments_of(target, case, dtype))
+    with torch.no_grad():
+        incoming = incoming_for(target.op, arguments, name_results(target.op, target.op.reference(**arguments)))
+    check(target, lambda draw: relaid(arguments_of(target, case, dtype, draw), padded), None, relaid(incoming, apart))
 
 
 AS_THE_INPUT = ("rope", "qwen2vl_mrope")

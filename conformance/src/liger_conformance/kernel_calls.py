@@ -119,7 +119,10 @@ def launches_of(target: Target, arguments: Arguments, way: Way) -> list[Launch]:
 
 
 class _Candidate(NamedTuple):
-    """A call in some way, and the kernels that it launches. The least rank is the cheapest call that tells most."""
+    """A call in some way, and the kernels that it launches, each with each tensor of the call: optional ones have strides too.
+
+    The least rank is the cheapest call that tells most.
+    """
 
     rank: tuple[Any, ...]
     case: Case
@@ -157,7 +160,9 @@ def kernel_calls(target: Target) -> list[KernelCall]:
         programs = sum(math.prod(launch.grid) for launch in launches)
         few = programs <= FEW
         rank = not few, -length if few else programs, programs, dtype is not torch.float32, next(number)
-        candidate = _Candidate(rank, case, dtype, frozenset(map(str, launches)))
+        given = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+        kernels = frozenset(f"{launch} with {name}" for launch in launches for name in given)
+        candidate = _Candidate(rank, case, dtype, kernels)
         candidates.setdefault(way, []).append(candidate)
         return candidate
 

@@ -6,16 +6,19 @@ import copy
 import io
 import logging
 import pickle
+import tempfile
 import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from accelerate import disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from tiny_models import VOCABULARY, assert_same, batch, build, classes, run, skip_unknown
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -154,10 +157,11 @@ def test_another_instance_is_untouched(calls: Counter[str]) -> None:
     "place", ["model.norm", "model.layers.0.mlp.act_fn", "model.layers.0.self_attn", "lm_head", ""]
 )
 def test_forward_bound_before(place: str, calls: Counter[str]) -> None:
-    """accelerate's hooks bind a forward to the instance, which then calls the old class's: left, and said so."""
+    """A forward that is bound to the instance calls the old class's: left, and said so."""
     model = build("llama")
     module = model.get_submodule(place)
-    module.forward = types.MethodType(type(module).forward, module)
+    old: Any = type(module).forward
+    module.forward = types.MethodType(lambda self, *args, **kwargs: old(self, *args, **kwargs), module)
     report = liger_transformers.apply(model)
     assert ["bound to the instance" in why for _, why in report.left] == [True]
     calls.clear()
@@ -174,6 +178,50 @@ def test_forward_bound_afterwards(calls: Counter[str]) -> None:
     model.lm_head.forward = types.MethodType(lambda self, x: original(x).float(), model.lm_head)
     assert_same(want, run(model, inputs))
     assert calls["fused_linear_cross_entropy"] == 1
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "dispatched": lambda model: dispatch_model(model, {"": "cpu"}, force_hooks=True),
+    "offloaded to disk": lambda model: disk_offload(model, tempfile.mkdtemp(), execution_device=torch.device("cpu")),
+    "removed": lambda model: remove_hook_from_module(HOOKS["dispatched"](model), recurse=True),
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_accelerate_hooks(hooks: str, first: bool, calls: Counter[str]) -> None:
+    """Hooks of a device_map bind a forward to each module. The swap is beneath them, and `restore` undoes it there."""
+    want, model, inputs = run(HOOKS[hooks](build("llama")), batch()), build("llama"), batch()
+    if first:
+        liger_transformers.apply(model)
+    model = HOOKS[hooks](model)
+    report = liger_transformers.report(model) if first else liger_transformers.apply(model)
+    assert report.ops == {"rms_norm": 5, "rope": 2, "swiglu": 2, "fused_linear_cross_entropy": 1}
+    assert not report.left
+    calls.clear()
+    assert_same(want, run(model, inputs))
+    assert calls == report.ops
+    if hooks != "offloaded to disk":  # accelerate keeps such weights beside the model, which a copy doesn't
+        calls.clear()
+        assert_same(want, run(copy.deepcopy(model), inputs))
+        assert calls == report.ops
+    calls.clear()
+    liger_transformers.restore(model)
+    assert_same(want, run(model, inputs))
+    assert not calls
+
+
+def test_accelerate_hooks_that_a_swap_would_skip() -> None:
+    """An activation whose product is deferred, and linear layers whose weights an MLP's forward reads."""
+    model = build("llama")
+    HOOKS["dispatched"](model.model.layers[0].mlp)
+    add_hook_to_module(model.model.layers[1].mlp.act_fn, AlignDevicesHook("cpu"))
+    report = liger_transformers.apply(model, mlp=True)
+    assert report.left == {
+        ("LlamaMLP", "gate_proj has hooks, which would not be called"): 1,
+        ("LlamaMLP", "act_fn has hooks, which would not be called"): 1,
+        ("LlamaMLP.act_fn", "it has hooks, which get a tensor"): 1,
+    }
 
 
 def test_quantised_head() -> None:

@@ -28,7 +28,7 @@ from liger_transformers.rotary import OPS as ROTARY_OPS
 from liger_transformers.rotary import rotary
 from liger_transformers.scaled import OP as SCALED
 from liger_transformers.scaled import linears, matches, scaled
-from liger_transformers.swap import Swap, original_class, replaced_by, swapped_for
+from liger_transformers.swap import Swap, original_class, replaced_by, set_class, swapped_for
 from liger_transformers.trl import serves
 
 log = logging.getLogger("liger_transformers")
@@ -262,7 +262,7 @@ def _swap(
             if look:
                 swap = type(module)
             if swapped_for(module) == op if look else all(kinds[name] for name in names(op)):
-                module.__class__ = swap
+                set_class(module, swap)
                 _count(report.swapped, what, op)
 
     for name, module in list(model.named_modules()):
@@ -360,6 +360,6 @@ def restore(model: nn.Module) -> None:
     _is_module("restore", model)
     for module in model.modules():
         if swapped_for(module) is not None:
-            module.__class__ = original_class(type(module))
+            set_class(module, original_class(type(module)))
         if (replaced := replaced_by(vars(module).get("forward"), module)) is not None:
             module.forward = replaced

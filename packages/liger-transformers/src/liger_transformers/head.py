@@ -19,7 +19,15 @@ from liger_transformers import trl
 from liger_transformers.answers import defer
 from liger_transformers.deferred import DeferredTensor, materialize
 from liger_transformers.linear import OTHER_VALUE, loss_options
-from liger_transformers.swap import by_forward, has_hooks, has_own_forward, original_class, subclass, swapped_for
+from liger_transformers.swap import (
+    by_forward,
+    has_hooks,
+    has_own_forward,
+    original_class,
+    set_class,
+    subclass,
+    swapped_for,
+)
 from liger_transformers.traced import TracedLogits
 
 log = logging.getLogger("liger_transformers")
@@ -279,8 +287,8 @@ def _bound(module: nn.Module) -> str | None:
     bound = vars(module).get("forward")
     if bound is None or hasattr(bound, "liger_replaces"):
         return None
-    advice = "" if trl.fused_head(bound) is None else ", or pass trl=True"
-    return f"{has_own_forward(module)}{advice}"
+    why = has_own_forward(module)
+    return why if why is None or trl.fused_head(bound) is None else f"{why}, or pass trl=True"
 
 
 def swap_head(
@@ -294,7 +302,7 @@ def swap_head(
         if swapped_for(module) is None:
             if _is_divided(module):
                 module.forward = _tensor_parallel(module, module.forward)
-            module.__class__ = head_class(type(module))
+            set_class(module, head_class(type(module)))
     before = before_lazy, before_trl, before_loss = head_options(model)
     options: Any = (
         max(lazy, before_lazy, key=(False, True, "always").index),
@@ -303,7 +311,7 @@ def swap_head(
     )
     if swapped_for(model) is None or options != before:
         cls = type(model) if swapped_for(model) is None else original_class(type(model))
-        model.__class__ = _model_class(cls, *options)
+        set_class(model, _model_class(cls, *options))
         if for_trl and (bound := vars(model).get("forward")) is not None:
             model.forward = bound  # it was bound before: bind it again, through __setattr__
     return swapped_for(model) or ""

@@ -79,9 +79,22 @@ _global_hooks: Any = _has_any_global_hook
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether calling the module calls hooks, of its own or of all modules."""
+    """Whether calling the module calls hooks: its own, accelerate's, or those of all modules."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own or _global_hooks())
+    return bool(own or "_hf_hook" in module.__dict__ or _global_hooks())
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Give the module another class. If the old class's forward is bound to the instance, the new one's runs in its place.
+
+    accelerate's hooks call such a forward, and leave it behind when they are removed.
+    """
+    attributes, old = vars(module), cast("Any", type(module)).forward
+    if getattr(attributes.get("forward"), "__func__", None) is old:
+        del attributes["forward"]
+    module.__class__ = cls
+    if getattr(attributes.get("_old_forward"), "__func__", None) is old:
+        attributes["_old_forward"] = types.MethodType(cast("Any", cls).forward, module)
 
 
 def swapped_for(module: nn.Module) -> str | None:
@@ -107,8 +120,13 @@ def replaced_by(method: Any, module: nn.Module) -> Callable[..., Any] | None:
 
 
 def has_own_forward(module: nn.Module) -> str | None:
-    """Why a swap would have no effect on this module: its forward is an attribute of the instance. None if it isn't."""
-    if "forward" not in vars(module):
+    """Why `set_class` would have no effect on this module: a forward is bound to it that is not its class's. None if none is."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, functools.partial) and forward.func.__module__ == "accelerate.hooks":
+        forward = vars(module).get("_old_forward", forward)
+    if forward is None:
         return None
-    binder = getattr(vars(module)["forward"], "__module__", None)
+    if getattr(forward, "__func__", None) is cast("Any", type(module)).forward and forward.__self__ is module:
+        return None
+    binder = getattr(forward, "__module__", None)
     return f"its forward is bound to the instance{f', by {binder}' if binder else ''}; apply before that"

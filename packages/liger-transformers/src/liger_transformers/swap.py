@@ -121,8 +121,8 @@ def replaced_by(method: Any, module: nn.Module) -> Callable[..., Any] | None:
 
 def has_own_forward(module: nn.Module) -> str | None:
     """Why `set_class` would have no effect on this module: a forward is bound to it that is not its class's. None if none is."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, functools.partial) and forward.func.__module__ == "accelerate.hooks":
+    forward: Any = vars(module).get("forward")
+    if getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks":
         forward = vars(module).get("_old_forward", forward)
     if forward is None:
         return None

@@ -224,6 +224,25 @@ def test_accelerate_hooks_that_a_swap_would_skip() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "starcoder2"])
+def test_parameters_that_are_attributes(name: str) -> None:
+    """FSDP1 takes parameters out of their modules, and sets views of what it gathered as attributes."""
+    model, inputs = build(name), batch()
+    want = run(model, inputs)
+    model.zero_grad()
+    liger_transformers.apply(model)
+    parameters = dict(model.named_parameters())
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            delattr(module, key)
+            setattr(module, key, parameter.view_as(parameter))
+    loss = model(**inputs).loss
+    loss.backward()
+    assert_same(
+        want, (types.SimpleNamespace(loss=loss), {key: p.grad for key, p in parameters.items() if p.grad is not None})
+    )
+
+
 def test_quantised_head() -> None:
     """A subclass of Linear with a forward of its own is left, and the plain loss is right."""
 

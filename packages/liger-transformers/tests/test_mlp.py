@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 from collections import Counter
@@ -75,14 +76,14 @@ def _quantise(layer: Any) -> None:
 
 
 def _bind(layer: Any) -> None:
-    layer.up_proj.forward = layer.up_proj.forward
+    layer.up_proj.forward = functools.partial(nn.Linear.forward, layer.up_proj)
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
     "quantised": (_quantise, "gate_proj is a Linear4, whose forward is not nn.Linear's"),
     "bound": (
         _bind,
-        "up_proj stays: its forward is bound to the instance, by torch.nn.modules.linear; apply before that",
+        "up_proj stays: its forward is bound to the instance, by functools; apply before that",
     ),
     "hooked": (
         lambda layer: layer.down_proj.register_forward_hook(lambda *_: None),

@@ -99,6 +99,12 @@ def _norm_class(
     )
 
 
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter, or the plain tensor that FSDP1 sets as an attribute in its place. It is `getattr`, in less time."""
+    attributes = module.__dict__
+    return attributes[name] if name in attributes else module._parameters.get(name)
+
+
 NormOp = Callable[[Tensor, Any, Any, float], Tensor]
 """A norm as a function of x, weight, bias and eps."""
 
@@ -114,7 +120,7 @@ def _rms_norm_class(cls: type[nn.Module], eps: str, offset: float, casting_mode:
     widens = casting_mode != "gemma"  # the others multiply in the wider dtype of x and weight, and return it
 
     def normed(self: nn.Module, x: Tensor) -> Tensor:
-        weight = self._parameters.get("weight")
+        weight = _parameter(self, "weight")
         if weight is not None and widens and x.dtype != weight.dtype:
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
         return liger.rms_norm(x, weight, getattr(self, eps), offset=offset, casting_mode=casting_mode)
@@ -125,7 +131,7 @@ def _rms_norm_class(cls: type[nn.Module], eps: str, offset: float, casting_mode:
 
     def forward_gated(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         x, gate = map(materialize, args) if len(args) == 2 else (None, None)
-        weight = self._parameters.get("weight")
+        weight = _parameter(self, "weight")
         dtypes = {t.dtype for t in (x, gate, weight) if t is not None}
         if x is None or gate is None or x.shape != gate.shape or len(dtypes) > 1:
             return cls.forward(self, *args, **kwargs)
@@ -143,7 +149,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offs
 def _layer_norm_class(cls: type[nn.Module], eps: str, offset: float) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         (x,) = args or kwargs.values()
-        x, weight, bias = materialize(x), self._parameters["weight"], self._parameters.get("bias")
+        x, weight, bias = materialize(x), _parameter(self, "weight"), _parameter(self, "bias")
         assert weight is not None
         if torch.is_autocast_enabled(x.device.type):
             if offset:

@@ -159,6 +159,16 @@ def test_in_place_changes() -> None:
         gradients(y, leaves)
 
 
+def test_an_argument_that_was_freed() -> None:
+    """FSDP frees a weight by resizing its memory, which the recomputation must not read."""
+    x, weight = draw(4, 8, seed=1).requires_grad_(), torch.ones(8)
+    with lean():
+        y = F.linear(liger_core.rms_norm(x, weight), draw(3, 8, seed=2).requires_grad_())
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"recomputes a result in backward, and its weight was freed, as FSDP does"):
+        y.sum().backward()
+
+
 def test_a_result_that_is_changed_in_place() -> None:
     """Before it is saved: it is kept. After: the gradient is that of what was saved."""
     gate, up, factor = (draw(2, 8, seed=seed).requires_grad_() for seed in range(3))

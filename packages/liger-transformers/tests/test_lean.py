@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import batch, build, classes
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import liger_transformers
 from liger_transformers import lean
@@ -54,7 +58,7 @@ def test_gradients_are_equal_and_less_is_kept(kind: str, checkpointing: dict[str
 
 def test_a_layer_whose_forward_is_bound_is_left() -> None:
     model = build("llama")
-    model.model.layers[0].forward = model.model.layers[0].forward
+    model.model.layers[0].forward = functools.partial(type(model.model.layers[0]).forward, model.model.layers[0])
     report = liger_transformers.apply(model, lean=True)
     assert report.swapped["LlamaDecoderLayer", "lean"] == 1
     assert any(what == "LlamaDecoderLayer" and "bound to the instance" in why for what, why in report.left)
@@ -85,3 +89,27 @@ def test_under_compile_the_layers_are_one_graph() -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda: model(**inputs).loss, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(), model(**inputs).loss)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_norms_that_are_units_of_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP frees such a norm's weight behind its call. Its consumer's backward comes before it is gathered again."""
+    model = build("llama").train()
+    liger_transformers.apply(model)
+    expected = gradients(model)[0]
+    entered: list[int] = []
+    original = lean.liger.lean
+    monkeypatch.setattr(lean.liger, "lean", lambda: (entered.append(1), original())[1])
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        first, second = model.model.layers
+        for module in (first.input_layernorm, first, second.mlp, second, model):
+            fully_shard(module, mesh=mesh)
+        model.zero_grad()
+        model(**batch()).loss.backward()
+        assert len(entered) == 1  # the second layer
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+    finally:
+        dist.destroy_process_group()

@@ -232,6 +232,12 @@ class RecordedCall:
     def _recompute(self) -> list[Tensor]:
         tensors = {n: None if packed is None else self._lean_hooks.unpack(packed) for n, packed in self._inputs.items()}
         device = next(t.device.type for t in tensors.values() if t is not None)
+        for name, t in tensors.items():
+            if t is not None and t.numel() > 0 and _has_storage(t) and t.untyped_storage().size() == 0:
+                raise RuntimeError(
+                    f"liger_core.lean() recomputes a result in backward, and its {name} was freed, as FSDP does behind a module "
+                    "that is a unit of its own; leave lean out there, or let the unit hold the result's users as well"
+                )
         with torch.no_grad():
             if _is_any_autocast_enabled():  # forward ran without autocast as well
                 with torch.autocast(device, enabled=False):

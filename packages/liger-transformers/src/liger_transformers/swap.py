@@ -97,6 +97,11 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
         attributes["_old_forward"] = types.MethodType(cast("Any", cls).forward, module)
 
 
+def is_unit(module: nn.Module) -> bool:
+    """Whether FSDP1 or FSDP2 gathers the module's parameters before its call, and may free them behind it."""
+    return type(module).__name__ == "FullyShardedDataParallel" or hasattr(type(module), "unshard")
+
+
 def swapped_for(module: nn.Module) -> str | None:
     """The op that the module was swapped for, or None."""
     return getattr(type(module), "liger_op", None)

@@ -130,6 +130,10 @@ MORE_CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"model": lambda: lora(modules_to_save=["lm_head"]), "with_reference": False},
     ),
     "grpo beta": (trainers.grpo, {"beta": 0.1}),
+    "sft lora": (trainers.sft, {"model": lora}),
+    "kto lora": (trainers.kto, {"model": lora, "with_reference": False}),
+    "grpo lora": (trainers.grpo, {"model": lora, "beta": 0.1}),
+    "rloo lora": (trainers.rloo, {"model": lora, "beta": 0.1}),
 }
 ESCAPING: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "cpo": (trainers.cpo, {}),

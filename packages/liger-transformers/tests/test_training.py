@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import VOCABULARY, assert_same, batch, build, run
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import ModelOutput
 
@@ -324,6 +326,26 @@ def test_fsdp2(name: str, tmp_path: Path) -> None:
     """
     outputs = in_two_processes("sharded.py", name, str(tmp_path / "store"))
     assert "12 ways are equal" in outputs[0]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lora_head_that_is_a_unit_of_fsdp2(tmp_path: Path, calls: Counter[str]) -> None:
+    """FSDP2 frees its weights behind its call; the loss gathers them again."""
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(build("llama"), config).train()
+    want = run(model, batch())
+    liger_transformers.apply(model)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for module in (model.get_base_model().lm_head, model):
+            fully_shard(module, mesh=mesh)
+        calls.clear()
+        output, gradients = run(model, batch())
+        assert calls["fused_linear_cross_entropy"] == 1
+        assert_same(want, (output, {name: gradient.full_tensor() for name, gradient in gradients.items()}))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.skipif(

@@ -51,6 +51,8 @@ class _Window(threading.local):
     def __init__(self) -> None:
         # An attribute of the class alone, which a forward shadows for a while, fails Dynamo's guards at the next compilation.
         self.kind: Literal["logits", "traced"] | None = None
+        self.unit: Any = None
+        """The model's head, in which LoRA may have put the linear layer. It may be an FSDP2 unit."""
 
 
 _window = _Window()
@@ -62,12 +64,13 @@ def deferred_logits(model: nn.Module, on: bool = True, leaving: bool = False) ->
 
     An object that isn't a tensor can't be `leaving` the model.
     """
-    before = _window.kind
+    before = _window.kind, _window.unit
     _window.kind = _kind(model, leaving) if on else None
+    _window.unit = cast("Any", model).get_output_embeddings() if _window.kind == "logits" else None
     try:
         yield
     finally:
-        _window.kind = before
+        _window.kind, _window.unit = before
 
 
 def _kind(model: Any, leaving: bool) -> Literal["logits", "traced"] | None:
@@ -106,7 +109,9 @@ def _deferred(x: Tensor, weight: Any, bias: Any, head: nn.Module) -> Any:
     """The logits, if heads defer them now and this one can."""
     if _window.kind == "traced" and type(weight) in (nn.Parameter, Tensor):
         return TracedLogits.of(x, weight, bias)
-    return defer(x, weight, bias, head) if _window.kind == "logits" else None
+    return (
+        defer(x, weight, bias, head if hasattr(head, "unshard") else _window.unit) if _window.kind == "logits" else None
+    )
 
 
 def _widened(head: nn.Module, dense: Callable[..., Any]) -> Callable[..., Any]:

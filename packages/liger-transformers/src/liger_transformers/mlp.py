@@ -67,7 +67,7 @@ def _why_not_linear(module: Any) -> str | None:
         return "has parametrizations"
     if swapped_for(module) is not None:
         return f"is swapped for {swapped_for(module)}"
-    if module.bias is not None:
+    if cast("Any", module).bias is not None:
         return "has a bias, and gated_mlp takes none"
     # FSDP2 makes a DTensor's parameters plain tensors while their module runs.
     if (

@@ -175,6 +175,7 @@ KINDS = (
     "loss",
     "distillation",
     "log-probabilities, entropy",
+    "8 bits",
 )
 """Kinds of ops, as their case files say, in the order of README."""
 

@@ -170,7 +170,7 @@ def _watch(stack: contextlib.ExitStack, target: Target, observed: Observed) -> N
         watching[0].saved.append(saved)
         return result, saved
 
-    backward = kernel.backward if target.op.differentiable else None
+    backward: Any = kernel.backward if target.op.differentiable else None
 
     def watched_backward(*args: Any, **options: Any) -> Any:
         gradients = launching(backward, *args, **options)

@@ -21,17 +21,17 @@ def edges(x: Tensor) -> Tensor:
     least numbers.
     """
     kind = torch.finfo(x.dtype)
-    above = torch.nextafter(torch.tensor(448.0, dtype=x.dtype), torch.tensor(torch.inf, dtype=x.dtype)).item()
-    halves = torch.arange(-40, 40) / 2 + 8
-    rows = (
+    above = 448.0 + 256.0 * kind.eps  # the next number
+    halves = [i / 2 + 8 for i in range(-40, 40)]
+    rows: tuple[list[float], ...] = (
         [float("nan"), float("inf"), -float("inf"), 1.0],
         [0.0, -0.0],
         [448.0, 1.0],
         [above, 1.0],
         [448.0 * (1 - kind.eps), 1.0],
         [3.5, above / 128],
-        [448.0, *(halves / 8).tolist()],
-        [448.0, *(halves / 1024).tolist()],
+        [448.0, *(half / 8 for half in halves)],
+        [448.0, *(half / 1024 for half in halves)],
         [kind.max, -kind.max / 3],
         [kind.smallest_normal, -kind.smallest_normal / 4],
         [kind.tiny * kind.eps],
@@ -104,7 +104,7 @@ MOVES = Moves({"x": 2}, {})
 
 def eager(x: Tensor, columns: bool) -> Any:
     m, k = x.shape
-    results = []
+    results: list[Tensor] = []
     for y, n in ((x, k), *(((x.mT, m),) if columns else ())):
         blocks = y.reshape(-1, n // 128, 128).float()
         scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448)))

@@ -79,8 +79,9 @@ TARGETS: dict[str, Callable[[Target, pytest.Config], bool]] = {
     "huge": lambda target, config: cases_of(target.op.name).huge is not None,
     "spills": lambda target, config: config.stash[spills_key].declares(str(target)),
 }
-"""Names that the mark `targets` takes: of targets with a kernel, of ops with gradients, of one such op for each language and device, of ops whose results
-are made again in `lean`, of ops with arguments out of range, with a huge case, and with declared spills."""
+"""Names that the mark `targets` takes: of targets with a kernel, of ops with gradients, of one such op for each language and
+device, of ops whose results are made again in `lean`, of ops with arguments out of range, with a huge case, and with declared
+spills."""
 
 
 def parameters(item: pytest.Item) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def _product(a: _Operand, b: _Operand, dtype: torch.dtype) -> Tensor:
     """a · bᵀ, ``[M, N]``, of what the operands stand for: added up in float32, and rounded to `dtype`."""
     if a.values.device.type == "cpu" or not a.values.numel():
         return (_dequantized(a) @ _dequantized(b).mT).to(dtype)
-    scaling: Any = F.ScalingType  # type: ignore[attr-defined]
+    scaling: Any = F.ScalingType
     recipes = {"1x128": scaling.BlockWise1x128, "128x128": scaling.BlockWise128x128}
     result = cast("Any", F).scaled_mm(
         a.values,

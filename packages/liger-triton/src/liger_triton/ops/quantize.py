@@ -14,12 +14,12 @@ from liger_core.contract import Needs, Saved, implements
 from liger_core.ops.quantize import Quantized
 from liger_triton.ops._device import has_float8
 from liger_triton.ops._launch import kernel
-from liger_triton.ops._rows import in_vectors
 
 TILE = 128
 """Rows and columns of a tile."""
 PARTS = 32
 """Parts of a block whose largest magnitudes a program compares at a time."""
+WARPS = 8
 
 
 @triton.jit
@@ -150,14 +150,12 @@ def forward(
     elif block == "row":
         row_parts = x.new_empty(m, tiles_k, dtype=torch.float32) if rows else None
         column_parts = x.new_empty(k, tiles_m, dtype=torch.float32) if columns else None
-    # Where threads load and store one element after another, each has an address and a mask in registers.
-    warps = 8 if in_vectors(m, k, *(stride for stride in x.stride() if stride != 1)) else 16
     inputs, grid = (m, k, tiles_m, tiles_k, *x.stride()), (tiles_m * tiles_k,)
     if row_parts is not None or column_parts is not None:
-        _largest[grid](row_parts, column_parts, x, *inputs, WHOLE=block == "tensor", TILE=TILE, num_warps=warps)
+        _largest[grid](row_parts, column_parts, x, *inputs, WHOLE=block == "tensor", TILE=TILE, num_warps=WARPS)
     _quantize[grid](
         *result, x, row_parts, column_parts, *inputs,
-        BLOCK=block, POWER=scales == "power_of_two", TILE=TILE, PARTS=PARTS, num_warps=warps,
+        BLOCK=block, POWER=scales == "power_of_two", TILE=TILE, PARTS=PARTS, num_warps=WARPS,
     )  # fmt: skip
     return result, ()
 

@@ -90,7 +90,7 @@ def unaligned(sass: str) -> tuple[str, ...]:
     Args:
         sass: what cuobjdump prints of a program of one kernel.
     """
-    accesses = set[str]()
+    found = set[str]()
     for instruction, state in _reached(_parsed(sass)):
         size = _size(instruction)
         for address in _ADDRESS.findall(instruction.text) if size else ():
@@ -98,8 +98,8 @@ def unaligned(sass: str) -> tuple[str, ...]:
             for part in "".join(address).split("+"):
                 total = _add(total, _value(part, state))
             if np.any((total.known | total.either) % size & -_maybe(instruction.condition, state)):
-                accesses.add(instruction.text)
-    return tuple(sorted(accesses))
+                found.add(instruction.text)
+    return tuple(sorted(found))
 
 
 def misread(sass: str) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def misread(sass: str) -> tuple[str, ...]:
     """
     program = _parsed(sass)
     places = {int(to, 16) for i in program if i.name in _LEAD for to in re.findall(r"0x[0-9a-f]+", i.text)}
-    halves, readers = set[str](), list[str]()
+    halves, found = set[str](), list[str]()
     for instruction in program:
         if instruction.address in places:
             halves.clear()
@@ -120,12 +120,12 @@ def misread(sass: str) -> tuple[str, ...]:
         # With these tables PRMT takes one element of its first operand, for a lower half. The upper one stays what it was.
         takes = instruction.name == "PRMT" and operands[2] in ("0x7610", "0x7632") and operands[0] == operands[3]
         if takes and operands[1].removesuffix(".reuse") in halves:
-            readers.append(instruction.text)
+            found.append(instruction.text)
         halves |= {f"R{int(first) + 1}" for first in re.findall(r"\]\[R(\d+)\.64", instruction.text)}
         halves.difference_update(instruction.registers)
         if instruction.name in _LEAD:
             halves.clear()
-    return tuple(readers)
+    return tuple(found)
 
 
 def _parsed(sass: str) -> list[_Instruction]:
@@ -426,10 +426,10 @@ def _operand(text: str) -> Bits | tuple[str, str, tuple[str, ...]]:
 
 def _value(operand: str, state: _State) -> Bits:
     """Bits of an operand."""
-    parsed = _operand(operand)
-    if isinstance(parsed, Bits):
-        return parsed
-    sign, name, kinds = parsed
+    found = _operand(operand)
+    if isinstance(found, Bits):
+        return found
+    sign, name, kinds = found
     bits = _held(name, state)
     for kind in kinds:
         if kind.startswith("X"):  # of an address: times so many

@@ -229,7 +229,7 @@ class _Lowered:
         function, types = self.source.fn, dict(self.source.signature)
         aligned = self.source.attrs.divisibility_16
         named = [f"{p.name}={self.source.constants[p.name]}" for p in function.params if p.is_constexpr]
-        types_or_constants = [
+        given = [
             str(self.source.constants[p.name])
             if p.name in self.source.constants
             else f"{types[p.name]}{':16' if p.num in aligned else ''}"
@@ -246,7 +246,7 @@ class _Lowered:
             over.append(f"{programs} programs, of {MOST_PROGRAMS}")
         return Compiled(
             f"{function.module.rpartition('.')[2]}.{function.__name__}",
-            f"{', '.join(named)}; {', '.join(types_or_constants)}",
+            f"{', '.join(named)}; {', '.join(given)}",
             {"bytes": single, "bytes with double buffers": double, "programs": programs},
             spills=0,
             over=tuple(over),

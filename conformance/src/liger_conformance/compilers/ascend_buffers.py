@@ -114,7 +114,7 @@ class _Kernel:
         if double:
             self._copy_what_loops_transfer(tiles)
         taken = set(tiles.values())
-        return max((sum(_bytes_at(at.made_by.place, tile) for tile in taken) for at in taken), default=0)
+        return max((sum(_bytes_at(made.made_by.place, tile) for tile in taken) for made in taken), default=0)
 
     def _tiles(self, wide_masks: bool) -> dict[str, _Tile]:
         """A tile for each value that is one and no view, by its name."""

@@ -110,17 +110,17 @@ def unawaited(cubin: bytes) -> tuple[str, ...]:
 
 def _too_early(cubin: bytes, first: str, second: str, between: str) -> tuple[str, ...]:
     """Two instructions, one after the other, with none between that there should be. Expressions say which they are."""
-    pairs, begun = set[str](), None
+    found, begun = set[str](), None
     for line in _cuobjdump(cubin, "-sass").splitlines():
         if instruction := re.search(rf"\b({first}|{second}|{between})\b[^;]*", line):
             text = instruction[0].strip()
             if re.match(first, text):
                 begun = text
             elif re.match(second, text) and begun:
-                pairs.add(f"{begun}, {text}")
+                found.add(f"{begun}, {text}")
             else:
                 begun = None
-    return tuple(sorted(pairs))
+    return tuple(sorted(found))
 
 
 def starved(cubin: bytes, registers: int) -> str | None:

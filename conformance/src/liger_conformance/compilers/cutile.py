@@ -197,30 +197,30 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Resources:
     with capture.without_folders():
         code = capture.bytecode(kernel, signature, chip)
     name = kernel._pyfunc.__name__
-    cubin, said = _run_tileiras(code, chip, name)
-    registers, stack, shared = resource_usage(cubin)
+    made, said = _run_tileiras(code, chip, name)
+    registers, stack, shared = resource_usage(made)
     # Errors of tileiras 13.4. Disassembly takes longer than compilation, so only suspect programs are disassembled.
     # A small tile that it splits, or repeats, as it loads it; and tiles beside those of a tensor that lies on its side.
     ops = tuple(_ops(code))
-    if _splits(ops) and (wrong := misaligned(cubin)):
+    if _splits(ops) and (wrong := misaligned(made)):
         raise RuntimeError(f"tileiras compiled {name} for {chip} to accesses that aren't aligned: {'; '.join(wrong)}")
-    if _holds_few(ops) and (wrong := half_addresses(cubin)):
+    if _holds_few(ops) and (wrong := half_addresses(made)):
         raise RuntimeError(
             f"tileiras compiled {name} for {chip} to take elements from half of an address: {'; '.join(wrong)}; ct.gather"
             " for a tile of so few elements mends it"
         )
-    if _bulk_stores(said) > 1 and (wrong := overwritten(cubin)):  # some loops with two of them
+    if _bulk_stores(said) > 1 and (wrong := overwritten(made)):  # some loops with two of them
         raise RuntimeError(
             f"tileiras compiled {name} for {chip} to bulk stores whose shared memory is handed back before they have read"
             f" it: {'; '.join(wrong)}; allow_tma=False for one of them mends it"
         )
-    if _loads_scattered(ops) and (wrong := unawaited(cubin)):
+    if _loads_scattered(ops) and (wrong := unawaited(made)):
         raise RuntimeError(
             f"tileiras compiled {name} for {chip} to bulk loads whose barrier is set up anew before they have arrived:"
             f" {'; '.join(wrong[:4])}; allow_tma=False, or a view of which tiles can be loaded, mends it"
         )
     bulk_copies, products = _instructions(said)
-    if bulk_copies and (wanted := starved(cubin, registers)):  # some whose copies hang on a condition
+    if bulk_copies and (wanted := starved(made, registers)):  # some whose copies hang on a condition
         raise RuntimeError(
             f"tileiras compiled {name} for {chip} to a program that never ends: its warps wait for {wanted};"
             " allow_tma=False for one of its copies mends it"
@@ -230,12 +230,12 @@ def _compile(kernel: Any, signature: Any, chip: str) -> Resources:
 
 def _run_tileiras(code: bytes, chip: str, name: str) -> tuple[bytes, str]:
     """The program that tileiras makes of bytecode, and its remarks; from `CACHE` where it has made it before."""
-    cached = None
+    kept = None
     if CACHE is not None:
-        cached = CACHE / hashlib.sha256(b"\0".join((_version(), chip.encode(), code))).hexdigest()
-        if cached.exists():
-            os.utime(cached)
-            with zipfile.ZipFile(cached) as archive:
+        kept = CACHE / hashlib.sha256(b"\0".join((_version(), chip.encode(), code))).hexdigest()
+        if kept.exists():
+            os.utime(kept)
+            with zipfile.ZipFile(kept) as archive:
                 return archive.read("cubin"), archive.read("remarks").decode()
     with tempfile.TemporaryDirectory() as folder:
         program, cubin, remarks = (Path(folder, file) for file in ("kernel.tileirbc", "kernel.cubin", "remarks.yaml"))
@@ -246,14 +246,14 @@ def _run_tileiras(code: bytes, chip: str, name: str) -> tuple[bytes, str]:
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"tileiras can't compile {name} for {chip}:\n{done.stderr}")
-        compiled, said = cubin.read_bytes(), remarks.read_text()
-    if cached is not None:
-        part = cached.with_suffix(f".{os.getpid()}")
+        made, said = cubin.read_bytes(), remarks.read_text()
+    if kept is not None:
+        part = kept.with_suffix(f".{os.getpid()}")
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("cubin", compiled)
+            archive.writestr("cubin", made)
             archive.writestr("remarks", said)
-        part.replace(cached)
-    return compiled, said
+        part.replace(kept)
+    return made, said
 
 
 def swept(folder: Path) -> Path:
@@ -319,28 +319,28 @@ def _tileiras() -> tuple[str, dict[str, str]]:
     """The compiler that cuda.tile would run, and its environment, in which no CUDA toolkit is named."""
     from cuda.tile import _compile
 
-    compiler = _compile._find_compiler_bin()
+    found = _compile._find_compiler_bin()
     environment = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDA_PATH")}
-    return compiler.path, environment | ({"PATH": compiler.bin_path} if compiler.bin_path else {})
+    return found.path, environment | ({"PATH": found.bin_path} if found.bin_path else {})
 
 
 def _variant(function: Any, signature: Any) -> str:
     """Variant that a kernel was compiled for: its constants, and the types of the other arguments."""
     constants, types = list[str](), list[str]()
-    for name, constraint in zip(inspect.signature(function).parameters, signature.parameters, strict=True):
-        if hasattr(constraint, "value"):
-            constants.append(f"{name}={constraint.value}")
-        elif hasattr(constraint, "ndim"):
+    for name, found in zip(inspect.signature(function).parameters, signature.parameters, strict=True):
+        if hasattr(found, "value"):
+            constants.append(f"{name}={found.value}")
+        elif hasattr(found, "ndim"):
             # Lengths and strides divisible by 16 bytes, all but the constant 1.
             aligned = all(
-                constant == 1 or by * _bits(constraint.dtype) % 128 == 0
-                for constant, by in zip(constraint.stride_constant, constraint.stride_divisible_by, strict=True)
+                constant == 1 or by * _bits(found.dtype) % 128 == 0
+                for constant, by in zip(found.stride_constant, found.stride_divisible_by, strict=True)
             )
-            types.append(f"{constraint.ndim}D {_short(constraint.dtype)}" + ":16" * aligned)
-        elif hasattr(constraint, "items"):
-            types.append("None" if not constraint.items else "tuple")
+            types.append(f"{found.ndim}D {_short(found.dtype)}" + ":16" * aligned)
+        elif hasattr(found, "items"):
+            types.append("None" if not found.items else "tuple")
         else:
-            types.append(_short(constraint.dtype) if hasattr(constraint, "dtype") else "list")
+            types.append(_short(found.dtype) if hasattr(found, "dtype") else "list")
     return f"{', '.join(constants)}; {', '.join(types)}"
 
 
@@ -382,14 +382,12 @@ def _bulk_stores(text: str) -> int:
 
 def _lost(text: str, chip: Chip) -> list[str]:
     """Loads and stores that could be bulk copies, and products that could be on tensor cores, and are not."""
-    losses = set[str]()
+    found = set[str]()
     for remark in _remarks(text):
         if remark.kind != "Failure":
             continue
         reasons = [reason for reason in remark.reasons if reason not in _NEVER_BULK]
         if "Tma" in remark.name and (chip.capability < (9, 0) or not reasons):
             continue
-        losses.add(
-            f"{remark.name.removeprefix('Remark')} at {remark.place}: {', '.join(reasons) or remark.instruction}"
-        )
-    return sorted(losses)
+        found.add(f"{remark.name.removeprefix('Remark')} at {remark.place}: {', '.join(reasons) or remark.instruction}")
+    return sorted(found)

@@ -30,25 +30,21 @@ def compiled_cases(target: Target) -> list[tuple[Case, torch.dtype]]:
     first case and the largest ones in bfloat16, and the latter in float32. Where the compiler is slow, the first chip gets the
     odd cases, options and the sizes of models, and the larger of these in float32; and the others nothing in float32.
     """
-    op_cases = cases_of(target.op.name)
-    everything = (*op_cases.cases, *([op_cases.huge] if op_cases.huge else []))
+    found = cases_of(target.op.name)
+    everything = (*found.cases, *([found.huge] if found.huge else []))
     first, slow = _is_first_chip(target), _compiler(target).slow
     if first and not slow:
         narrow = list(everything)
         wide = [case for case in everything if case.group in ("option", *TIMED)]
     elif first:
-        narrow = [
-            case for case in everything if case in op_cases.cases[:FIRST] or case.group in ("odd", "option", *TIMED)
-        ]
-        wide = [case for case in op_cases.cases if case.group in TIMED[1:]]
+        narrow = [case for case in everything if case in found.cases[:FIRST] or case.group in ("odd", "option", *TIMED)]
+        wide = [case for case in found.cases if case.group in TIMED[1:]]
     else:
         narrow = [
-            case
-            for case in (op_cases.cases if slow else everything)
-            if case == op_cases.cases[0] or case.group == "large"
+            case for case in (found.cases if slow else everything) if case == found.cases[0] or case.group == "large"
         ]
-        wide = [] if slow else [case for case in op_cases.cases if case.group == "large"]
-    half = op_cases.cases[:1] if first else ()
+        wide = [] if slow else [case for case in found.cases if case.group == "large"]
+    half = found.cases[:1] if first else ()
     return [
         *((case, torch.bfloat16) for case in narrow),
         *((case, torch.float32) for case in wide),
@@ -81,11 +77,11 @@ def call(target: Target, case: Case, dtype: torch.dtype, device: str) -> None:
     options = {name: arguments[name] for name in op.options}
     with torch.no_grad(), only(target):
         try:
-            for tensors, needs in _calls(target, case, dtype, arguments, refuses):
-                result, saved = kernel.forward(needs, **tensors)
+            for given, needs in _calls(target, case, dtype, arguments, refuses):
+                result, saved = kernel.forward(needs, **given)
                 if any(needs):
                     for incoming in _incoming(target, case, dtype, arguments, result) * (
-                        2 if tensors is not arguments else 1
+                        2 if given is not arguments else 1
                     ):
                         kernel.backward(needs, saved, *incoming, **options)
         except Unsupported as error:
@@ -101,12 +97,12 @@ def _calls(
 ) -> list[tuple[Arguments, Needs]]:
     """The arguments of each call, and which gradients it asks for."""
     needs = _needs(target, case, dtype, arguments)
-    calls = [(arguments, wanted) for wanted in needs]
+    calls = [(arguments, some) for some in needs]
     if case == cases_of(target.op.name).cases[0] and _is_first_chip(target):
         for layout in (_transposed, _far_apart):
-            tensors = {name: layout(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-            if refuses is None or not refuses(**tensors):
-                calls.append((tensors, needs[0]))
+            given = {name: layout(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+            if refuses is None or not refuses(**given):
+                calls.append((given, needs[0]))
     return calls
 
 

@@ -310,7 +310,7 @@ def _resources(kernel: Any) -> Resources:
     if "amdgcn" in kernel.asm:
         fields = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
         numbers = [re.search(rf"^\s*\.{field}: +(\d+)", kernel.asm["amdgcn"], re.M) for field in fields]
-        registers, stack, spilled = (int(match[1]) for match in numbers if match)
+        registers, stack, spilled = (int(found[1]) for found in numbers if found)
     else:
         (registers, stack, _), spilled = resource_usage(kernel.asm["cubin"]), 0
     metadata = kernel.metadata

@@ -28,7 +28,7 @@ MOST = {"passed": (1 << 24, 1 << 24), "compiled": (1 << 24, 1 << 24)}
 MOST_ELSEWHERE = 1 << 3, 1 << 10
 """In an interpreter, where a program takes milliseconds, and on a CPU."""
 
-DRAWN, TOGETHER, MOST_TOGETHER = 40, 4, 64
+DRAWN, TOGETHER, MOST_TOGETHER = 40, 2, 64
 """Calls that `together` draws and takes, and elements of their largest tensors."""
 
 STEPS = 200

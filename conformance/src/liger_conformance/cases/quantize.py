@@ -97,7 +97,7 @@ CASES = (
     Case("large", "large", tokens=16384, hidden=8192, columns=True),
 )
 
-HUGE = Case("huge", "large", tokens=(1 << 18) + 3, hidden=8192, columns=True)
+HUGE = Case("huge", "large", tokens=(1 << 18) + 16, hidden=8192, columns=True)
 
 MOVES = Moves({"x": 2}, {})
 

@@ -31,7 +31,6 @@ class _Operand(NamedTuple):
     block: str
 
 
-@torch.compiler.disable(reason="Dynamo refuses ops in the backward of an autograd.Function")
 def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scales: str = "power_of_two") -> Tensor:
     """A linear layer with operands in 8 bits: y = Q(x) · Q(weight)ᵀ + bias.
 

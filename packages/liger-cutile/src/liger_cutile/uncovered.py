@@ -12,6 +12,7 @@ UNCOVERED = {
     "interpreted _launch.current_stream": "an interpreter has no streams: tests/test_launch.py",
     "interpreted attn_res._launch_backward: not loads_in_bulk(dy.device) is true": _NO_TMA,
     "interpreted attn_res._with_more_registers": _NO_TMA,
+    "* quantize.refuses: not has_float8(x.device) is true": "asked before any test, and then nothing is launched: sm_80",
     "* _heads.like: gradient and compiling() is true": _TRACED,
     "* rope._launch: y is not None and result is not None and (result is not y) is true": _TRACED,
     "* _heads.samples_of: count > 1 is true": _MANY,

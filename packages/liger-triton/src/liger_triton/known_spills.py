@@ -19,7 +19,8 @@ KNOWN_SPILLS = {
     "mhc_pre-triton-gfx942 mhc_pre._multiply[PARTS=False, ROWS=128, COUNT=32, *fp32:16*": (36, _NO_TENSOR_CORES),
     "fused_moe-triton-sm_90 fused_moe._gradient[*EVEN=False, WHOLE=False, ROWS=128*": (262, _ODD_EXPERTS),
     "fused_moe-triton-sm_90 fused_moe._up[*EVEN=False, WHOLE=False, ROWS=128*": (112, _ODD_EXPERTS),
-    "quantize-triton-sm_* quantize._quantize[*": (166, _ELEMENTS),
+    "quantize-triton-sm_90 quantize._quantize[*": (166, _ELEMENTS),
+    "quantize-triton-sm_120 quantize._quantize[BLOCK=1x128*": (2, _ELEMENTS),
     "sparsemax-triton-sm_100 sparsemax._forward_packed[BLOCK=65536*": (
         8,
         "two registers where a thread holds 64, and half of all that 16 warps can have",

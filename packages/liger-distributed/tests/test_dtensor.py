@@ -296,6 +296,7 @@ def graphs(divided: bool) -> list[list[str]]:
     from torch._dynamo.backends.common import aot_autograd
 
     operators: list[list[str]] = []
+    torch.compiler.reset()  # sizes that another graph had would be dynamic
 
     def keep(module: Any, inputs: Any) -> Any:
         called = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from seen import Largest, Sent
+from seen import IN_STEP, Largest, Sent
 from torch import Tensor
 
 import liger_distributed
@@ -197,10 +197,6 @@ def test_a_second_derivative_is_refused(pool: Pool, name: str) -> None:
         assert errors
 
 
-IN_STEP = ("all_gather_into_tensor", 24)
-"""The collective of `in_step`, on the CPU and under LIGER_KERNEL_CHECK=1."""
-
-
 def send(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """Collectives of a call, forward and backward, in float32."""
     call = Call(name, 12, options)
@@ -228,7 +224,7 @@ def send(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
 def test_what_is_sent(pool: Pool, name: str, options: dict[str, Any], each: int, dx: bool) -> None:
     """Forward sends an all-gather, of so many bytes a row and the vocabulary's size; backward the sum of x's gradient alone."""
     forward, backward = pool.run(send, name, options)[0]
-    assert forward == [IN_STEP, ("all_gather_into_tensor", each * ROWS + 4)]
+    assert forward == [*IN_STEP, ("all_gather_into_tensor", each * ROWS + 4)]
     assert backward == ([("all_reduce", 4 * ROWS * HIDDEN)] if dx else [])
 
 

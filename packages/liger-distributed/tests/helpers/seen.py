@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+IN_STEP = [] if os.environ.get("LIGER_TEST_DEVICE") else [("all_gather_into_tensor", 24)]
+"""Collectives of `in_step`: on the CPU alone, and under LIGER_KERNEL_CHECK=1."""
 
 
 class Sent(TorchDispatchMode):

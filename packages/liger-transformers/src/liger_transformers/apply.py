@@ -27,7 +27,7 @@ from liger_transformers.norms import norm
 from liger_transformers.rotary import OPS as ROTARY_OPS
 from liger_transformers.rotary import rotary
 from liger_transformers.scaled import OP as SCALED
-from liger_transformers.scaled import linears, matches, scaled
+from liger_transformers.scaled import linears, matches, named_modules, scaled
 from liger_transformers.swap import Swap, original_class, replaced_by, set_class, swapped_for
 from liger_transformers.trl import serves
 
@@ -177,7 +177,7 @@ def _check_skip(model: nn.Module, precision: str | None, skip: Any) -> None:
         raise TypeError(f"liger_transformers.apply: skip is {skip!r}; it takes a list of modules' names")
     if skip and precision is None:
         raise ValueError("liger_transformers.apply: skip takes precision='fp8', since it is what it is about")
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = [name for name, module in named_modules(model) if isinstance(module, nn.Linear)]
     for part in skip:
         if not any(matches(name, part) for name in names):
             raise ValueError(f"liger_transformers.apply: skip has {part!r}, which no linear layer's name has")
@@ -265,7 +265,7 @@ def _swap(
                 set_class(module, swap)
                 _count(report.swapped, what, op)
 
-    for name, module in list(model.named_modules()):
+    for name, module in named_modules(model):
         if kinds[SCALED] and isinstance(module, GradientCheckpointingLayer):
             for path, linear, adapter in linears(module, name):
                 become(linear, scaled(path, linear, adapter, skip))

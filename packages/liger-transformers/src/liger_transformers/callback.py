@@ -79,7 +79,8 @@ class LigerCallback(TrainerCallback):
 
     def _swap(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
         for_trl = _is_trl(args) and bool(self.kinds.get("loss", True))
-        self.report = apply(model, **{"trl": for_trl, **self.kinds})
+        switches: dict[str, Any] = {"trl": for_trl, **self.kinds}
+        self.report = apply(model, **switches)
         _say(state, str(self.report))
 
     def _too_late(self, args: TrainingArguments, model: nn.Module) -> str | None:

@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"liger-transformers: {error}", file=sys.stderr)
         return 2
-    report = apply(model, strict=False, **{name: True for name in EXTRAS if getattr(options, name)})
+    switches: dict[str, Any] = {name: True for name in EXTRAS if getattr(options, name)}
+    report = apply(model, strict=False, **switches)
     print(report)
     return 0 if report.ops else 1
 

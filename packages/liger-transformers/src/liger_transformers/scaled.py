@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,11 @@ def linears(layer: nn.Module, prefix: str, adapter: bool = False) -> Iterator[tu
             yield f"{prefix}.{name}", child, inside
         if not isinstance(child, GradientCheckpointingLayer):
             yield from linears(child, f"{prefix}.{name}", inside)
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """`nn.Module.named_modules`, with types."""
+    return list(cast("Any", model).named_modules())
 
 
 def scaled(name: str, linear: nn.Linear, adapter: bool, skip: Sequence[str]) -> Swap:

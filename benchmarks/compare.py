@@ -32,7 +32,7 @@ import torch
 from calls import DTYPES, shrunk
 from command import Command
 from jobs import COLUMNS, Job, Measured, Row, in_turns, measure, median_ms, truth_of
-from traffic import MODES
+from traffic import MODES, modes_of
 
 import liger_core
 from liger_conformance.case import TIMED, cases_of
@@ -216,7 +216,7 @@ def jobs_of(options: argparse.Namespace, op: str) -> Iterator[Job]:
     for case in cases_of(op).cases:
         if case.group in options.groups:
             chosen = shrunk(case) if options.smoke else case
-            for mode in options.modes:
+            for mode in (mode for mode in options.modes if mode in modes_of(ops[op])):
                 yield Job(ops[op], chosen, DTYPES[options.dtype], options.device, mode)
 
 

@@ -21,7 +21,7 @@ import torch
 from calls import DTYPES, arguments_of, make_call
 from pytest_benchmark.fixture import BenchmarkFixture
 from timing import clock, peak_memory, release, times_of
-from traffic import FORWARD, MODES, work_of
+from traffic import FORWARD, modes_of, work_of
 
 import liger_core
 from liger_conformance.case import TIMED, Case, cases_of
@@ -41,7 +41,7 @@ def _timed(config: pytest.Config) -> Iterator[Any]:
             for case in cases_of(target.op.name).cases:
                 if case.group in (TIMED if target.device != "cpu" else ("small",)):
                     for dtype in config.getoption("--dtype") or ["bfloat16"]:
-                        for mode in MODES:
+                        for mode in modes_of(target.op):
                             yield pytest.param(target, case, DTYPES[dtype], mode, id=f"{target}-{case}-{dtype}-{mode}")
 
 

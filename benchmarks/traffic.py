@@ -7,14 +7,20 @@ products. Its case file says which: `MOVES`, or `PRODUCTS`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from liger_conformance.case import Passes, Product, cases_of
+from liger_core.op import Op
 
 FORWARD, FULL = "forward", "forward+backward"
 MODES = (FORWARD, FULL)
+
+
+def modes_of(op: Op[..., Any]) -> tuple[str, ...]:
+    """The modes in which an op is timed: one without gradients has no backward."""
+    return MODES if op.differentiable else (FORWARD,)
 
 
 class Work(NamedTuple):

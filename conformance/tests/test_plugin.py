@@ -130,7 +130,7 @@ def test_a_test_of_one_case_takes_the_first_that_is_claimed(
     assert done.returncode == 0, done.stdout
     outcomes = dict(re.findall(r"::(test_\w+\[\S+\]) (\w+)", done.stdout))
     every_case = ("test_values", "test_same_bits_again", "test_saves_nothing_without", "test_writes_to_nothing")
-    interpreted = ("test_each_kernel", "test_grids_fit", "test_calls_between_launches")
+    interpreted = ("test_each_kernel", "test_grids_fit", "test_calls_between_launches", "test_stream")
     of_few = {name: outcome for name, outcome in outcomes.items() if not name.startswith(every_case + interpreted)}
     assert {name for name in of_few if name.startswith(("test_compile[", "test_compile_dynamic["))} == {
         *(f"test_compile[swiglu-picky-cpu-odd-float32-{start}]" for start in ("cold", "warm")),
@@ -353,7 +353,7 @@ def test_runs_within_a_run_keep_their_outcomes_apart(pytestconfig: pytest.Config
     ("mark", "error"),
     [
         (pytest.mark.cases(kernel=True), "test_x: cases takes groups, dtypes.*'kernel'"),
-        (pytest.mark.targets("kernels"), "test_x: targets has no kernels; it takes kernel, one_op"),
+        (pytest.mark.targets("kernels"), "test_x: targets has no kernels; it takes kernel, differentiable, one_op"),
     ],
 )
 def test_a_misspelt_mark_fails(mark: pytest.MarkDecorator, error: str) -> None:

@@ -80,11 +80,16 @@ def rows_apart(values: dict[str, Any], start: int = 0) -> dict[str, Any]:
 
 def with_three_rows(target: Target, arguments: Arguments) -> Arguments:
     """The arguments, of one or two rows three times as many: a stride then has 32 bits, and the last offset more."""
+    name = target.op.names[0]
+    dimensions = arguments[name].dim()
+    if not dimensions:
+        return arguments
     try:
         rows = place_of_rows(target.op, arguments)
     except StopIteration:  # no dimension is independent
         return arguments
-    if rows.number not in (1, 2):
+    # Columns are independent too, in mhc_pre.
+    if rows.number not in (1, 2) or (dimensions > 1 and rows.arguments.get(name) == dimensions - 1):
         return arguments
     return {n: torch.cat([v] * 3, rows.arguments[n]) if n in rows.arguments else v for n, v in arguments.items()}
 

@@ -12,7 +12,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def operand(x: Tensor, block: str, scales: str) -> Tensor:
-    """What the 8 bits of x stand for, in float64, by a loop over blocks."""
+    """Numbers that the 8 bits of x stand for, in float64, by a loop over blocks."""
     height, width = {"1x128": (1, 128), "128x128": (128, 128)}[block]
     result = torch.empty_like(x, dtype=torch.float64)
     for i in range(0, x.shape[0], height):

@@ -90,6 +90,8 @@ def trace(name: str, dtype: torch.dtype) -> None:
         return torch.compile(function, backend=look, fullgraph=True, dynamic=True)(*given)
 
     result, saved = run(lambda arguments: kernel.forward(needs, **arguments), arguments)
+    if not op.differentiable:
+        return
     results = result if isinstance(result, tuple) else (result,)
     kept = kept_gradients(op, arguments, len(results))
     incoming = [r if r is None else torch.empty_like(r) for r in compress(results, kept)]

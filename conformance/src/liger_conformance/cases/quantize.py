@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from liger_conformance.case import Case, Make, Moves
 from liger_conformance.vary import Size, Vary
@@ -53,7 +54,7 @@ def build(
 VARY = Vary(
     sizes={"tokens": Size(), "hidden": Size()},
     tensors=("tokens hidden",),
-    values={"block": BLOCKS, "scales": SCALES, "columns": (False, True)},
+    values={"block": BLOCKS, "scales": SCALES, "rows": (True, False), "columns": lambda rows: (True, not rows)},
 )
 
 CASES = (
@@ -102,13 +103,13 @@ HUGE = Case("huge", "large", tokens=(1 << 18) + 16, hidden=8192, columns=True)
 MOVES = Moves({"x": 2}, {})
 
 
-def eager(x: Tensor, columns: bool) -> Any:
-    m, k = x.shape
+def eager(x: Tensor, rows: bool = True, columns: bool = False) -> Any:
     results: list[Tensor] = []
-    for y, n in ((x, k), *(((x.mT, m),) if columns else ())):
-        blocks = y.reshape(-1, n // 128, 128).float()
+    for y in ((x,) if rows else ()) + ((x.mT,) if columns else ()):
+        n = y.shape[1]
+        blocks = F.pad(y, (0, -n % 128)).float().unflatten(1, (-1, 128))
         scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448)))
-        results += [(blocks / scale).to(torch.float8_e4m3fn).view(y.shape), scale[..., 0]]
+        results += [(blocks / scale).to(torch.float8_e4m3fn).flatten(1)[:, :n], scale[..., 0]]
     return results
 
 

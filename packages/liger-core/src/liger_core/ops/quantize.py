@@ -69,7 +69,7 @@ def quantize(
 
     >>> q = quantize(torch.tensor([[0.3, 100.0], [900.0, -1000.0]]))
     >>> q.rows.float()
-    tensor([[   0.3125,  104.0000],
+    tensor([[   1.2500,  384.0000],
             [ 224.0000, -256.0000]])
     >>> q.row_scales
     tensor([[0.2500, 4.0000]])

@@ -130,13 +130,14 @@ def test_a_test_of_one_case_takes_the_first_that_is_claimed(
     assert done.returncode == 0, done.stdout
     outcomes = dict(re.findall(r"::(test_\w+\[\S+\]) (\w+)", done.stdout))
     every_case = ("test_values", "test_same_bits_again", "test_saves_nothing_without", "test_writes_to_nothing")
-    interpreted = ("test_each_kernel", "test_grids_fit", "test_calls_between_launches", "test_stream")
+    interpreted = ("test_each_kernel", "test_grids_fit", "test_calls_between_launches")
     of_few = {name: outcome for name, outcome in outcomes.items() if not name.startswith(every_case + interpreted)}
     assert {name for name in of_few if name.startswith(("test_compile[", "test_compile_dynamic["))} == {
         *(f"test_compile[swiglu-picky-cpu-odd-float32-{start}]" for start in ("cold", "warm")),
         "test_compile_dynamic[swiglu-picky-cpu-odd-bfloat16]",
     }
-    assert set(of_few.values()) == {"PASSED"}, of_few
+    others = {name.partition("[")[0] for name, outcome in of_few.items() if outcome != "PASSED"}
+    assert others == {"test_sums_over_rows", "test_options_together", "test_stream"}, of_few
     assert outcomes["test_values[swiglu-picky-cpu-odd-float32]"] == "SKIPPED"
 
 

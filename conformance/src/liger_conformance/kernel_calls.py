@@ -16,10 +16,11 @@ from torch import Tensor
 import liger_core
 from liger_conformance import interpreters
 from liger_conformance.case import DEFAULT_MODE, Case, cases_of
-from liger_conformance.dividing import place_of_rows
+from liger_conformance.dividing import names_of, place_of_rows
 from liger_conformance.evaluate import Arguments, complete, evaluate, incoming_of, present
 from liger_conformance.interpreters.triton import Launch
 from liger_conformance.target import Target, refusal
+from liger_core.dimensions import independent
 
 FEW = 64
 """Programs that an interpreter runs soon: of the calls that launch a kernel, the one with the longest rows and no more programs
@@ -80,16 +81,11 @@ def rows_apart(values: dict[str, Any], start: int = 0) -> dict[str, Any]:
 
 def with_three_rows(target: Target, arguments: Arguments) -> Arguments:
     """The arguments, of one or two rows three times as many: a stride then has 32 bits, and the last offset more."""
-    name = target.op.names[0]
-    dimensions = arguments[name].dim()
-    if not dimensions:
+    op = target.op
+    if op.dimensions is not None and not any(map(independent, names_of(op, arguments).get(op.names[0], ()))):
         return arguments
-    try:
-        rows = place_of_rows(target.op, arguments)
-    except StopIteration:  # no dimension is independent
-        return arguments
-    # Columns are independent too, in mhc_pre.
-    if rows.number not in (1, 2) or (dimensions > 1 and rows.arguments.get(name) == dimensions - 1):
+    rows = place_of_rows(op, arguments)
+    if rows.number not in (1, 2):
         return arguments
     return {n: torch.cat([v] * 3, rows.arguments[n]) if n in rows.arguments else v for n, v in arguments.items()}
 

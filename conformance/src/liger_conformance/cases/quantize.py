@@ -107,7 +107,7 @@ def eager(x: Tensor, rows: bool = True, columns: bool = False) -> Any:
     results: list[Tensor] = []
     for y in ((x,) if rows else ()) + ((x.mT,) if columns else ()):
         n = y.shape[1]
-        blocks = F.pad(y, (0, -n % 128)).float().unflatten(1, (-1, 128))
+        blocks = F.pad(y, (0, -n % 128)).float().view(len(y), -1, 128)
         scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448)))
         results += [(blocks / scale).to(torch.float8_e4m3fn).flatten(1)[:, :n], scale[..., 0]]
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -70,6 +71,7 @@ def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scal
     return y if bias is None else y + bias
 
 
+@functools.cache
 def why_not(device: torch.device) -> str | None:
     """Why `scaled_linear` doesn't run on a device, or None."""
     if device.type == "cpu":
@@ -154,7 +156,7 @@ def _product(a: _Operand, b: _Operand, dtype: torch.dtype) -> Tensor:
         scale_recipe_a=recipes[a.block],
         scale_b=_as_taken(b),
         scale_recipe_b=recipes[b.block],
-        output_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
+        output_dtype=dtype if dtype == torch.bfloat16 else torch.float32,
         use_fast_accum=False,
     )
     return result.to(dtype)
@@ -164,7 +166,8 @@ def _as_taken(operand: _Operand) -> Tensor:
     """Scales as PyTorch's product takes them: transposed, and those of squares with a stride that is a multiple of 4."""
     if operand.block == "1x128":
         return operand.scales.t()
-    return F.pad(operand.scales, (0, -operand.scales.shape[1] % 4)).t()
+    lacking = -operand.scales.shape[1] % 4
+    return (F.pad(operand.scales, (0, lacking)) if lacking else operand.scales).t()
 
 
 def _dequantized(operand: _Operand) -> Tensor:

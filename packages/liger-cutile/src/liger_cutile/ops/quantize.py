@@ -10,13 +10,12 @@ from torch import Tensor
 from liger_core import quantize
 from liger_core.contract import Needs, Saved, implements
 from liger_core.custom_op import opaque
+from liger_core.host.quantize import TILE, new_results, tiles
 from liger_core.ops.quantize import BLOCKS, Quantized
 from liger_cutile.ops._device import has_float8
 from liger_cutile.ops._launch import ConstBool, ConstInt, given, launch
-from liger_cutile.ops._rows import as_rows, blocks, load
+from liger_cutile.ops._rows import as_rows, load
 
-TILE = 128
-"""Rows and columns of a tile."""
 PARTS = 32
 """Parts of a block whose largest magnitudes are compared at a time."""
 SHORT, SQUARE, ROW, WHOLE = range(4)
@@ -125,7 +124,7 @@ def _launch(
 ) -> None:
     m, k = x.shape
     x, kind = as_rows(x), BLOCKS.index(block)
-    tiles_m, tiles_k = blocks(m, TILE), blocks(k, TILE)
+    tiles_m, tiles_k = tiles(m), tiles(k)
     grid = (tiles_m * tiles_k,)
     row_parts = column_parts = None
     if kind == WHOLE:
@@ -157,16 +156,6 @@ def forward(
     rows: bool = True,
     columns: bool = False,
 ) -> tuple[Quantized, Saved]:
-    m, k = x.shape
-    results = (*_results(x, block, m, k, rows), *_results(x, block, k, m, columns))
-    _launch(*results, x, block, scales == "power_of_two")
-    return Quantized(*results), ()
-
-
-def _results(x: Tensor, block: str, lines: int, length: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for so many lines of a matrix, and for their scales."""
-    if not wanted:
-        return None, None
-    tall, wide = blocks(lines, TILE), blocks(length, TILE)
-    sizes = {"1x128": (wide, lines), "128x128": (tall, wide), "row": (1, lines), "tensor": (1, 1)}[block]
-    return x.new_empty(lines, length, dtype=torch.float8_e4m3fn), x.new_empty(sizes, dtype=torch.float32)
+    result = new_results(x, block, rows, columns)
+    _launch(*result, x, block, scales == "power_of_two")
+    return result, ()

@@ -1,7 +1,7 @@
 """Quantization by tiles of 128 by 128: each is read once, and written as rows and, transposed, as columns.
 
 Two programs of eight warps fit an SM if a thread has 128 registers. So what is not finite is NaN from the start, which a maximum
-ignores. Where a block is larger than a tile, a first kernel writes the largest magnitude of each tile's part of it.
+ignores. Where a block is larger than a tile, a first kernel finds its largest magnitude, or that of each tile's part of it.
 """
 
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from liger_core import quantize
 from liger_core.contract import Needs, Saved, implements
+from liger_core.host.quantize import TILE, new_results, tiles
 from liger_core.ops.quantize import Quantized
 from liger_triton.ops._device import has_float8
 from liger_triton.ops._launch import kernel
 
-TILE = 128
-"""Rows and columns of a tile."""
 PARTS = 32
 """Parts of a block whose largest magnitudes a program compares at a time."""
 WARPS = 8
@@ -142,8 +141,8 @@ def forward(
     columns: bool = False,
 ) -> tuple[Quantized, Saved]:
     m, k = x.shape
-    tiles_m, tiles_k = -(-m // TILE), -(-k // TILE)
-    result = Quantized(*_results(x, block, tiles_k, m, k, rows), *_results(x, block, tiles_m, k, m, columns))
+    tiles_m, tiles_k = tiles(m), tiles(k)
+    result = new_results(x, block, rows, columns)
     row_parts = column_parts = None
     if block == "tensor":
         row_parts = column_parts = x.new_zeros(1, dtype=torch.float32)
@@ -158,13 +157,3 @@ def forward(
         BLOCK=block, POWER=scales == "power_of_two", TILE=TILE, PARTS=PARTS, num_warps=WARPS,
     )  # fmt: skip
     return result, ()
-
-
-def _results(
-    x: Tensor, block: str, tiles: int, rows: int, columns: int, wanted: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for a matrix of so many rows and columns, and for its scales."""
-    if not wanted:
-        return None, None
-    tall = {"1x128": (tiles, rows), "128x128": (-(-rows // TILE), tiles), "row": (1, rows), "tensor": (1, 1)}[block]
-    return x.new_empty(rows, columns, dtype=torch.float8_e4m3fn), x.new_empty(tall, dtype=torch.float32)

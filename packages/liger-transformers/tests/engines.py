@@ -213,8 +213,8 @@ def train(start: Callable[..., Engine], model: Callable[[], nn.Module], apply: s
 def distance(engine: str, model: str, lazy: bool = False) -> dict[str, tuple[float, float, str, int]]:
     """By when `apply` came, how far the swapped model is from the plain one.
 
-    That is relatively for the losses, and for each parameter's change in two steps by its largest one; the name of the
-    furthest, and the number of fused losses.
+    Returns, for each: the largest relative distance of a loss; that of a parameter's change in two steps, by its largest
+    element, with the parameter's name; and the number of fused losses.
     """
     losses, before, after, none = train(ENGINES[engine], MODELS[model], None, lazy)
     assert none == 0

@@ -179,9 +179,8 @@ def _check_skip(model: nn.Module, precision: str | None, skip: Any) -> None:
         raise TypeError(f"liger_transformers.apply: skip is {skip!r}; it takes a list of modules' names")
     if skip and precision is None:
         raise ValueError("liger_transformers.apply: skip takes precision='fp8', since it is what it is about")
-    names = [name for name, module in named_modules(model) if isinstance(module, nn.Linear)]
     for part in skip:
-        if not any(matches(name, part) for name in names):
+        if not any(matches(name, part) for name, module in named_modules(model) if isinstance(module, nn.Linear)):
             raise ValueError(f"liger_transformers.apply: skip has {part!r}, which no linear layer's name has")
 
 

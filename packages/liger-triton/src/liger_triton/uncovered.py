@@ -13,7 +13,6 @@ UNCOVERED = {
     "compiled* _device.*: device.type == 'cuda' is false": "each chip is a cuda device",
     "* _device._look_up_sm_count: device.type == 'xpu' is true": "no Intel GPU is compiled for",
     "compiled* _device._look_up_sm_count: device.type == 'xpu' is false": "each chip is a cuda device",
-    "compiled* _device._look_up_float8": "called before any test, when the suite asks which kernels refuse",
     "* quantize.refuses: not has_float8(x.device) is true": "asked before any test, and then nothing is launched: sm_80",
     "* _heads.rotate: backward and compiling() is true": _TRACED,
     "* _heads._rotate_gradients": _TRACED,

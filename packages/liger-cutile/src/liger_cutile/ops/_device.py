@@ -55,14 +55,9 @@ def loads_in_bulk(device: torch.device) -> bool:
     return device.type != "cuda" or _look_up_major(device) >= 9
 
 
-@functools.cache
-def _look_up_float8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def has_float8(device: torch.device) -> bool:
     """Whether a device converts to float8_e4m3fn: from compute capability 8.9 on. On the CPU it is true."""
-    return device.type != "cuda" or _look_up_float8(device)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 # torch.compiler.assume_constant_result does this, but would import Dynamo. functools.cache would make Dynamo warn.

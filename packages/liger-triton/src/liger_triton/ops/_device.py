@@ -54,14 +54,9 @@ def is_hopper(device: torch.device) -> bool:
     return _look_up_hopper(device)
 
 
-@functools.cache
-def _look_up_float8(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def has_float8(device: torch.device) -> bool:
     """Whether a device's compiler converts to float8_e4m3fn: of NVIDIA's, those from compute capability 8.9 on."""
-    return _look_up_float8(device)
+    return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 # torch.compiler.assume_constant_result does this, but would import Dynamo. functools.cache would make Dynamo warn.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +90,28 @@ def test_one_gradient(needs: tuple[bool, bool]) -> None:
         assert tensor.grad is None if not need else torch.equal(tensor.grad, want)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("tokens", [48, 20])
+def test_weights_that_share_an_input(tokens: int, lean: bool) -> None:
+    """Results and gradients are those of calls by themselves. Lean keeps no columns of what an op can recompute."""
+    x, weight, dy = inputs(tokens, 64, 32, torch.float32, "cpu")
+    other, scale = weight.detach().flip(0).requires_grad_(), torch.ones(64, requires_grad=True)
+
+    def gradients(shared: bool) -> tuple[Tensor, ...]:
+        normed = liger.rms_norm(x, scale)
+        once = liger.quantize_input(normed) if shared else None
+        results = [liger.scaled_linear(normed, w, quantized=once) for w in (weight, other)]
+        return torch.autograd.grad(results, (x, scale, weight, other), (dy, dy * 2))
+
+    want = gradients(False)
+    kept: dict[int, Tensor] = {}
+    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t)
+    with saving, liger.lean() if lean else contextlib.nullcontext():
+        got = gradients(True)
+    assert [t.dtype for t in kept.values()].count(torch.float8_e4m3fn) == (0 if lean else 1)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_a_weight_that_changes() -> None:
     """Fused AdamW changes a weight without a new version of it, so nothing of it may be kept."""
     x, weight, _ = inputs(16, 32, 32, torch.float32, "cpu")
@@ -116,6 +140,10 @@ def test_empty() -> None:
     assert not weight.grad.any()
 
 
+def shared(x: Tensor, weight: Tensor, quantized: liger.Quantized) -> Tensor:
+    return liger.scaled_linear(x, weight, quantized=quantized)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -125,6 +153,11 @@ def test_empty() -> None:
         (lambda x, w: liger.scaled_linear(x, w[:24]), ValueError, "multiples of 16"),
         (lambda x, w: liger.scaled_linear(x, w, w[0, :16]), ValueError, "bias has shape"),
         (lambda x, w: liger.scaled_linear(x, w, scales="row"), ValueError, "scales is 'row'; it takes"),
+        (lambda x, w: shared(x, w, liger.quantize_input(x.repeat(2, 1))), ValueError, r"rows of shape \(32, 32\)"),
+        (lambda x, w: shared(x, w, liger.quantize_input(x, columns=False)), ValueError, "no columns"),
+        (lambda x, w: shared(x, w, liger.quantize(x, rows=False, columns=True)), ValueError, "no rows"),
+        (lambda x, w: liger.quantize_input(x.int()), TypeError, "x has dtype int32"),
+        (lambda x, w: liger.quantize_input(x, columns=1), TypeError, "columns is 1"),
         (lambda x, w: liger.scaled_linear(x.to("meta"), w.to("meta")), liger.Unsupported, "capability 9.0"),
     ],
 )

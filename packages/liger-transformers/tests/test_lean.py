@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import liger_transformers
-from liger_transformers import lean
+from liger_transformers import layers
 
 
 def gradients(model: nn.Module) -> tuple[dict[str, Tensor], int]:
@@ -70,8 +70,8 @@ def test_it_is_the_default_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.swapped["LlamaDecoderLayer", "lean(in eager mode)"] == 2
     want = model(**inputs).loss
     entered: list[int] = []
-    original = lean.liger.lean
-    monkeypatch.setattr(lean.liger, "lean", lambda: (entered.append(1), original())[1])
+    original = layers.liger.lean
+    monkeypatch.setattr(layers.liger, "lean", lambda: (entered.append(1), original())[1])
     model(**inputs)
     assert len(entered) == 2
     torch.compiler.reset()
@@ -98,8 +98,8 @@ def test_norms_that_are_units_of_fsdp(tmp_path: Path, monkeypatch: pytest.Monkey
     liger_transformers.apply(model)
     expected = gradients(model)[0]
     entered: list[int] = []
-    original = lean.liger.lean
-    monkeypatch.setattr(lean.liger, "lean", lambda: (entered.append(1), original())[1])
+    original = layers.liger.lean
+    monkeypatch.setattr(layers.liger, "lean", lambda: (entered.append(1), original())[1])
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))

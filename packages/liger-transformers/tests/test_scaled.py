@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from tiny_models import batch, build, classes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import liger_core as liger
 import liger_transformers
+from liger_core import scaled as scaled_module
 
 
 def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
@@ -41,6 +45,7 @@ def test_a_step(kind: str, count: int) -> None:
     assert report.swapped["Linear", "scaled_linear"] == 2 * count, report
     assert report.ops["scaled_linear"] == 2 * count
     assert not any("lean" in op for _, op in report.swapped)
+    assert [count for (_, op), count in report.swapped.items() if op == "shared_inputs"] == [2]
     assert liger_transformers.report(model).swapped == report.swapped
     assert "liger: scaled_linear" in repr(model)
     loss, gradients = step(model)
@@ -57,6 +62,92 @@ def test_a_step(kind: str, count: int) -> None:
     liger_transformers.restore(model)
     assert classes(model.modules()) == classes(plain.modules())
     torch.testing.assert_close(step(model)[0], plain_loss)
+
+
+def quantized(run: Callable[[], object]) -> tuple[list[tuple[int, ...]], object]:
+    """The shapes of the matrices that are quantized as rows, and the result."""
+    shapes: list[tuple[int, ...]] = []
+    original = scaled_module.quantize
+
+    def quantize(x: Tensor, **options: Any) -> Any:
+        shapes.extend([tuple(x.shape)] if options.get("block") is None and options.get("rows", True) else [])
+        return original(x, **options)
+
+    with mock.patch.object(scaled_module, "quantize", quantize):
+        result = run()
+    return shapes, result
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_input_is_quantized_once(lean: bool, checkpointing: bool) -> None:
+    """q, k and v share theirs, and gate and up; backward quantizes seven gradients. The step is equal to the bit, lean or not."""
+    model = build("llama").train()
+    alone = copy.deepcopy(model)
+    liger_transformers.apply(model, precision="fp8", lean=lean)
+    by_hand(alone)
+    liger_transformers.apply(alone, lean=False)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        alone.gradient_checkpointing_enable({"use_reentrant": False})
+    shapes, got = quantized(lambda: step(model))
+    assert len(shapes) == 2 * (4 * (1 + checkpointing) + 7)
+    shapes, want = quantized(lambda: step(alone))
+    assert len(shapes) == 2 * (7 * (1 + checkpointing) + 7)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_an_input_that_changes_is_quantized_again() -> None:
+    """In place, in another call of the layer, or by another tensor at its address; without gradients it has no columns."""
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: Tensor, change: bool) -> tuple[Tensor, Tensor]:
+            first = self.one(x)
+            if change:
+                x.mul_(2)
+            return first, self.two(x)
+
+    layer = Layer()
+    liger_transformers.apply(nn.ModuleList([layer]), precision="fp8")
+    x = torch.randn(4, 16)
+    shapes, got = quantized(lambda: layer(x, False))
+    assert shapes == [(16, 16)]
+    shapes, changed = quantized(lambda: layer(x, True))
+    assert len(shapes) == 2
+    torch.testing.assert_close(changed, (got[0], 2 * got[1]), rtol=0, atol=0)  # type: ignore[index]
+    x.data.div_(2)  # no new version
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, False), got, rtol=0, atol=0)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x.clone(), False), got, rtol=0, atol=0)
+    scaled_by_two = nn.ModuleList([copy.deepcopy(layer)])
+    liger_transformers.restore(scaled_by_two)
+    assert type(scaled_by_two[0]) is Layer
+
+
+def saved(model: nn.Module) -> list[Tensor]:
+    """The tensors that a forward saves, one of each memory."""
+    tensors: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.setdefault(t.data_ptr(), t), lambda t: t):
+        model(**batch())
+    return [*tensors.values()]
+
+
+def test_lean_keeps_no_columns_of_what_it_recomputes() -> None:
+    """Norms' and gates' results; that of the attention is kept, in 8 bits."""
+    kept = {}
+    for lean in (False, True):
+        model = build("llama").train()
+        liger_transformers.apply(model, precision="fp8", lean=lean)
+        kept[lean] = [t.shape for t in saved(model) if t.dtype == torch.float8_e4m3fn]
+    widths = {False: {32: 3, 48: 1}, True: {32: 1}}
+    for lean, counts in widths.items():
+        columns = [shape[0] for shape in kept[lean]]
+        assert {width: columns.count(width) / 2 for width in {*columns}} == counts
 
 
 def test_leaves_what_it_is_told_to() -> None:

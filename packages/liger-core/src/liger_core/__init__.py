@@ -44,7 +44,7 @@ from liger_core.ops.sparsemax import sparsemax
 from liger_core.ops.swiglu import swiglu
 from liger_core.ops.tvd import tvd
 from liger_core.recompute import lean
-from liger_core.scaled import scaled_linear
+from liger_core.scaled import quantize_input, scaled_linear
 
 if TYPE_CHECKING:
     __version__: str
@@ -103,6 +103,7 @@ __all__ = [
     "modulated_rms_norm",
     "poly_norm",
     "quantize",
+    "quantize_input",
     "qwen2vl_mrope",
     "relu_squared",
     "rms_norm",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger_core import checks
+from liger_core import checks, recompute
 from liger_core.backend import Unsupported
-from liger_core.ops.quantize import SCALES, quantize
+from liger_core.contract import compiling
+from liger_core.ops.quantize import SCALES, Quantized, quantize
 
 MULTIPLE = 16
 """Sizes of a product's operands are multiples of so many elements."""
@@ -32,27 +32,36 @@ class _Operand(NamedTuple):
     block: str
 
 
-def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scales: str = "power_of_two") -> Tensor:
+def scaled_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scales: str = "power_of_two",
+    quantized: Quantized | None = None,
+) -> Tensor:
     """A linear layer with operands in 8 bits: y = Q(x) · Q(weight)ᵀ + bias.
 
     Both gradients are products of operands in 8 bits as well: dx = Q(dy) · Q(weight), and dweight = Q(dyᵀ) · Q(xᵀ)ᵀ, along
     tokens. Q is `quantize` with a scale for each 128 columns of a row, and for each 128 × 128 elements of a weight. A product is
     rounded once; an H200 adds 128 numbers with about 14 bits, and these sums in float32. For backward x is kept in 8 bits, if
-    the weight needs a gradient, and the weight as it is. Nothing is kept from one call to the next. torch.compile breaks its
-    graph here.
+    the weight needs a gradient, and the weight as it is. Inside of `lean`, x in 8 bits is not kept either if x can be recomputed.
+    Nothing is kept from one call to the next. torch.compile breaks its graph here.
 
     Args:
         x: ``[..., K]``; bfloat16, float16 or float32. K is a multiple of 16.
         weight: ``[N, K]``, in x's dtype. N is a multiple of 16.
         bias: ``[N]``, in x's dtype.
         scales: as of `quantize`.
+        quantized: `quantize_input` of x, which several weights may share.
 
     Returns:
         ``[..., N]``, in x's dtype.
 
     Raises:
         TypeError: a dtype or type that is not accepted, or another dtype than x's.
-        ValueError: shapes that don't fit together, a size that is no multiple of 16, or unknown scales.
+        ValueError: shapes that don't fit together, a size that is no multiple of 16, or unknown scales. Or `quantized` is of
+            another shape or device than x, or lacks the columns that the weight's gradient takes.
         Unsupported: x is on a device that has no such product. On a CPU the product is of the same numbers in float32.
 
     Source:
@@ -63,15 +72,60 @@ def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scal
     tensor([0.3125, 0.3125])
     """
     _check(x, weight, bias, scales)
-    y = (
-        cast("Any", _ScaledLinear)
-        .apply(x.reshape(-1, x.shape[-1]), weight, scales)
-        .view(*x.shape[:-1], weight.shape[0])
-    )
+    rows = x.reshape(-1, x.shape[-1])
+    columns = torch.is_grad_enabled() and weight.requires_grad
+    if quantized is None:
+        quantized = _quantized(rows, scales, columns)
+    else:
+        _check_quantized(quantized, rows, columns)
+    y = cast("Any", _ScaledLinear).apply(rows, weight, scales, quantized).view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 
-@functools.cache
+def quantize_input(x: Tensor, *, scales: str = "power_of_two", columns: bool = True) -> Quantized:
+    """x in 8 bits, for several calls of `scaled_linear` with the same x, such as those of q, k and v.
+
+    Args:
+        x: ``[..., K]``; bfloat16, float16 or float32.
+        scales: as of `quantize`.
+        columns: whether a weight needs a gradient.
+
+    Returns:
+        `quantize` of x as a matrix, with rows of zeros up to a multiple of 16.
+
+    Raises:
+        TypeError: a dtype or type that is not accepted.
+        ValueError: x has no dimension, or unknown scales.
+
+    >>> x, gate, up = torch.eye(16), torch.full((16, 16), 0.3), torch.ones(16, 16)
+    >>> once = quantize_input(x, columns=False)
+    >>> scaled_linear(x, gate, quantized=once)[0, 0], scaled_linear(x, up, quantized=once)[0, 0]
+    (tensor(0.3125), tensor(1.))
+    """
+    checks.floating("quantize_input", x=x)
+    checks.ndim("quantize_input", 1, x=x)
+    checks.one_of("quantize_input", SCALES, scales=scales)
+    checks.flag("quantize_input", columns=columns)
+    return _quantized(x.reshape(-1, x.shape[-1]), scales, columns)
+
+
+def _quantized(x: Tensor, scales: str, columns: bool) -> Quantized:
+    with torch.no_grad():
+        quantized = quantize(_padded(x), scales=scales, columns=columns)
+    if columns and not compiling() and (lean_hooks := recompute.active()) is not None:
+        results = quantized.columns, quantized.column_scales
+        lean_hooks.remember(_FROM_X, {"x": x}, {"scales": scales}, results, _columns_alone)
+    return quantized
+
+
+_FROM_X = recompute.Recompute()
+"""Columns are recomputed only if x is: otherwise they take half of its memory."""
+
+
+def _columns_alone(x: Tensor, scales: str) -> tuple[Tensor | None, Tensor | None]:
+    return quantize(_padded(x), scales=scales, rows=False, columns=True)[2:]
+
+
 def why_not(device: torch.device) -> str | None:
     """Why `scaled_linear` doesn't run on a device, or None."""
     if device.type == "cpu":
@@ -102,20 +156,31 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, scales: str) -> None:
         raise Unsupported(f"{name} on {x.device}: {reason}")
 
 
+def _check_quantized(quantized: Quantized, rows: Tensor, columns: bool) -> None:
+    name, values = "scaled_linear", quantized.rows
+    wanted = rows.shape[0] + -rows.shape[0] % MULTIPLE, rows.shape[1]
+    if values is None or values.shape != wanted or values.device != rows.device:
+        found = "no rows" if values is None else f"rows of shape {tuple(values.shape)} on {values.device}"
+        raise ValueError(f"{name}: quantized has {found}; it takes quantize_input(x): {wanted} on {rows.device}")
+    if columns and quantized.columns is None:
+        raise ValueError(
+            f"{name}: quantized has no columns, which weight's gradient takes: quantize_input(x, columns=True)"
+        )
+
+
 class _ScaledLinear(torch.autograd.Function):
     """`scaled_linear` of a matrix, without a bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: str) -> Tensor:
-        tokens, x = x.shape[0], _padded(x)
-        qx = quantize(x, scales=scales, columns=ctx.needs_input_grad[1])
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: str, qx: Quantized) -> Tensor:
         qw = quantize(weight, block="128x128", scales=scales)
-        ctx.save_for_backward(weight, qx.columns, qx.column_scales)
+        columns = (qx.columns, qx.column_scales) if ctx.needs_input_grad[1] else (None, None)
+        ctx.save_for_backward(weight, *columns)
         ctx.scales = scales
-        return _product(_rows(qx, "1x128"), _rows(qw, "128x128"), x.dtype)[:tokens]
+        return _product(_rows(qx, "1x128"), _rows(qw, "128x128"), x.dtype)[: x.shape[0]]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         weight, x_columns, x_scales = ctx.saved_tensors
         tokens, dy = grads[0].shape[0], _padded(grads[0])
         x_wanted, weight_wanted = ctx.needs_input_grad[:2]
@@ -126,7 +191,7 @@ class _ScaledLinear(torch.autograd.Function):
             dx = _product(_rows(qy, "1x128"), _columns(qw, "128x128"), dy.dtype)[:tokens]
         if weight_wanted:
             dweight = _product(_columns(qy, "1x128"), _Operand(x_columns, x_scales, "1x128"), dy.dtype)
-        return dx, dweight, None
+        return dx, dweight, None, None
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from liger_transformers.activations import GATED, activation_call, activations
 from liger_transformers.experts import experts as mixture_experts
 from liger_transformers.experts import gate as own_gate
 from liger_transformers.head import Lazy, LossOptions, head_of, head_options, swap_head
-from liger_transformers.lean import layer
+from liger_transformers.layers import LEAN, SHARED, layer
 from liger_transformers.linear import LOSS_OPTIONS
 from liger_transformers.mlp import mlp as gated_mlp
 from liger_transformers.norms import norm
@@ -56,9 +56,9 @@ class Report:
         """Swapped modules by op, without options."""
         counts: dict[str, int] = {}
         for (_, op), count in self.swapped.items():
-            for name in names(op) if names(op) != ["lean"] else ():
+            for name in names(op):
                 counts[name] = counts.get(name, 0) + count
-        return counts
+        return {name: count for name, count in counts.items() if name not in (LEAN, SHARED)}
 
     def __str__(self) -> str:
         width = max((len(what) for what, _ in (*self.swapped, *self.left)), default=0)
@@ -123,8 +123,9 @@ def apply(
         lean: run the model's layers in `liger_core.lean`: it takes less memory, and another forward of its norms and gates. None:
             in eager mode alone, and not with `precision`. True: under torch.compile as well.
         precision: ``"fp8"``: linear layers inside of the model's layers run as `liger_core.scaled_linear`, with operands in 8
-            bits, on an NVIDIA GPU of compute capability 9.0; on a CPU with the same numbers, slowly. The head, embeddings,
-            adapters and weights stay as they are, and so do layers whose sizes are no multiples of 16.
+            bits, on an NVIDIA GPU of compute capability 9.0; on a CPU with the same numbers, slowly. Those that get the same
+            tensor one after another, such as q, k and v, quantize it once. The head, embeddings, adapters and weights stay as
+            they are, and so do layers whose sizes are no multiples of 16.
         skip: names of modules, or parts of them such as ``"layers.0"`` or ``"mlp.down_proj"``, that `precision` leaves out.
         strict: raise an error if nothing is swapped. False logs a warning.
 
@@ -156,7 +157,7 @@ def apply(
         raise ValueError(f"liger_transformers.apply: precision is {precision!r}; it takes None or 'fp8'")
     _check_skip(model, precision, skip)
     if lean is None and precision is not None:
-        lean = False  # beside 8 bits it costs time and saves nothing: docs/precision.md
+        lean = False  # it costs time, and 8 bits are there to save it: docs/precision.md
     kinds = _kinds(rms_norm, layer_norm, rope, glu, mlp, experts, lean is not False, precision is not None)
     found = _swap(model, kinds, bool(lean), (trl, lazy, options) if loss else None, skip)
     if not found.ops:
@@ -235,8 +236,9 @@ def _kinds(
         **dict.fromkeys(GATED, glu),
         "gated_mlp": mlp,
         "fused_moe": experts,
-        "lean": lean,
+        LEAN: lean,
         SCALED: precision,
+        SHARED: precision,
     }
 
 
@@ -272,8 +274,8 @@ def _swap(
                 become(linear, scaled(path, linear, adapter, skip))
         if kinds["rms_norm"] or kinds["layer_norm"]:
             become(module, norm(module))
-        if kinds["lean"]:
-            become(module, layer(module, compiled))
+        if kinds[LEAN] or kinds[SCALED]:
+            become(module, layer(module, None if look else kinds[LEAN], compiled))
         if kinds["rope"]:
             become(module, rotary(module))
         if kinds["gated_mlp"]:

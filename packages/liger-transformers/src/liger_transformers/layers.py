@@ -1,7 +1,8 @@
-"""Layers that save less for backward."""
+"""Layers that save less for backward, or whose linear layers share an input in 8 bits."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -11,22 +12,33 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import liger_core as liger
 from liger_core.contract import compiling
+from liger_transformers.scaled import OP, linears, shared_inputs
 from liger_transformers.swap import Swap, by_forward, has_own_forward, is_unit, original_class, subclass, swapped_for
 
-EAGER = "lean(in eager mode)"
-"""The swap of a layer that doesn't know whether it will be compiled."""
+LEAN, EAGER = "lean", "lean(in eager mode)"
+"""The swap of a layer that is lean, and of one that is so unless it is compiled."""
+SHARED = "shared_inputs"
+"""The swap of a layer with linear layers in 8 bits, such as q, k and v, which quantize their input once."""
 
 
-def layer(module: nn.Module, compiled: bool) -> Swap:
-    """The swap of a layer, which transformers checkpoints. Its forward runs in `liger_core.lean`, also in a checkpoint.
+def layer(module: nn.Module, lean: bool | None, compiled: bool) -> Swap:
+    """The swap of a layer, which transformers checkpoints.
 
-    Under torch.compile it does so only if `compiled`, or if an earlier call asked for that.
+    Args:
+        module: any module. A layer shares inputs if its linear layers are in 8 bits.
+        lean: its forward runs in `liger_core.lean`, also in a checkpoint. None: the layer's swap is the one that it has.
+        compiled: under torch.compile as well. If an earlier call asked for that, it stays.
     """
     if not isinstance(module, GradientCheckpointingLayer):
         return None
-    if (op := swapped_for(module)) is not None:
-        return _layer_class(original_class(type(module)), True) if compiled and op == EAGER else type(module)
-    return has_own_forward(module) or _layer_class(type(module), compiled)
+    swaps = (swapped_for(module) or "").split(", ")
+    shared = [SHARED] if any(swapped_for(linear) == OP for _, linear, _ in linears(module, "")) else []
+    wanted = [LEAN if compiled or LEAN in swaps else EAGER, *shared] if lean else shared
+    if swaps != [""] and (lean is None or wanted == swaps):
+        return type(module)
+    if swaps == [""] and (why := has_own_forward(module)) is not None:
+        return why
+    return _layer_class(original_class(type(module)), tuple(wanted)) if wanted and lean is not None else None
 
 
 def _has_units_of_norms(layer: nn.Module) -> bool:
@@ -38,11 +50,14 @@ def _has_units_of_norms(layer: nn.Module) -> bool:
 
 
 @by_forward
-def _layer_class(cls: type[nn.Module], compiled: bool) -> type[nn.Module]:
+def _layer_class(cls: type[nn.Module], swaps: tuple[str, ...]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if (not compiled) if compiling() else _has_units_of_norms(self):
-            return cls.forward(self, *args, **kwargs)
-        with liger.lean():
+        lean = LEAN in swaps if compiling() else swaps[0] in (LEAN, EAGER) and not _has_units_of_norms(self)
+        shared = SHARED in swaps and not compiling()
+        with (
+            liger.lean() if lean else contextlib.nullcontext(),
+            shared_inputs() if shared else contextlib.nullcontext(),
+        ):
             return cls.forward(self, *args, **kwargs)
 
-    return subclass(cls, functools.wraps(cls.forward)(forward), "lean" if compiled else EAGER)
+    return subclass(cls, functools.wraps(cls.forward)(forward), ", ".join(swaps))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import liger_core as liger
+from liger_core.contract import compiling
+from liger_core.ops.quantize import Quantized
 from liger_core.scaled import MULTIPLE, why_not
 from liger_transformers.deferred import materialize
 from liger_transformers.linear import as_called
@@ -64,9 +69,61 @@ def matches(name: str, part: str) -> bool:
     return f".{part}." in f".{name}."
 
 
+class _Input(NamedTuple):
+    """The input of the last linear layer that ran, in 8 bits.
+
+    Attributes:
+        tensor: a weak reference to it.
+        kind: its version, its dtype in the product, and whether the columns were wanted.
+        quantized: it, in 8 bits.
+    """
+
+    tensor: weakref.ref[Tensor]
+    kind: tuple[int, torch.dtype, bool]
+    quantized: Quantized
+
+
+class _Inputs(threading.local):
+    """Whether a layer runs in this thread, and the input of its last linear layer."""
+
+    def __init__(self) -> None:
+        self.shared = False
+        self.last: _Input | None = None
+
+
+_inputs = _Inputs()
+
+
+@contextmanager
+def shared_inputs() -> Generator[None]:
+    """While a layer runs, its linear layers that get the same tensor one after another, such as q, k and v, quantize it once.
+
+    Beyond the layer's call nothing is kept: memory that somebody fills anew, as for CUDA graphs, may be the same tensor.
+    """
+    before = _inputs.shared, _inputs.last
+    _inputs.shared, _inputs.last = True, None
+    try:
+        yield
+    finally:
+        _inputs.shared, _inputs.last = before
+
+
+def _quantized(input: Tensor, x: Tensor, weight: Tensor) -> Quantized | None:
+    """The input in 8 bits, if a layer runs whose linear layers may share it; `x` is the input as it is multiplied."""
+    if compiling() or not _inputs.shared or input.is_inference():
+        return None
+    kind = input._version, x.dtype, torch.is_grad_enabled() and weight.requires_grad
+    last = _inputs.last
+    if last is None or last.tensor() is not input or last.kind != kind:
+        last = _inputs.last = _Input(weakref.ref(input), kind, liger.quantize_input(x, columns=kind[2]))
+    return last.quantized
+
+
 @by_forward
 def _scaled_class(cls: type[nn.Linear]) -> type[nn.Module]:
     def forward(self: Any, input: Any) -> Any:
-        return liger.scaled_linear(*as_called(materialize(input), self.weight, self.bias))
+        input = materialize(input)
+        x, weight, bias = as_called(input, self.weight, self.bias)
+        return liger.scaled_linear(x, weight, bias, quantized=_quantized(input, x, weight))
 
     return subclass(cls, functools.wraps(cls.forward)(forward), OP)

@@ -64,6 +64,7 @@ def test_it_is_a_linear_layer(device: str) -> None:
     x, weight, dy = inputs(512, 256, 384, torch.float32, device)
     bias = torch.randn(384, device=device, requires_grad=True)
     liger.scaled_linear(x.view(2, 256, 256), weight, bias).backward(dy.view(2, 256, 384))
+    assert not liger.scaled_linear(x.view(2, 256, 256), weight)._is_view()
     got = {"y": liger.scaled_linear(x, weight, bias) - bias, "dx": x.grad, "dweight": weight.grad, "dbias": bias.grad}
     want = {"y": x @ weight.mT, "dx": dy @ weight, "dweight": dy.mT @ x}
     for name, right in want.items():
@@ -125,6 +126,7 @@ def test_nothing_but_what_it_reaches_is_nan() -> None:
     with torch.no_grad():
         x[3, 140] = torch.inf
     y = liger.scaled_linear(x, weight)
+    assert not y._is_view()
     y.backward(dy)
     assert y.isnan().nonzero()[:, 0].unique().tolist() == [3]
     assert weight.grad is not None

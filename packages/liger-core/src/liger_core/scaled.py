@@ -78,7 +78,7 @@ def scaled_linear(
         quantized = _quantized(rows, scales, columns)
     else:
         _check_quantized(quantized, rows, columns)
-    y = cast("Any", _ScaledLinear).apply(rows, weight, scales, quantized).view(*x.shape[:-1], weight.shape[0])
+    y = cast("Any", _ScaledLinear).apply(x, weight, scales, quantized)
     return y if bias is None else y + bias
 
 
@@ -169,26 +169,30 @@ def _check_quantized(quantized: Quantized, rows: Tensor, columns: bool) -> None:
 
 
 class _ScaledLinear(torch.autograd.Function):
-    """`scaled_linear` of a matrix, without a bias."""
+    """`scaled_linear` without a bias. Its result is no view: FSDP2's hooks on one are lost if it is changed in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: str, qx: Quantized) -> Tensor:
         qw = quantize(weight, block="128x128", scales=scales)
         columns = (qx.columns, qx.column_scales) if ctx.needs_input_grad[1] else (None, None)
         ctx.save_for_backward(weight, *columns)
-        ctx.scales = scales
-        return _product(_rows(qx, "1x128"), _rows(qw, "128x128"), x.dtype)[: x.shape[0]]
+        ctx.scales, ctx.shape = scales, x.shape
+        y = _product(_rows(qx, "1x128"), _rows(qw, "128x128"), x.dtype)
+        tokens = x.shape[:-1].numel()
+        y = y if y.shape[0] == tokens else y[:tokens].clone()
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         weight, x_columns, x_scales = ctx.saved_tensors
-        tokens, dy = grads[0].shape[0], _padded(grads[0])
+        dy = _padded(grads[0].reshape(-1, grads[0].shape[-1]))
         x_wanted, weight_wanted = ctx.needs_input_grad[:2]
         qy = quantize(dy, scales=ctx.scales, rows=x_wanted, columns=weight_wanted)
         dx = dweight = None
         if x_wanted:
             qw = quantize(weight, block="128x128", scales=ctx.scales, rows=False, columns=True)
-            dx = _product(_rows(qy, "1x128"), _columns(qw, "128x128"), dy.dtype)[:tokens]
+            dx = _product(_rows(qy, "1x128"), _columns(qw, "128x128"), dy.dtype)
+            dx = dx[: ctx.shape[:-1].numel()].view(ctx.shape)
         if weight_wanted:
             dweight = _product(_columns(qy, "1x128"), _Operand(x_columns, x_scales, "1x128"), dy.dtype)
         return dx, dweight, None, None

@@ -24,16 +24,21 @@ original_call = Op.__call__
 Op.__call__ = lambda op, *args, **kwargs: (calls.append(op.name), original_call(op, *args, **kwargs))[1]  # type: ignore[method-assign]
 
 plain, inputs = build(name), batch()
-output, want = run(plain, inputs)
+in_8_bits = copy.deepcopy(plain)
+liger_transformers.apply(in_8_bits, precision="fp8")
+wanted = {None: run(plain, inputs), "fp8": run(in_8_bits, inputs)}
 count = 0
-for first, own_unit, checkpointing, inner in itertools.product(
-    (True, False), (True, False), (True, False), (None, "mlp", "linear")
+for precision, first, own_unit, checkpointing, inner in itertools.product(
+    wanted, (True, False), (True, False), (True, False), (None, "mlp", "linear")
 ):
     if inner is not None and not (checkpointing and own_unit):
         continue
+    if precision is not None and not (own_unit and inner == ("linear" if checkpointing else None)):
+        continue
+    output, want = wanted[precision]
     model = copy.deepcopy(plain)
     if first:
-        liger_transformers.apply(model, mlp=True)
+        liger_transformers.apply(model, mlp=True, precision=precision)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.model.layers:
@@ -46,13 +51,14 @@ for first, own_unit, checkpointing, inner in itertools.product(
         fully_shard(model.lm_head, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if not first:
-        liger_transformers.apply(model, mlp=True)
+        liger_transformers.apply(model, mlp=True, precision=precision)
     calls.clear()
     sharded = model(**inputs)
     sharded.loss.backward()
     assert calls.count("fused_linear_cross_entropy") == 1, calls
     # A linear layer that gathers its weight itself has hooks, which only calling it runs.
-    assert calls.count("gated_mlp") == (4 if checkpointing and inner != "linear" else 0), calls
+    assert calls.count("gated_mlp") == (4 if checkpointing and inner != "linear" and precision is None else 0), calls
+    assert ("quantize" in calls) == (precision is not None), calls
     torch.testing.assert_close(sharded.loss, output.loss)
     for key, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor), key
@@ -60,7 +66,7 @@ for first, own_unit, checkpointing, inner in itertools.product(
         assert error < 1e-5, f"{key} differs by {error}"
     liger_transformers.restore(model)
     calls.clear()
-    torch.testing.assert_close(model(**inputs).loss, output.loss)
+    torch.testing.assert_close(model(**inputs).loss, wanted[None][0].loss)
     assert not calls
     count += 1
 print(f"{count} ways are equal")

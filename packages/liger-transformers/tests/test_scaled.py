@@ -179,6 +179,20 @@ def test_copies_and_files_and_checkpointing() -> None:
         torch.testing.assert_close(step(model)[0], want, rtol=0.02, atol=0.02)
 
 
+def test_compiled_whole() -> None:
+    """torch.compile makes one graph, whose step is the eager one."""
+    model = build("llama", num_hidden_layers=1).train()
+    liger_transformers.apply(model, precision="fp8")
+    want_loss, want = step(model)
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    loss, gradients = step(model)
+    torch.testing.assert_close(loss, want_loss)
+    for name, gradient in want.items():
+        largest = gradient.abs().max().item()
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-3 * largest, msg=name)
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_adapters_stay(before: bool) -> None:
     """LoRA on a frozen base: the base's layers are in 8 bits and have no gradient, adapters are as they were."""

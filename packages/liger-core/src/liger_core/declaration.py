@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from liger_core import subclasses
 from liger_core.dimensions import parse
 from liger_core.recompute import Recompute
+from liger_core.torch_state import compiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -156,6 +157,7 @@ class Declaration(Generic[P, R]):
         """The device type of the tensors, and why no kernel of any language takes them, or None."""
         device: torch.device | None = None
         refusal = first = None
+        traced = compiling()
         for name in self.tensors:
             tensor = arguments[name]
             kind = type(tensor)  # pyright: ignore[reportUnknownVariableType]
@@ -174,7 +176,8 @@ class Declaration(Generic[P, R]):
             if tensor.is_nested and tensor.layout is torch.strided:
                 takes = "a dense tensor, or a nested one with layout=torch.jagged"
                 raise TypeError(f"{self.name}: {name} is a nested tensor of layout torch.strided; it takes {takes}")
-            if tensor.layout not in _LAYOUTS:
+            # Dynamo traces no backward that asks for a layout, and no tensor of another one.
+            if not traced and tensor.layout not in _LAYOUTS:
                 takes = "a dense tensor, such as to_dense() gives"
                 raise TypeError(f"{self.name}: {name} has layout {tensor.layout}; it takes {takes}")
             if tensor.dtype is torch.float64:

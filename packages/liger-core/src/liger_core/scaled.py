@@ -46,7 +46,7 @@ def scaled_linear(
     tokens. Q is `quantize` with a scale for each 128 columns of a row, and for each 128 × 128 elements of a weight. A product is
     rounded once; an H200 adds 128 numbers with about 14 bits, and these sums in float32. For backward x is kept in 8 bits, if
     the weight needs a gradient, and the weight as it is. Inside of `lean`, x in 8 bits is not kept either if x can be recomputed.
-    Nothing is kept from one call to the next. torch.compile breaks its graph here.
+    Nothing is kept from one call to the next.
 
     Args:
         x: ``[..., K]``; bfloat16, float16 or float32. K is a multiple of 16.

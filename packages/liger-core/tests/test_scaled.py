@@ -158,6 +158,11 @@ def shared(x: Tensor, weight: Tensor, quantized: liger.Quantized) -> Tensor:
         (lambda x, w: shared(x, w, liger.quantize_input(x.repeat(2, 1))), ValueError, r"rows of shape \(32, 32\)"),
         (lambda x, w: shared(x, w, liger.quantize_input(x, columns=False)), ValueError, "no columns"),
         (lambda x, w: shared(x, w, liger.quantize(x, rows=False, columns=True)), ValueError, "no rows"),
+        (
+            lambda x, w: shared(x, w, liger.quantize(x, block="128x128", columns=True)),
+            ValueError,
+            "those of block '1x128'",
+        ),
         (lambda x, w: liger.quantize_input(x.int()), TypeError, "x has dtype int32"),
         (lambda x, w: liger.quantize_input(x, columns=1), TypeError, "columns is 1"),
         (lambda x, w: liger.scaled_linear(x.to("meta"), w.to("meta")), liger.Unsupported, "capability 9.0"),

@@ -162,6 +162,8 @@ def _check_quantized(quantized: Quantized, rows: Tensor, columns: bool) -> None:
     if values is None or values.shape != wanted or values.device != rows.device:
         found = "no rows" if values is None else f"rows of shape {tuple(values.shape)} on {values.device}"
         raise ValueError(f"{name}: quantized has {found}; it takes quantize_input(x): {wanted} on {rows.device}")
+    if (shape := cast("Tensor", quantized.row_scales).shape) != (-(-wanted[1] // 128), wanted[0]):
+        raise ValueError(f"{name}: quantized has scales of shape {tuple(shape)}; it takes those of block '1x128'")
     if columns and quantized.columns is None:
         raise ValueError(
             f"{name}: quantized has no columns, which weight's gradient takes: quantize_input(x, columns=True)"

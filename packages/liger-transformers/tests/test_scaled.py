@@ -98,7 +98,7 @@ def test_an_input_is_quantized_once(lean: bool, checkpointing: bool) -> None:
 
 
 def test_an_input_that_changes_is_quantized_again() -> None:
-    """In place, in another call of the layer, or by another tensor at its address; without gradients it has no columns."""
+    """In place, or before another call of the layer, where its version may stay; in inference mode it has none."""
 
     class Layer(GradientCheckpointingLayer):
         def __init__(self) -> None:
@@ -124,9 +124,9 @@ def test_an_input_that_changes_is_quantized_again() -> None:
         torch.testing.assert_close(layer(x, False), got, rtol=0, atol=0)
     with torch.inference_mode():
         torch.testing.assert_close(layer(x.clone(), False), got, rtol=0, atol=0)
-    scaled_by_two = nn.ModuleList([copy.deepcopy(layer)])
-    liger_transformers.restore(scaled_by_two)
-    assert type(scaled_by_two[0]) is Layer
+    restored = nn.ModuleList([copy.deepcopy(layer)])
+    liger_transformers.restore(restored)
+    assert type(restored[0]) is Layer
 
 
 def saved(model: nn.Module) -> list[Tensor]:

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from liger_core import checks, recompute
 from liger_core.backend import Unsupported
-from liger_core.contract import compiling
 from liger_core.ops.quantize import SCALES, Quantized, quantize
+from liger_core.torch_state import compiling
 
 MULTIPLE = 16
 """Sizes of a product's operands are multiples of so many elements."""
@@ -61,7 +61,7 @@ def scaled_linear(
     Raises:
         TypeError: a dtype or type that is not accepted, or another dtype than x's.
         ValueError: shapes that don't fit together, a size that is no multiple of 16, or unknown scales. Or `quantized` is of
-            another shape or device than x, or lacks the columns that the weight's gradient takes.
+            another shape, device or block than `quantize_input(x)`, or lacks the columns that the weight's gradient takes.
         Unsupported: x is on a device that has no such product. On a CPU the product is of the same numbers in float32.
 
     Source:

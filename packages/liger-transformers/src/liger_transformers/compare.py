@@ -125,17 +125,20 @@ def table(results: Sequence[Result]) -> str:
 
 def picture(title: str, results: Sequence[Result]) -> str:
     """An SVG of two bars for each way: time and memory beside the largest of them."""
-    rows = [(r.way, f"{r.milliseconds:.1f} ms a step", r.milliseconds) for r in results]
-    rows += [(r.way, f"{r.gigabytes:.2f} GB at most", r.gigabytes) for r in results]
     parts = [f'<text x="8" y="20" font-weight="bold">{escape(title)}</text>']
-    for place, (way, label, value) in enumerate(rows):
-        most = max(other for _, unit, other in rows if unit.split()[1] == label.split()[1])
-        y = 36 + 26 * place
-        parts.append(f'<text x="8" y="{y + 14}">{way}</text>')
-        parts.append(f'<rect x="60" y="{y}" width="{300 * value / most:.0f}" height="18" fill="{COLOURS[way]}"/>')
-        parts.append(f'<text x="{66 + 300 * value / most:.0f}" y="{y + 14}">{label}</text>')
+    y = 36
+    for values, unit in (
+        ({r.way: r.milliseconds for r in results}, "ms a step"),
+        ({r.way: r.gigabytes for r in results}, "GB at most"),
+    ):
+        for way, value in values.items():
+            width = 300 * value / max(values.values())
+            parts.append(f'<text x="8" y="{y + 14}">{way}</text>')
+            parts.append(f'<rect x="60" y="{y}" width="{width:.0f}" height="18" fill="{COLOURS[way]}"/>')
+            parts.append(f'<text x="{66 + width:.0f}" y="{y + 14}">{value:.2f} {unit}</text>')
+            y += 26
     style = "text{font:13px sans-serif;fill:#222}@media(prefers-color-scheme:dark){text{fill:#ddd}}"
-    size = f'width="520" height="{44 + 26 * len(rows)}"'
+    size = f'width="520" height="{y + 8}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{"".join(parts)}</svg>\n'
 
 

@@ -31,14 +31,17 @@ def layer(module: nn.Module, lean: bool | None, compiled: bool) -> Swap:
     """
     if not isinstance(module, GradientCheckpointingLayer):
         return None
-    swaps = (swapped_for(module) or "").split(", ")
+    swapped = swapped_for(module)
+    if swapped is None and (why := has_own_forward(module)) is not None:
+        return why
+    if lean is None:
+        return type(module) if swapped is not None else None
+    swaps = [] if swapped is None else swapped.split(", ")
     shared = [SHARED] if any(swapped_for(linear) == OP for _, linear, _ in linears(module, "")) else []
     wanted = [LEAN if compiled or LEAN in swaps else EAGER, *shared] if lean else shared
-    if swaps != [""] and (lean is None or wanted == swaps):
-        return type(module)
-    if swaps == [""] and (why := has_own_forward(module)) is not None:
-        return why
-    return _layer_class(original_class(type(module)), tuple(wanted)) if wanted and lean is not None else None
+    if wanted == swaps:
+        return type(module) if swaps else None
+    return _layer_class(original_class(type(module)), tuple(wanted)) if wanted else None
 
 
 def _has_units_of_norms(layer: nn.Module) -> bool:

@@ -66,7 +66,7 @@ def _flops(product: Product, mode: str, tensors: Mapping[str, object]) -> int:
 
 
 def _bytes(passes: Passes, tensors: Mapping[str, object]) -> int:
-    return sum(times * _tensor(tensors, name).nbytes for name, times in passes.items())
+    return int(sum(times * _tensor(tensors, name).nbytes for name, times in passes.items()))
 
 
 def _tensor(tensors: Mapping[str, object], name: str) -> Tensor:

@@ -151,7 +151,7 @@ class Case:
         return self.id
 
 
-Passes = Mapping[str, int]
+Passes = Mapping[str, float]
 """Argument, or ``result``, to the number of times that as many bytes as it has are read or written."""
 
 

@@ -32,7 +32,7 @@ def compare(
     what has NaN, the kernel may be NaN for infinity too.
     Where the truth is as near the least number that rounds to infinity as errors are, infinity counts as that number.
     Where the truth alone has, the kernel is finite and nothing more is known of it: the rule is that of the other elements.
-    Integers are equal.
+    Integers are equal. Elements in 8 bits are the truth's, or its neighbours where a rounding decides: see `_compare_steps`.
 
     One baseline can be right by luck: where few roundings decide, as in a scalar, or in the one row of many that is badly
     conditioned. Where the kernel is over the bound, its error is the largest of several: see `Samples.errors`.
@@ -73,6 +73,9 @@ def compare(
             )
         return
     actual, baseline = actual.to(truth.device), baseline.to(truth.device)
+    if baseline.dtype is torch.float8_e4m3fn:
+        _compare_steps(name, actual, baseline, truth)
+        return
     dtype, kind = baseline.dtype, torch.finfo(baseline.dtype)
     if not infinite:
         actual, baseline = _bounded(actual, baseline, truth, kind, units)
@@ -100,6 +103,37 @@ def compare(
             f"(the reference's own in {dtype}: {base[row].item():.3g}, largest value {scale[row].item():.3g}); "
             f"worst at {at}: {actual[at].item():.9g}, truth {truth[at].item():.9g}"
         )
+
+
+NEAR_THE_MIDDLE = 1000
+"""Of so many elements in 8 bits, one may lie so near the middle of two numbers that a rounding before decides."""
+
+
+def _compare_steps(name: str, actual: Tensor, baseline: Tensor, truth: Tensor) -> None:
+    """Check elements in 8 bits: NaN where the truth is, else at most one step from it, and that for few.
+
+    As many may differ as twice those of the baseline, one of `NEAR_THE_MIDDLE`, and one.
+
+    Raises:
+        Mismatch: with the number that differ, and that are allowed to.
+    """
+    steps = (_order(actual) - _order(truth)).abs()
+    allowed = 2 * int((_order(baseline) != _order(truth)).sum()) + 1 + truth.numel() // NEAR_THE_MIDDLE
+    differ, worst = int((steps > 0).sum()), int(steps.max())
+    if worst > 1 or differ > allowed:
+        at = tuple(int(i) for i in torch.unravel_index(steps.argmax(), steps.shape))
+        raise Mismatch(
+            f"{name}: {differ} of {truth.numel()} elements in 8 bits differ from the truth's, {allowed} may by one step; "
+            f"worst at {at}: {actual[at].item()}, truth {truth[at].item()}"
+        )
+
+
+def _order(value: Tensor) -> Tensor:
+    """Numbers of float8 as integers in their order, one step apart; those of NaN lie two steps beyond the largest."""
+    bits = value.contiguous().view(torch.uint8).int()
+    magnitude = bits & 127
+    magnitude = torch.where(magnitude == 127, 128, magnitude)
+    return torch.where(bits > 127, -magnitude, magnitude)
 
 
 def _finite(

@@ -35,6 +35,8 @@ from liger_core.ops.mhc_pre import MHCPre, mhc_pre
 from liger_core.ops.modulated_rms_norm import modulated_rms_norm
 from liger_core.ops.poly_norm import poly_norm
 from liger_core.ops.quantize import Quantized, quantize
+from liger_core.ops.quantize_gated import quantize_gated
+from liger_core.ops.quantize_gated_gradients import QuantizedGradients, quantize_gated_gradients
 from liger_core.ops.qwen2vl_mrope import qwen2vl_mrope
 from liger_core.ops.relu_squared import relu_squared
 from liger_core.ops.rms_norm import rms_norm
@@ -67,6 +69,7 @@ __all__ = [
     "LogitStatistics",
     "MHCPre",
     "Quantized",
+    "QuantizedGradients",
     "Unsupported",
     "attn_res",
     "backends",
@@ -103,6 +106,8 @@ __all__ = [
     "modulated_rms_norm",
     "poly_norm",
     "quantize",
+    "quantize_gated",
+    "quantize_gated_gradients",
     "quantize_input",
     "qwen2vl_mrope",
     "relu_squared",

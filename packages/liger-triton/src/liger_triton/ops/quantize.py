@@ -1,7 +1,9 @@
 """Quantization by tiles of 128 by 128: each is read once, and written as rows and, transposed, as columns.
 
-Two programs of eight warps fit an SM if a thread has 128 registers. So what is not finite is NaN from the start, which a maximum
-ignores. Where a block is larger than a tile, a first kernel finds its largest magnitude, or that of each tile's part of it.
+A tile is four quarters, and a quarter has each fourth row. So a thread holds four neighbours of a column, which are a word. Words are
+transposed: there are four times fewer. Numbers that are not finite are NaN from the start, which a maximum ignores.
+
+Where a block is larger than a tile, a first kernel finds its largest magnitude, or that of each tile's part of it.
 """
 
 import torch
@@ -22,15 +24,42 @@ WARPS = 8
 
 
 @triton.jit
-def _load(x, row, column, m, k, x_row, x_column):
-    """Elements in float32, with NaN for what is not finite."""
-    inside = (row < m)[:, None] & (column < k)[None, :]
-    values = tl.load(x + row[:, None] * x_row + column[None, :] * x_column, inside, other=0.0).to(tl.float32)
-    return tl.where(tl.abs(values) < float("inf"), values, float("nan"))
+def place(tile_m, tile_k, quarter: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows ``[TILE / 4, 1]`` and columns ``[1, WIDTH]`` of a quarter of a tile."""
+    row = tile_m * TILE + quarter + 4 * tl.arange(0, TILE // 4)[:, None]
+    return row, tile_k * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
-def _scale(largest, POWER: tl.constexpr):
+def load(x, row, column, m, k, x_row, x_column):
+    """Elements in float32."""
+    return tl.load(x + row * x_row + column * x_column, (row < m) & (column < k), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def finite(values):
+    """Values, with NaN for what is not finite: infinity times zero is NaN, and a zero keeps its sign."""
+    return tl.fma(values, 0.0, values)
+
+
+@triton.jit
+def _load_quarter(x, tile_m, tile_k, quarter: tl.constexpr, m, k, x_row, x_column, TILE: tl.constexpr):
+    row, column = place(tile_m, tile_k, quarter, TILE, TILE)
+    return finite(load(x, row, column, m, k, x_row, x_column))
+
+
+@triton.jit
+def _load_tile(x, tile_m, tile_k, m, k, x_row, x_column, TILE: tl.constexpr):
+    return (
+        _load_quarter(x, tile_m, tile_k, 0, m, k, x_row, x_column, TILE),
+        _load_quarter(x, tile_m, tile_k, 1, m, k, x_row, x_column, TILE),
+        _load_quarter(x, tile_m, tile_k, 2, m, k, x_row, x_column, TILE),
+        _load_quarter(x, tile_m, tile_k, 3, m, k, x_row, x_column, TILE),
+    )
+
+
+@triton.jit
+def scale_of(largest, POWER: tl.constexpr):
     if POWER:
         # 448 is 1.75 · 2⁸. The exponent is one more for a mantissa above 1.75.
         bits = largest.to(tl.int32, bitcast=True)
@@ -42,7 +71,7 @@ def _scale(largest, POWER: tl.constexpr):
 
 
 @triton.jit
-def _rounded(values, scale, POWER: tl.constexpr):
+def rounded(values, scale, POWER: tl.constexpr):
     if POWER:
         # The exponent of 1 / scale.
         inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -62,6 +91,13 @@ def _join(parts, at, count, PARTS: tl.constexpr):
     return tl.max(largest, 1)
 
 
+@triton.jit
+def largest_of(quarters):
+    """The largest magnitudes of four quarters, element by element."""
+    upper = tl.maximum(tl.abs(quarters[0]), tl.abs(quarters[1]))
+    return tl.maximum(upper, tl.maximum(tl.abs(quarters[2]), tl.abs(quarters[3])))
+
+
 @kernel
 def _largest(
     row_parts, column_parts, x, m, k, tiles_m, tiles_k, x_row, x_column,
@@ -69,57 +105,112 @@ def _largest(
 ):  # fmt: skip
     """The largest magnitude of each row of a tile, and of each column; or that of the matrix."""
     tile_m, tile_k = (tl.program_id(0) // tiles_k).to(tl.int64), (tl.program_id(0) % tiles_k).to(tl.int64)
-    row, column = tile_m * TILE + tl.arange(0, TILE), tile_k * TILE + tl.arange(0, TILE)
-    magnitudes = tl.abs(_load(x, row, column, m, k, x_row, x_column))
+    quarters = _load_tile(x, tile_m, tile_k, m, k, x_row, x_column, TILE)
+    largest = tl.max(largest_of(quarters), 0, keep_dims=True)
     if WHOLE:  # both are the same number, 0 before
-        tl.atomic_max(row_parts, tl.maximum(tl.max(tl.max(magnitudes, 1), 0), 0.0), sem="relaxed")
+        tl.atomic_max(row_parts, tl.maximum(tl.max(tl.max(largest, 1), 0), 0.0), sem="relaxed")
     else:
         if row_parts is not None:
-            tl.store(row_parts + row * tiles_k + tile_k, tl.max(magnitudes, 1), row < m)
+            for quarter in tl.static_range(4):
+                row, column = place(tile_m, tile_k, quarter, TILE, TILE)
+                largest_in_row = tl.max(tl.abs(quarters[quarter]), 1, keep_dims=True)
+                tl.store(row_parts + row * tiles_k + tile_k, largest_in_row, row < m)
         if column_parts is not None:
-            tl.store(column_parts + column * tiles_m + tile_m, tl.max(magnitudes, 0), column < k)
+            row, column = place(tile_m, tile_k, 0, TILE, TILE)
+            tl.store(column_parts + column * tiles_m + tile_m, largest, column < k)
 
 
 @triton.jit
-def _scales(
-    scales, values, parts, line, lines, tile_line, tile_across, tiles_across,
-    AXIS: tl.constexpr, BLOCK: tl.constexpr, POWER: tl.constexpr, PARTS: tl.constexpr,
+def _line_scales(
+    scales, largest, parts, line, lines, tile_line, tile_across, tiles_across,
+    BLOCK: tl.constexpr, POWER: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a tile's lines, which lie along AXIS: rows of the matrix or of its transpose."""
+    """Scales of lines, which are rows of the matrix or of its transpose; or the one scale of a block of several."""
     if BLOCK == "128x128":
-        one = _scale(tl.max(tl.max(tl.abs(values), 1), 0), POWER)
+        one = scale_of(largest, POWER)
         tl.store(scales + tile_line * tiles_across + tile_across, one)
         return one
     elif BLOCK == "tensor":
-        one = _scale(tl.load(parts), POWER)
+        one = scale_of(tl.load(parts), POWER)
         tl.store(scales, one, (tile_line == 0) & (tile_across == 0))
         return one
     elif BLOCK == "row":
-        each = _scale(_join(parts, tl.where(line < lines, line, 0) * tiles_across, tiles_across, PARTS), POWER)
+        at = tl.reshape(tl.where(line < lines, line, 0) * tiles_across, (line.numel,))
+        each = tl.reshape(scale_of(_join(parts, at, tiles_across, PARTS), POWER), line.shape)
         tl.store(scales + line, each, (line < lines) & (tile_across == 0))
-        return tl.expand_dims(each, AXIS)
+        return each
     else:
-        each = _scale(tl.max(tl.abs(values), AXIS), POWER)
+        each = scale_of(largest, POWER)
         tl.store(scales + tile_across * lines + line, each, line < lines)
-        return tl.expand_dims(each, AXIS)
+        return each
+
+
+@triton.jit
+def as_bits(quantized):
+    """Elements in 8 bits as numbers below 256."""
+    return quantized.to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def store_columns(
+    columns, quarters, scale, tile_m, tile_k, m, k,
+    POWER: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The columns of a tile, by words if each begins at one: WORDS."""
+    if WORDS:
+        words = as_bits(rounded(quarters[0], scale, POWER))
+        for quarter in tl.static_range(1, 4):
+            words |= as_bits(rounded(quarters[quarter], scale, POWER)) << 8 * quarter
+        line, word = (
+            tile_k * WIDTH + tl.arange(0, WIDTH)[:, None],
+            tile_m * (TILE // 4) + tl.arange(0, TILE // 4)[None, :],
+        )
+        at = columns.to(tl.pointer_type(tl.int32), bitcast=True) + line * (m // 4) + word
+        tl.store(at, tl.trans(words), (line < k) & (word < m // 4))
+    else:
+        for quarter in tl.static_range(4):
+            row, column = place(tile_m, tile_k, quarter, TILE, WIDTH)
+            tl.store(columns + column * m + row, rounded(quarters[quarter], scale, POWER), (row < m) & (column < k))
+
+
+@triton.jit
+def write(
+    rows, row_scales, columns, column_scales, quarters, row_parts, column_parts, tile_m, tile_k, m, k, tiles_m, tiles_k,
+    BLOCK: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A tile as rows and as columns, with their scales."""
+    largest = tl.max(largest_of(quarters), 0, keep_dims=True)
+    if BLOCK == "128x128":
+        largest = tl.max(tl.max(largest, 1), 0)
+    if rows is not None:
+        for quarter in tl.static_range(4):
+            row, column = place(tile_m, tile_k, quarter, TILE, TILE)
+            row_largest = largest
+            if BLOCK == "1x128":
+                row_largest = tl.max(tl.abs(quarters[quarter]), 1, keep_dims=True)
+            scale = _line_scales(
+                row_scales, row_largest, row_parts, row, m, tile_m, tile_k, tiles_k, BLOCK, POWER, PARTS
+            )
+            tl.store(rows + row * k + column, rounded(quarters[quarter], scale, POWER), (row < m) & (column < k))
+    if columns is not None:
+        row, column = place(tile_m, tile_k, 0, TILE, TILE)
+        scale = _line_scales(
+            column_scales, largest, column_parts, column, k, tile_k, tile_m, tiles_m, BLOCK, POWER, PARTS
+        )
+        store_columns(columns, quarters, scale, tile_m, tile_k, m, k, POWER, WORDS, TILE, TILE)
 
 
 @kernel
 def _quantize(
     rows, row_scales, columns, column_scales, x, row_parts, column_parts, m, k, tiles_m, tiles_k, x_row, x_column,
-    BLOCK: tl.constexpr, POWER: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k = (tl.program_id(0) // tiles_k).to(tl.int64), (tl.program_id(0) % tiles_k).to(tl.int64)
-    row, column = tile_m * TILE + tl.arange(0, TILE), tile_k * TILE + tl.arange(0, TILE)
-    values = _load(x, row, column, m, k, x_row, x_column)
-    if rows is not None:
-        scale = _scales(row_scales, values, row_parts, row, m, tile_m, tile_k, tiles_k, 1, BLOCK, POWER, PARTS)
-        inside = (row < m)[:, None] & (column < k)[None, :]
-        tl.store(rows + row[:, None] * k + column[None, :], _rounded(values, scale, POWER), inside)
-    if columns is not None:
-        scale = _scales(column_scales, values, column_parts, column, k, tile_k, tile_m, tiles_m, 0, BLOCK, POWER, PARTS)
-        inside = (column < k)[:, None] & (row < m)[None, :]
-        tl.store(columns + column[:, None] * m + row[None, :], tl.trans(_rounded(values, scale, POWER)), inside)
+    quarters = _load_tile(x, tile_m, tile_k, m, k, x_row, x_column, TILE)
+    write(
+        rows, row_scales, columns, column_scales, quarters, row_parts, column_parts, tile_m, tile_k, m, k, tiles_m, tiles_k,
+        BLOCK, POWER, WORDS, TILE, PARTS,
+    )  # fmt: skip
 
 
 def refuses(
@@ -154,6 +245,6 @@ def forward(
         _largest[grid](row_parts, column_parts, x, *inputs, WHOLE=block == "tensor", TILE=TILE, num_warps=WARPS)
     _quantize[grid](
         *result, x, row_parts, column_parts, *inputs,
-        BLOCK=block, POWER=scales == "power_of_two", TILE=TILE, PARTS=PARTS, num_warps=WARPS,
+        BLOCK=block, POWER=scales == "power_of_two", WORDS=not m % 4, TILE=TILE, PARTS=PARTS, num_warps=WARPS,
     )  # fmt: skip
     return result, ()

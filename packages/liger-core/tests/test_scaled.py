@@ -1,4 +1,4 @@
-"""`scaled_linear` beside products in float64 of the same operands, and beside the linear layer that it stands for."""
+"""`scaled_linear` and `scaled_gated_mlp` beside products in float64 of the same operands, and beside what they stand for."""
 
 from __future__ import annotations
 
@@ -91,6 +91,75 @@ def test_one_gradient(needs: tuple[bool, bool]) -> None:
         assert tensor.grad is None if not need else torch.equal(tensor.grad, want)  # type: ignore[arg-type]
 
 
+def gated_inputs(tokens: int, dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor]:
+    """x and the weights of a gated MLP, and the gradient of its result."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = (tokens, 144), (272, 144), (272, 144), (80, 272), (tokens, 80)
+    x, *weights, dy = (torch.randn(*shape, generator=draw) for shape in shapes)
+    arguments = [x, *(weight / 8 for weight in weights)]
+    return [argument.to(device, dtype).requires_grad_() for argument in arguments], dy.to(device, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("tokens", [128, 37])
+def test_a_gated_mlp_is_its_parts(tokens: int, activation: str, device: str) -> None:
+    """In float32, where the activation's result is not rounded in between, and where few elements lie at a tie."""
+    (x, *weights), dy = gated_inputs(tokens, torch.float32, device)
+    y = liger.scaled_gated_mlp(x, *weights, activation=activation)
+    assert not y._is_view()
+    got = y, *torch.autograd.grad(y, (x, *weights), dy)
+    gate, up = (liger.scaled_linear(x, weight) for weight in weights[:2])
+    product = liger.swiglu(gate, up) if activation == "silu" else liger.geglu(gate, up)
+    y = liger.scaled_linear(product, weights[2])
+    for name, left, right in zip(
+        ("y", "x", "gate", "up", "down"), got, (y, *torch.autograd.grad(y, (x, *weights), dy)), strict=True
+    ):
+        assert (left - right).norm() < 2e-3 * right.norm(), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gated_mlp_is_one(dtype: torch.dtype, device: str) -> None:
+    """Beside the MLP without 8 bits, its error is that of three roundings to 4 bits."""
+    (x, *weights), dy = gated_inputs(256, dtype, device)
+    y = liger.scaled_gated_mlp(x.view(2, 128, 144), *weights)
+    assert (y.shape, y.dtype) == ((2, 128, 80), dtype)
+    got = y.view_as(dy), *torch.autograd.grad(y, (x, *weights), dy.view_as(y))
+    y = liger.gated_mlp(x, *weights)
+    for left, right in zip(got, (y, *torch.autograd.grad(y, (x, *weights), dy)), strict=True):
+        assert left.dtype == dtype
+        assert 0.05 < (left.float() - right.float()).norm() / right.float().norm() < 0.08
+
+
+@pytest.mark.parametrize("needs", [(True, False, False, False), (False, True, False, True), (True, False, True, False)])
+def test_some_gradients_of_a_gated_mlp(needs: tuple[bool, ...]) -> None:
+    """They are those of all; x in 8 bits is kept for the weights of the branches alone."""
+    arguments, dy = gated_inputs(48, torch.float32, "cpu")
+    want = torch.autograd.grad(liger.scaled_gated_mlp(*arguments), arguments, dy)
+    some = [tensor.detach().requires_grad_(need) for tensor, need in zip(arguments, needs, strict=True)]
+    saved: list[torch.dtype] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.dtype) or t, lambda t: t):
+        y = liger.scaled_gated_mlp(*some)
+    y.backward(dy)
+    assert (torch.float8_e4m3fn in saved) == (needs[1] or needs[2])
+    for tensor, need, gradient in zip(some, needs, want, strict=True):
+        assert tensor.grad is None if not need else torch.equal(tensor.grad, gradient)  # type: ignore[arg-type]
+
+
+def test_a_lean_gated_mlp_keeps_its_branches_alone() -> None:
+    (x, *weights), dy = gated_inputs(20, torch.float32, "cpu")
+    scale = torch.ones(144, requires_grad=True)
+    want = torch.autograd.grad(liger.scaled_gated_mlp(liger.rms_norm(x, scale), *weights), (x, scale, *weights), dy)
+    kept: dict[int, Tensor] = {}
+    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t)
+    with saving, liger.lean():
+        y = liger.scaled_gated_mlp(liger.rms_norm(x, scale), *weights)
+    assert torch.float8_e4m3fn not in {t.dtype for t in kept.values()}
+    assert [tuple(t.shape) for t in kept.values()].count((32, 272)) == 2
+    torch.testing.assert_close(torch.autograd.grad(y, (x, scale, *weights), dy), want, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("tokens", [48, 20])
 def test_weights_that_share_an_input(tokens: int, lean: bool) -> None:
@@ -142,6 +211,10 @@ def test_empty() -> None:
     assert not weight.grad.any()
 
 
+def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, **options: str) -> Tensor:
+    return liger.scaled_gated_mlp(x, gate, up, down, **options)
+
+
 def shared(x: Tensor, weight: Tensor, quantized: liger.Quantized) -> Tensor:
     return liger.scaled_linear(x, weight, quantized=quantized)
 
@@ -166,6 +239,13 @@ def shared(x: Tensor, weight: Tensor, quantized: liger.Quantized) -> Tensor:
         (lambda x, w: liger.quantize_input(x.int()), TypeError, "x has dtype int32"),
         (lambda x, w: liger.quantize_input(x, columns=1), TypeError, "columns is 1"),
         (lambda x, w: liger.scaled_linear(x.to("meta"), w.to("meta")), liger.Unsupported, "capability 9.0"),
+        (lambda x, w: mlp(x, w, w.bfloat16(), w), TypeError, "up_weight has dtype bfloat16"),
+        (lambda x, w: mlp(x, w[:, :16], w, w), ValueError, r"gate_weight has shape \(32, 16\)"),
+        (lambda x, w: mlp(x, w, w[:16], w), ValueError, r"up_weight has shape \(16, 32\); it takes \(32, 32\)"),
+        (lambda x, w: mlp(x, w, w, w[:, :16]), ValueError, r"down_weight has shape \(32, 16\)"),
+        (lambda x, w: mlp(x, w[:24], w[:24], w[:, :24]), ValueError, r"gate_weight.*multiples of 16"),
+        (lambda x, w: mlp(x, w, w, w, activation="relu"), ValueError, "activation is 'relu'; it takes 'silu'"),
+        (lambda x, w: mlp(*(t.to("meta") for t in (x, w, w, w))), liger.Unsupported, "scaled_gated_mlp on meta"),
     ],
 )
 def test_errors(call: object, error: type[Exception], message: str) -> None:
@@ -184,3 +264,18 @@ def test_compiled(dynamic: bool) -> None:
     )
     got = torch.autograd.grad(compiled(x, weight), (x, weight), dy)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_a_compiled_gated_mlp() -> None:
+    arguments, dy = gated_inputs(48, torch.float32, "cpu")
+    want = torch.autograd.grad(liger.scaled_gated_mlp(*arguments), arguments, dy)
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*arguments), arguments, dy), want, rtol=0, atol=0)
+
+
+def test_an_empty_gated_mlp() -> None:
+    (x, *weights), _ = gated_inputs(0, torch.float32, "cpu")
+    y = liger.scaled_gated_mlp(x, *weights)
+    y.sum().backward()
+    assert y.shape == (0, 80)
+    assert all(weight.grad is not None and not weight.grad.any() for weight in weights)

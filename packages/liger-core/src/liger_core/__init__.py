@@ -46,7 +46,7 @@ from liger_core.ops.sparsemax import sparsemax
 from liger_core.ops.swiglu import swiglu
 from liger_core.ops.tvd import tvd
 from liger_core.recompute import lean
-from liger_core.scaled import quantize_input, scaled_linear
+from liger_core.scaled import quantize_input, scaled_gated_mlp, scaled_linear
 
 if TYPE_CHECKING:
     __version__: str
@@ -113,6 +113,7 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "scaled_gated_mlp",
     "scaled_linear",
     "softmax",
     "sparsemax",

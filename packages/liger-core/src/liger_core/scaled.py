@@ -1,4 +1,4 @@
-"""A linear layer whose three matrix products have operands in 8 bits: `quantize` around PyTorch's scaled product."""
+"""Linear layers and gated MLPs whose matrix products have operands in 8 bits: `quantize` around PyTorch's scaled product."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch.nn import functional as F
 
 from liger_core import checks, recompute
 from liger_core.backend import Unsupported
+from liger_core.ops.gated_mlp import ACTIVATIONS
 from liger_core.ops.quantize import SCALES, Quantized, quantize
+from liger_core.ops.quantize_gated import quantize_gated
+from liger_core.ops.quantize_gated_gradients import quantize_gated_gradients
 from liger_core.torch_state import compiling
 
 MULTIPLE = 16
@@ -82,6 +85,57 @@ def scaled_linear(
     return y if bias is None else y + bias
 
 
+def scaled_gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    activation: str = "silu",
+    scales: str = "power_of_two",
+) -> Tensor:
+    """A gated MLP with operands in 8 bits: y = Q(act(gate) · up) · Q(down_weight)ᵀ, where gate = Q(x) · Q(gate_weight)ᵀ.
+
+    Q and the products are those of `scaled_linear`, also in backward. The branches gate and up are rounded to x's dtype. Their
+    product and the branches' gradients are computed in float32 and rounded to float8 alone, by `quantize_gated` and
+    `quantize_gated_gradients`: they never lie in memory in more. For backward both branches are kept, and x in 8 bits if one of
+    their weights needs a gradient. Inside of `lean`, x in 8 bits is not kept if x can be recomputed.
+
+    Args:
+        x: ``[..., H]``; bfloat16, float16 or float32. H is a multiple of 16.
+        gate_weight: ``[I, H]``, in x's dtype. I is a multiple of 16.
+        up_weight: ``[I, H]``, in x's dtype.
+        down_weight: ``[O, I]``, in x's dtype. O is a multiple of 16.
+        activation: ``"silu"`` or ``"gelu_tanh"``.
+        scales: as of `quantize`.
+
+    Returns:
+        ``[..., O]``, in x's dtype.
+
+    Raises:
+        TypeError: a dtype or type that is not accepted, or another dtype than x's.
+        ValueError: shapes that don't fit together, a size that is no multiple of 16, an unknown activation or unknown scales.
+        Unsupported: as of `scaled_linear`.
+
+    Source:
+        As of `scaled_linear`; the gate: Shazeer, arXiv 2002.05202.
+
+    >>> x, weight = torch.eye(16), 4 * torch.eye(16)
+    >>> scaled_gated_mlp(x, weight, weight, torch.eye(16))[0, :2]
+    tensor([16.,  0.])
+    """
+    name = "scaled_gated_mlp"
+    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
+    _check_weights(name, x, scales, **weights)
+    checks.shape(name, "gate_weight", gate_weight, (gate_weight.shape[0], x.shape[-1]), "x's columns")
+    checks.shape(name, "up_weight", up_weight, gate_weight.shape, "gate_weight's shape")
+    checks.shape(name, "down_weight", down_weight, (down_weight.shape[0], gate_weight.shape[0]), "gate_weight's rows")
+    checks.one_of(name, ACTIVATIONS, activation=activation)
+    columns = torch.is_grad_enabled() and (gate_weight.requires_grad or up_weight.requires_grad)
+    quantized = _quantized(x.reshape(-1, x.shape[-1]), scales, columns)
+    return cast("Any", _ScaledGatedMlp).apply(x, gate_weight, up_weight, down_weight, activation, scales, quantized)
+
+
 def quantize_input(x: Tensor, *, scales: str = "power_of_two", columns: bool = True) -> Quantized:
     """x in 8 bits, for several calls of `scaled_linear` with the same x, such as those of q, k and v.
 
@@ -142,16 +196,24 @@ def why_not(device: torch.device) -> str | None:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, scales: str) -> None:
     name = "scaled_linear"
-    checks.floating(name, x=x, weight=weight, bias=bias)
-    checks.same_dtype(name, x=x, weight=weight, bias=bias)
-    checks.ndim(name, 1, x=x)
-    checks.ndim(name, 2, 2, weight=weight)
+    _check_weights(name, x, scales, weight=weight)
     checks.shape(name, "weight", weight, (weight.shape[0], x.shape[-1]), "x's columns")
     if bias is not None:
+        checks.floating(name, bias=bias)
+        checks.same_dtype(name, x=x, bias=bias)
         checks.shape(name, "bias", bias, (weight.shape[0],), "weight's rows")
+
+
+def _check_weights(name: str, x: Tensor, scales: str, **weights: Tensor) -> None:
+    """The dtypes, scales, device and numbers of dimensions of a product's operands, and sizes by multiples."""
+    checks.floating(name, x=x, **weights)
+    checks.same_dtype(name, x=x, **weights)
+    checks.ndim(name, 1, x=x)
+    checks.ndim(name, 2, 2, **weights)
     checks.one_of(name, SCALES, scales=scales)
-    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
-        raise ValueError(f"{name}: weight has shape {tuple(weight.shape)}; it takes multiples of {MULTIPLE}")
+    for argument, weight in weights.items():
+        if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
+            raise ValueError(f"{name}: {argument} has shape {tuple(weight.shape)}; it takes multiples of {MULTIPLE}")
     if (reason := why_not(x.device)) is not None:
         raise Unsupported(f"{name} on {x.device}: {reason}")
 
@@ -179,10 +241,7 @@ class _ScaledLinear(torch.autograd.Function):
         columns = (qx.columns, qx.column_scales) if ctx.needs_input_grad[1] else (None, None)
         ctx.save_for_backward(weight, *columns)
         ctx.scales, ctx.shape = scales, x.shape
-        y = _product(_rows(qx, "1x128"), _rows(qw, "128x128"), x.dtype)
-        tokens = x.shape[:-1].numel()
-        y = y if y.shape[0] == tokens else y[:tokens].clone()
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+        return _like(x.shape, _product(_rows(qx, "1x128"), _rows(qw, "128x128"), x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -193,11 +252,66 @@ class _ScaledLinear(torch.autograd.Function):
         dx = dweight = None
         if x_wanted:
             qw = quantize(weight, block="128x128", scales=ctx.scales, rows=False, columns=True)
-            dx = _product(_rows(qy, "1x128"), _columns(qw, "128x128"), dy.dtype)
-            dx = dx[: ctx.shape[:-1].numel()].view(ctx.shape)
+            dx = _like(ctx.shape, _product(_rows(qy, "1x128"), _columns(qw, "128x128"), dy.dtype))
         if weight_wanted:
             dweight = _product(_columns(qy, "1x128"), _Operand(x_columns, x_scales, "1x128"), dy.dtype)
         return dx, dweight, None, None
+
+
+class _ScaledGatedMlp(torch.autograd.Function):
+    """`scaled_gated_mlp`. Its result is no view, as that of `_ScaledLinear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str, scales: str,
+        qx: Quantized,
+    ) -> Tensor:  # fmt: skip
+        rows = _rows(qx, "1x128")
+        gate, up = (
+            _product(rows, _rows(quantize(weight, block="128x128", scales=scales), "128x128"), x.dtype)
+            for weight in (gate_weight, up_weight)
+        )
+        columns = (qx.columns, qx.column_scales) if ctx.needs_input_grad[1] or ctx.needs_input_grad[2] else (None, None)
+        ctx.save_for_backward(gate_weight, up_weight, down_weight, gate, up, *columns)
+        ctx.activation, ctx.scales, ctx.shape = activation, scales, x.shape
+        product = quantize_gated(gate, up, activation=activation, scales=scales)
+        qw = quantize(down_weight, block="128x128", scales=scales)
+        return _like(x.shape, _product(_rows(product, "1x128"), _rows(qw, "128x128"), x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate_weight, up_weight, down_weight, gate, up, x_columns, x_scales = ctx.saved_tensors
+        x_wanted, gate_wanted, up_wanted, down_wanted = ctx.needs_input_grad[:4]
+        dtype, options = gate.dtype, {"activation": ctx.activation, "scales": ctx.scales}
+        dy = _padded(grads[0].reshape(-1, grads[0].shape[-1]))
+        qy = quantize(dy, scales=ctx.scales, columns=down_wanted)
+        dx = dgate = dup = ddown = None
+
+        def columns_of(weight: Tensor) -> _Operand:
+            return _columns(quantize(weight, block="128x128", scales=ctx.scales, rows=False, columns=True), "128x128")
+
+        dproduct = _product(_rows(qy, "1x128"), columns_of(down_weight), dtype)
+        columns = gate_wanted or up_wanted or down_wanted
+        q: Any = quantize_gated_gradients(dproduct, gate, up, rows=x_wanted, columns=columns, **options)
+        del dproduct
+        if x_wanted:
+            dx = _product(_Operand(q.gate_rows, q.gate_row_scales, "1x128"), columns_of(gate_weight), dtype)
+            dx += _product(_Operand(q.up_rows, q.up_row_scales, "1x128"), columns_of(up_weight), dtype)
+            dx = _like(ctx.shape, dx)
+        if gate_wanted or up_wanted:
+            x = _Operand(x_columns, x_scales, "1x128")
+            dgate = _product(_Operand(q.gate_columns, q.gate_column_scales, "1x128"), x, dtype) if gate_wanted else None
+            dup = _product(_Operand(q.up_columns, q.up_column_scales, "1x128"), x, dtype) if up_wanted else None
+        if down_wanted:
+            ddown = _product(_columns(qy, "1x128"), _columns(q, "1x128"), dtype)
+        return dx, dgate, dup, ddown, None, None, None
+
+
+def _like(shape: torch.Size, rows: Tensor) -> Tensor:
+    """Rows of a result, which may have more for a multiple of 16, with the dimensions of x before the last. It is no view."""
+    tokens = shape[:-1].numel()
+    rows = rows if rows.shape[0] == tokens else rows[:tokens].clone()
+    return torch.ops.aten._unsafe_view(rows, (*shape[:-1], rows.shape[1]))
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from liger_transformers.experts import gate as own_gate
 from liger_transformers.head import Lazy, LossOptions, head_of, head_options, swap_head
 from liger_transformers.layers import LEAN, SHARED, layer
 from liger_transformers.linear import LOSS_OPTIONS
+from liger_transformers.mlp import SCALED_MLP
 from liger_transformers.mlp import mlp as gated_mlp
 from liger_transformers.norms import norm
 from liger_transformers.rotary import OPS as ROTARY_OPS
@@ -30,6 +31,9 @@ from liger_transformers.scaled import OP as SCALED
 from liger_transformers.scaled import linears, matches, named_modules, scaled
 from liger_transformers.swap import Swap, original_class, replaced_by, set_class, swapped_for
 from liger_transformers.trl import serves
+
+QUANTIZED_BY = {SCALED: "quantize", SCALED_MLP: "quantize_gated"}
+"""The op whose kernel quantizes for a function of liger_core that is no op itself."""
 
 log = logging.getLogger("liger_transformers")
 
@@ -238,6 +242,7 @@ def _kinds(
         "fused_moe": experts,
         LEAN: lean,
         SCALED: precision,
+        SCALED_MLP: precision,
         SHARED: precision,
     }
 
@@ -278,8 +283,8 @@ def _swap(
             become(module, layer(module, None if look else kinds[LEAN], compiled))
         if kinds["rope"]:
             become(module, rotary(module))
-        if kinds["gated_mlp"]:
-            become(module, gated_mlp(module))
+        if kinds["gated_mlp"] or kinds[SCALED_MLP]:
+            become(module, gated_mlp(module, scaled=kinds[SCALED_MLP]))
         become(module, mixture_experts(module))
         gates = kinds["swiglu"] and "fused_moe" not in (swapped_for(module) or "")
         if gates:
@@ -331,7 +336,7 @@ def _kernels_on(device: str, ops: list[str]) -> str:
     languages: dict[str, list[str]] = {}
     for op in ops:
         try:
-            resolution = liger.explain("quantize" if op == SCALED else op, device=device)
+            resolution = liger.explain(QUANTIZED_BY.get(op, op), device=device)
         except liger.Unsupported as error:
             return f"no kernel: calls on {device} raise Unsupported: {error}"
         if resolution.chosen is None:

@@ -1,4 +1,7 @@
-"""Gated MLPs: running one on random numbers shows whether it is `gated_mlp`, which it then runs in gradient checkpointing."""
+"""Gated MLPs: running one on random numbers shows whether it is `gated_mlp`, which it then runs in gradient checkpointing.
+
+If its linear layers are in 8 bits, it is `scaled_gated_mlp` instead, in eager mode.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,27 @@ from torch import Tensor, nn
 
 import liger_core as liger
 from liger_core import recompute, subclasses
+from liger_core.contract import compiling
 from liger_core.ops.gated_mlp import whole_memory
 from liger_transformers.activations import activation_op, is_activation, multiplies
 from liger_transformers.deferred import materialize
 from liger_transformers.experts import ACTIVATIONS
+from liger_transformers.linear import as_called
 from liger_transformers.probe import PROBE_ERRORS, plain_attributes, stand_in_for
+from liger_transformers.scaled import OP as SCALED
 from liger_transformers.swap import Swap, by_forward, has_hooks, has_own_forward, original_class, subclass, swapped_for
 
+SCALED_MLP = "scaled_gated_mlp"
 PARTS, SMALL = 3, 2**29
 """A call's memory budget is a part of what it takes at once, but so many bytes at least: small products are slow.
 
 A third is as little as other parts of a step take: docs/memory.md counts them."""
 
 
-def mlp(module: nn.Module) -> Swap:
-    """The swap of a module of three linear layers and an activation."""
-    if "gated_mlp" in (swapped_for(module) or ""):
+def mlp(module: nn.Module, scaled: bool = False) -> Swap:
+    """The swap of a module of three linear layers and an activation; `scaled`: of linear layers in 8 bits."""
+    op = SCALED_MLP if scaled else "gated_mlp"
+    if (swapped_for(module) or "").startswith(f"{op}("):
         return type(module)
     children = dict(module.named_children())
     activations = [name for name, child in children.items() if is_activation(child)]
@@ -38,7 +46,7 @@ def mlp(module: nn.Module) -> Swap:
     if len(linears) != 3 or module._parameters or module._buffers:
         return "it holds something else than three linear layers and an activation"
     for name in linears:
-        if (why := _why_not_linear(children[name])) is not None:
+        if (why := _why_not_linear(children[name], scaled)) is not None:
             return f"{name} {why}"
     (name,) = activations
     if (why := _why_not_alone(children[name])) is not None:
@@ -47,7 +55,7 @@ def mlp(module: nn.Module) -> Swap:
     if activation is None:
         return "its activation is neither SiLU nor GELU's tanh approximation"
     act = name, original_class(type(children[name]))
-    return _mlp_class(original_class(type(module)), act, linears, activation, plain_attributes(module))
+    return _mlp_class(original_class(type(module)), act, linears, activation, plain_attributes(module), scaled)
 
 
 def _why_not_alone(module: nn.Module) -> str | None:
@@ -57,16 +65,16 @@ def _why_not_alone(module: nn.Module) -> str | None:
     return "has hooks, which would not be called" if has_hooks(module) else None
 
 
-def _why_not_linear(module: Any) -> str | None:
-    """Why a product with the module's weight isn't all that calling the module does, or None."""
+def _why_not_linear(module: Any, scaled: bool) -> str | None:
+    """Why a product with the module's weight, `scaled` or not, isn't all that calling the module does, or None."""
     if not isinstance(module, nn.Linear) or original_class(type(module)).forward is not nn.Linear.forward:
         return f"is a {type(module).__name__}, whose forward is not nn.Linear's"
     if (why := _why_not_alone(module)) is not None:
         return why
     if "parametrizations" in module._modules:
         return "has parametrizations"
-    if swapped_for(module) is not None:
-        return f"is swapped for {swapped_for(module)}"
+    if (swapped := swapped_for(module)) != (SCALED if scaled else None):
+        return f"is swapped for {swapped}" if swapped else "is not in 8 bits"
     if cast("Any", module).bias is not None:
         return "has a bias, and gated_mlp takes none"
     # FSDP2 makes a DTensor's parameters plain tensors while their module runs.
@@ -85,6 +93,7 @@ def _mlp_class(
     linears: tuple[str, ...],
     activation: str,
     attributes: tuple[tuple[str, Any], ...],
+    scaled: bool,
 ) -> Swap:
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     stand_in = stand_in_for(cls, attributes)
@@ -110,7 +119,12 @@ def _mlp_class(
                 and want.shape == got.shape
                 and torch.allclose(got, want, rtol=1e-10, atol=1e-12)
             ):
-                return _swap(cls, act, names, activation, gate_multiplier, down_multiplier)
+                multipliers = gate_multiplier, down_multiplier
+                if not scaled:
+                    return _swap(cls, act, names, activation, *multipliers)
+                if multipliers == (1.0, 1.0):
+                    return _scaled_swap(cls, act, names, activation)
+                return "it has multipliers, which scaled_gated_mlp doesn't take"
     return failed
 
 
@@ -133,24 +147,43 @@ def _swap(
     if (gate_multiplier, down_multiplier) != (1.0, 1.0):
         options |= {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
 
-    def weights(self: nn.Module) -> list[Tensor] | None:
-        """The products' weights; None if the module has become another one since, as by PEFT."""
-        child, linears = self._modules.get(act[0]), [cast("Any", self._modules.get(name)) for name in names]
-        if child is None or original_class(type(child)) is not act[1] or _why_not_alone(child) is not None:
-            return None
-        if any(map(_why_not_linear, linears)):
-            return None
-        return [linear.weight for linear in linears]
-
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and recompute.checkpointed():
-            x, matrices = materialize(args[0]), weights(self)
+            x, matrices = materialize(args[0]), _weights(self, act, names, False)
             if matrices is not None and isinstance(x, Tensor) and _fit(x, matrices):
                 return liger.gated_mlp(x, *matrices, **options, memory_budget=memory_budget(x, matrices[0]))
         return cls.forward(self, *args, **kwargs)
 
     described = ", ".join(["in checkpointing", *(f"{name}={value!r}" for name, value in options.items())])
     return subclass(cls, functools.wraps(cls.forward)(forward), f"gated_mlp({described})")
+
+
+@by_forward
+def _scaled_swap(
+    cls: type[nn.Module], act: tuple[str, type[nn.Module]], names: tuple[str, ...], activation: str
+) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and not compiling():
+            x, matrices = materialize(args[0]), _weights(self, act, names, True)
+            if matrices is not None and isinstance(x, Tensor) and _fit(x, matrices):
+                gate, up, down = matrices
+                x, gate, _ = as_called(x, gate, None)
+                return liger.scaled_gated_mlp(x, gate, up.to(x.dtype), down.to(x.dtype), activation=activation)
+        return cls.forward(self, *args, **kwargs)
+
+    return subclass(cls, functools.wraps(cls.forward)(forward), f"{SCALED_MLP}(activation={activation!r})")
+
+
+def _weights(
+    module: nn.Module, act: tuple[str, type[nn.Module]], names: tuple[str, ...], scaled: bool
+) -> list[Tensor] | None:
+    """The products' weights; None if the module has become another one since, as by PEFT."""
+    child, linears = module._modules.get(act[0]), [cast("Any", module._modules.get(name)) for name in names]
+    if child is None or original_class(type(child)) is not act[1] or _why_not_alone(child) is not None:
+        return None
+    if any(_why_not_linear(linear, scaled) for linear in linears):
+        return None
+    return [linear.weight for linear in linears]
 
 
 def _fit(x: Tensor, weights: list[Tensor]) -> bool:

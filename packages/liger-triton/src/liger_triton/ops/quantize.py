@@ -1,7 +1,7 @@
 """Quantization by tiles of 128 by 128: each is read once, and written as rows and, transposed, as columns.
 
-A tile is four quarters, and a quarter has each fourth row. So a thread holds four neighbours of a column, which are a word. Words are
-transposed: there are four times fewer. Numbers that are not finite are NaN from the start, which a maximum ignores.
+A tile is four quarters, and a quarter has each fourth row. So a thread holds four neighbours of a column, which are a word: words
+are transposed, four times fewer. Numbers that are not finite are NaN from the start, which a maximum ignores.
 
 Where a block is larger than a tile, a first kernel finds its largest magnitude, or that of each tile's part of it.
 """

@@ -73,9 +73,11 @@ def _largest(row_parts, column_parts, x, tiles_k, ALL: ConstBool, TILE: ConstInt
 
 
 @ct.function
-def _write(result, scales, values, parts, tile_line, tile_across, AXIS, BLOCK, POWER, TILE, PARTS):
+def write(result, scales, values, tile_line, tile_across, AXIS, POWER, LINES, BLOCK=SHORT, parts=(), PARTS=PARTS):
     """A tile of the matrix, or of its transpose: lines of the result, which lie along AXIS, and their scales."""
-    along = ct.static_eval((TILE, 1) if AXIS == 1 else (1, TILE))
+    if not given(result):
+        return
+    along = ct.static_eval((LINES, 1) if AXIS == 1 else (1, LINES))
     if BLOCK == SQUARE:
         magnitudes = _magnitudes(values)
         scale = _scale(ct.max(ct.max(magnitudes, axis=1, keepdims=True), axis=0, keepdims=True), POWER)
@@ -85,13 +87,13 @@ def _write(result, scales, values, parts, tile_line, tile_across, AXIS, BLOCK, P
         if tile_line + tile_across == 0:
             ct.store(scales, (0, 0), scale)
     elif BLOCK == ROW:
-        each = _scale(_join(parts, tile_line, TILE, PARTS), POWER)
+        each = _scale(_join(parts, tile_line, LINES, PARTS), POWER)
         if tile_across == 0:
-            ct.store(scales, (0, tile_line), ct.reshape(each, (1, TILE)))
+            ct.store(scales, (0, tile_line), ct.reshape(each, (1, LINES)))
         scale = ct.reshape(each, along)
     else:
         scale = _scale(ct.max(_magnitudes(values), axis=AXIS, keepdims=True), POWER)
-        ct.store(scales, (tile_across, tile_line), ct.reshape(scale, (1, TILE)))
+        ct.store(scales, (tile_across, tile_line), ct.reshape(scale, (1, LINES)))
     quantized = _rounded(values, scale, POWER)
     if AXIS == 0:
         ct.store(result, (tile_line, tile_across), ct.transpose(quantized))
@@ -106,10 +108,8 @@ def _quantize(
 ):  # fmt: skip
     tile_m, tile_k = ct.bid(0) // tiles_k, ct.bid(0) % tiles_k
     values = load(x, (tile_m, tile_k), TILE, TILE)
-    if given(rows):
-        _write(rows, row_scales, values, row_parts, tile_m, tile_k, 1, BLOCK, POWER, TILE, PARTS)
-    if given(columns):
-        _write(columns, column_scales, values, column_parts, tile_k, tile_m, 0, BLOCK, POWER, TILE, PARTS)
+    write(rows, row_scales, values, tile_m, tile_k, 1, POWER, TILE, BLOCK, row_parts, PARTS)
+    write(columns, column_scales, values, tile_k, tile_m, 0, POWER, TILE, BLOCK, column_parts, PARTS)
 
 
 @opaque(writes=("rows", "row_scales", "columns", "column_scales"))

@@ -3,7 +3,7 @@
 The files keep their links between one another, which work in the repository; on the site they are turned to its pages. A link to
 a file that is no page, such as source code, becomes the file's path, or a link to it if mkdocs.yml has a `repo_url`.
 
-An op's page is read from its source, not imported: the site's environment has no torch. tools/site_links.py checks what is built.
+An op's page is read from its source, not imported: the site's environment has no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Open the built site in headless Chromium, as a desktop and as a phone: tools/site_browser.py build/site [--pictures FOLDER]
+"""Open the built site in headless Chromium, as a desktop and as a phone: tools/site_browser.py build/site
 
 A reader types into the search. The page that has the words is among the first results, and a click opens the first one. No page
-is wider than the screen, and none reports an error. `--pictures` keeps what was seen. Without a Chromium on PATH the site is not
+is wider than the screen, reports an error, or loads anything from another host. Without a Chromium on PATH the site is not
 opened, and the command says so.
 """
 
@@ -73,7 +73,7 @@ def served(site: Path) -> Iterator[str]:
 RESULT = ".md-search-result__item > .md-search-result__link"
 
 
-def search(page: Page, home: str, screen: str, words: str, target: str, pictures: Path | None) -> str | None:
+def search(page: Page, home: str, screen: str, words: str, target: str) -> str | None:
     """Type into the search of the first page, and open the first result. Returns what is wrong."""
     page.goto(home)
     page.locator(".md-search-result__meta", has_text="Type").wait_for(state="attached")  # the index is read
@@ -83,9 +83,6 @@ def search(page: Page, home: str, screen: str, words: str, target: str, pictures
     page.keyboard.type(words[-1])  # the site looks the text up at a key: only the whole text
     page.locator(RESULT).first.wait_for()
     hrefs: list[str] = page.locator(RESULT).evaluate_all("links => links.map(link => link.href)")
-    if pictures:
-        page.wait_for_timeout(500)  # the sheet slides in
-        page.screenshot(path=pictures / f"search-{words.replace(' ', '-')}-{screen}.png")
     links = (link.removeprefix(home).partition("?")[0].partition("#")[0] for link in hrefs)
     first = list(dict.fromkeys(link or "index.html" for link in links))[:FIRST]
     if target not in first:
@@ -95,22 +92,25 @@ def search(page: Page, home: str, screen: str, words: str, target: str, pictures
     return None
 
 
-def problems_on(
-    screen: str, site: Path, home: str, program: str, pictures: Path | None, searches: Mapping[str, str]
-) -> list[str]:
+def problems_on(screen: str, site: Path, home: str, program: str, searches: Mapping[str, str]) -> list[str]:
     """Problems that a reader with one of `SCREENS` would see."""
     from playwright.sync_api import sync_playwright
 
     faults: list[str] = []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program)
+        # Another host is not found, so that whatever a page loads from there is an error.
+        arguments = ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        browser = playwright.chromium.launch(executable_path=program, args=arguments)
         page = browser.new_page(**SCREENS[screen])
         for words, target in searches.items():
-            if problem := search(page, home, screen, words, target, pictures):
+            if problem := search(page, home, screen, words, target):
                 faults.append(problem)
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(f"Uncaught {error}"))
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda told: errors.append(f"{told.text} {told.location['url']}") if told.type == "error" else None,
+        )
         page.route("**/search_index.json", lambda route: None)  # read anew by each page, it takes half of the time
         for path in sorted(site.rglob("*.html")):
             name = path.relative_to(site).as_posix()
@@ -120,34 +120,26 @@ def problems_on(
                 faults.append(f"{screen}: {name} is {there} pixels wide, and the screen {room}")
             faults += [f"{screen}: {name}: {error}" for error in errors]
             errors.clear()
-            if pictures:
-                file = name.removesuffix("/index.html").removesuffix(".html").replace("/", "-")
-                page.screenshot(path=pictures / f"{file}-{screen}.png")
         browser.close()
     return faults
 
 
-def problems(
-    site: Path, program: str, pictures: Path | None = None, searches: Mapping[str, str] = SEARCHES
-) -> list[str]:
+def problems(site: Path, program: str, searches: Mapping[str, str] = SEARCHES) -> list[str]:
     """Problems that readers would see, on all screens at once."""
     with served(site) as home, ThreadPoolExecutor() as threads:
-        faults = threads.map(lambda screen: problems_on(screen, site, home, program, pictures, searches), SCREENS)
+        faults = threads.map(lambda screen: problems_on(screen, site, home, program, searches), SCREENS)
         return [fault for of_screen in faults for fault in of_screen]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("site", type=Path)
-    parser.add_argument("--pictures", type=Path, help="a folder for screenshots of every page and search")
-    options = parser.parse_args()
+    site = parser.parse_args().site
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         print(f"not run: no Chromium on PATH (looked for {', '.join(NAMES)}); Debian has it as chromium")
         return 0
-    if options.pictures:
-        options.pictures.mkdir(parents=True, exist_ok=True)
-    faults = problems(options.site, program, options.pictures)
+    faults = problems(site, program)
     print(*faults, sep="\n")
     print(f"{len(SEARCHES)} searches and every page, as a desktop and as a phone: {len(faults)} problems")
     return 1 if faults else 0

@@ -79,7 +79,7 @@ def buffer(report: Report, op: str, dtype: str) -> str:
     ]
     if not kernels:
         return "-"
-    most = [max(k["uses"][what] for k in kernels) / 1024 for what in ("bytes", "bytes with double buffers")]
+    most = [max(k["uses"][use] for k in kernels) / 1024 for use in ("bytes", "bytes with double buffers")]
     return f"{most[0]:.0f} / {most[1]:.0f}" + " OVER" * any(kernel["over"] for kernel in kernels)
 
 

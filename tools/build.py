@@ -9,8 +9,6 @@ mkdocs.yml they become links to that repository, and the metadata gets `[project
 Without one, as long as the repository has no public address, a link becomes its text, and a picture is left out.
 
 The sources are copied first: nothing in the working tree changes.
-
-    --repo-url URL, --site-url URL    in place of those of mkdocs.yml
 """
 
 from __future__ import annotations
@@ -49,10 +47,19 @@ def address(name: str) -> str:
     return match[1].rstrip("/") if match else ""
 
 
-def turned(markdown: str, turn: Callable[[re.Match[str]], str]) -> str:
-    """A page whose links, each a match of `LINK`, are turned; those in blocks of code stay."""
+def turned(markdown: str, folder: str, turn: Callable[[re.Match[str], str, str], str]) -> str:
+    """A page of `folder` whose links to files are turned; those in blocks of code stay.
+
+    `turn` gets a match of `LINK`, the path of the file from the top of the repository, and the anchor with its ``#``.
+    """
+
+    def one(link: re.Match[str]) -> str:
+        path, hash, anchor = link["target"].partition("#")
+        file = posixpath.normpath(posixpath.join(folder, path))
+        return turn(link, file, hash + anchor) if relative(link["target"]) else link[0]
+
     parts = FENCE.split(markdown)
-    return "".join(part if part.lstrip().startswith("```") else LINK.sub(turn, part) for part in parts)
+    return "".join(part if part.lstrip().startswith("```") else LINK.sub(one, part) for part in parts)
 
 
 def relative(target: str) -> bool:
@@ -62,21 +69,17 @@ def relative(target: str) -> bool:
 
 def published(markdown: str, folder: Path, repo_url: str) -> str:
     """A README of `folder` as an index can show it."""
+    place = folder.relative_to(ROOT).as_posix()
 
-    def turn(link: re.Match[str]) -> str:
-        text, target = link["text"], link["target"]
-        if not relative(target):
-            return link[0]
+    def turn(link: re.Match[str], file: str, anchor: str) -> str:
         if not repo_url:
-            return "" if link["picture"] else text
-        path, hash, anchor = target.partition("#")
-        file = posixpath.normpath(posixpath.join(folder.relative_to(ROOT).as_posix(), path))
+            return "" if link["picture"] else link["text"]
         if not (ROOT / file).exists():
-            raise SystemExit(f"{folder.relative_to(ROOT)}/README.md links to {target}, which does not exist")
+            raise SystemExit(f"{place}/README.md links to {link['target']}, which does not exist")
         kind = "raw" if link["picture"] else "tree" if (ROOT / file).is_dir() else "blob"
-        return f"{link['picture']}[{text}]({repo_url}/{kind}/main/{file}{hash}{anchor})"
+        return f"{link['picture']}[{link['text']}]({repo_url}/{kind}/main/{file}{anchor})"
 
-    return turned(markdown, turn)
+    return turned(markdown, place, turn)
 
 
 def urls(folder: Path, repo_url: str, site_url: str) -> str:
@@ -165,8 +168,6 @@ def main() -> int:
     parser.add_argument("packages", nargs="*", choices=[[], *folders()], metavar="PACKAGE")
     parser.add_argument("--out-dir", type=Path)
     parser.add_argument("--check", type=Path, metavar="DIST")
-    parser.add_argument("--repo-url")
-    parser.add_argument("--site-url")
     args = parser.parse_args()
     if (args.out_dir is None) == (args.check is None):
         parser.error("name one of --out-dir and --check")
@@ -175,7 +176,7 @@ def main() -> int:
         print("\n".join(faults) or f"{args.check}: all wheels are clean")
         return bool(faults)
     for package in args.packages or folders():
-        build(package, args.out_dir, args.repo_url, args.site_url)
+        build(package, args.out_dir)
     return 0
 
 

@@ -12,6 +12,7 @@ such as --op=rms_norm.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -78,10 +79,8 @@ def run(language: str, paths: dict[str, Path], options: list[str], place: Path) 
 
 
 def main() -> int:
-    options = sys.argv[1:]
-    if options in (["-h"], ["--help"]):
-        print(__doc__)
-        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _, options = parser.parse_known_args()
     failed = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -91,18 +90,17 @@ def main() -> int:
                 continue
             for old in ([package], ["liger-core", "liger-conformance"]):
                 tags = {name: last_tag(name) for name in old}
-                what = (
-                    f"{language}: {', '.join(tag or name for name, tag in tags.items())} with the rest of this checkout"
-                )
+                olds = ", ".join(tag or name for name, tag in tags.items())
+                mixture = f"{language}: {olds} with the rest of this checkout"
                 if missing := [name for name, tag in tags.items() if tag is None]:
-                    print(f"=== {what}: not run: {' and '.join(missing)} has no release", flush=True)
+                    print(f"=== {mixture}: not run: {' and '.join(missing)} has no release", flush=True)
                     continue
-                print(f"=== {what}", flush=True)
+                print(f"=== {mixture}", flush=True)
                 names = ("liger-core", "liger-conformance", package)
                 paths = {name: sources(name, tags.get(name), place) for name in names}
                 if not run(language, paths, options, place):
-                    failed.append(what)
-    print("\n".join(f"FAILED: {what}" for what in failed) or "no failure")
+                    failed.append(mixture)
+    print("\n".join(f"FAILED: {mixture}" for mixture in failed) or "no failure")
     return bool(failed)
 
 

@@ -35,9 +35,8 @@ class Row(NamedTuple):
     installer: str = "uv"
 
     def __str__(self) -> str:
-        return (
-            f"| {self.python} | {self.torch} | {', '.join(f'`{extra}`' for extra in self.extras)} | {self.installer} |"
-        )
+        extras = ", ".join(f"`{extra}`" for extra in self.extras)
+        return f"| {self.python} | {self.torch} | {extras} | {self.installer} |"
 
 
 ROWS = (
@@ -105,14 +104,14 @@ class Failed(Exception):
     """A step of a row, and the end of what it printed."""
 
 
-def run(words: Sequence[object], folder: Path, what: str) -> str:
+def run(words: Sequence[object], folder: Path, step: str) -> str:
     """Output of a command; raises `Failed` if it fails."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     # torch-npu is there and CANN isn't.
     environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(list(map(str, words)), cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise Failed(f"{what}: " + "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:]))
+        raise Failed(f"{step}: " + "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:]))
     return done.stdout
 
 

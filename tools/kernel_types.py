@@ -1,6 +1,6 @@
 """Compare each kernel's signature with its contract's, as `@implements` ties them: what the type checker says of those lines.
 
-    uv run python tools/kernel_types.py [FOLDER ...]    # without folders, the kernel packages of this checkout
+    uv run python tools/kernel_types.py [FOLDER ...]    # without folders, all packages of this checkout
 
 The rest of those files is no Python to a type checker: a kernel is in a language of its own, and host code knows what it
 saved. A name, a default or a kind of parameter that differs from the contract's is an error of pyright's at the decorator.
@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = [
-    path / "src" for path in sorted((ROOT / "packages").glob("liger-*")) if list(path.glob("src/*/ops/rms_norm.py"))
-]
+PACKAGES = sorted(ROOT.glob("packages/*/src"))
 
 
 def decorators(folders: Sequence[Path]) -> set[tuple[str, int]]:

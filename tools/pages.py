@@ -41,8 +41,9 @@ def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return "".join([first, "|" + "---|" * len(heads) + "\n", *others])
 
 
-def has_kernel(folder: Path, op: str) -> bool:
-    """Whether a language's folder `ops` has a file for an op, or the files that core makes the op of."""
+def has_kernel(package: str, op: str, root: Path = ROOT) -> bool:
+    """Whether a package of kernels has a file for an op, or the files that core makes the op of."""
+    folder = root / "packages" / package / "src" / package.replace("-", "_") / "ops"
     files = COMPOSED[op].files if op in COMPOSED else [op]
     return (folder / f"{op}.py").exists() or all((folder / f"{file}.py").exists() for file in files)
 
@@ -56,20 +57,11 @@ def languages(root: Path = ROOT) -> str:
     rows = [("torch (the reference)", f"all {len(ops)}")]
     for project in sorted(root.glob("packages/*/pyproject.toml")):
         points = tomllib.loads(project.read_text("utf-8"))["project"].get("entry-points", {})
-        for language, target in points.get("liger.backends", {}).items():
-            folder = project.parent / "src" / target.partition(":")[0] / "ops"
-            missing = [f"`{op}`" for op in sorted(ops) if not has_kernel(folder, op)]
+        for language in points.get("liger.backends", {}):
+            missing = [f"`{op}`" for op in sorted(ops) if not has_kernel(project.parent.name, op, root)]
             number = f"{len(ops) - len(missing)} of {len(ops)}, not {', '.join(missing)}"
             rows.append((language, number if missing else f"all {len(ops)}"))
     return table(("language", "ops"), rows)
-
-
-def counted(op: Any) -> set[str]:
-    """The dimensions that a mean over labels has lost: a process sends its count over them."""
-    tensors, results = op.dimensions.tensors, op.dimensions.results
-    return {
-        name for result in results if result.counted for name in tensors[result.counted] if name not in result.names
-    }
 
 
 def sharding() -> str:
@@ -83,7 +75,8 @@ def sharding() -> str:
         assert op.dimensions is not None, f"{name} declares no dimensions"
         declared = dict.fromkeys(dim for dims in op.dimensions.tensors.values() for dim in dims)
         free = [dim for dim in declared if independent(dim) and not dim.endswith("'")]
-        count = counted(op)
+        # A mean over labels has lost their dimension: a process sends its count of them.
+        count = {op.dimensions.tensors[result.counted][0] for result in op.dimensions.results if result.counted}
         ways = ([dim for dim in free if dim not in count], sorted(count), RULES[name].divides if name in RULES else ())
         rows.append((f"`{name}`", *(" ".join(f"`{dim}`" for dim in dims) for dims in ways)))
     return table(("op", "sends nothing forward", "sends one count", "by a rule"), rows)
@@ -165,30 +158,16 @@ def modes(reports: Sequence[dict[str, Any]]) -> str:
     return table(("mode", "what a kernel's language does", *languages), rows)
 
 
-KINDS = (
-    "normalisation",
-    "activation, embedding",
-    "experts",
-    "position",
-    "residual streams",
-    "softmax, attention",
-    "loss",
-    "distillation",
-    "log-probabilities, entropy",
-    "8 bits",
-)
-"""Kinds of ops, as their case files say, in the order of README."""
-
-
 def kinds() -> str:
-    """A row per kind: its ops."""
+    """A row per kind, which the ops' case files say: its ops. The order of kinds is README's; a new one comes last."""
     from liger_conformance.case import cases_of
     from liger_core.contract import ops
 
-    by_kind: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    rows = re.findall(r"^\| ([^|]+) \| `", (ROOT / "README.md").read_text("utf-8"), re.M)
+    by_kind: dict[str, list[str]] = {kind: [] for kind in rows}
     for op in sorted(ops):
-        by_kind[cases_of(op).kind].append(f"`{op}`")
-    return table(("kind", "ops"), ((kind, " ".join(names)) for kind, names in by_kind.items()))
+        by_kind.setdefault(cases_of(op).kind, []).append(f"`{op}`")
+    return table(("kind", "ops"), ((kind, " ".join(names)) for kind, names in by_kind.items() if names))
 
 
 BLOCKS: dict[str, Callable[..., str]] = {

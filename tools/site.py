@@ -59,6 +59,10 @@ PAGES = {
     "benchmarks/records": "records/index.md",
     "docs/decisions": "decisions/index.md",
 }
+PICTURES = {
+    path.relative_to(ROOT).as_posix(): f"pictures/{path.name}"
+    for path in [*ROOT.glob("packages/*/*.png"), *ROOT.glob("examples/*.svg")]
+}
 # Whoever types an error message wants the first page; the second has every number.
 BOOSTS = {"troubleshooting.md": 10, "npu-gates.md": 0.2}
 
@@ -87,8 +91,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     texts["ops/index.md"] = index_page()
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
-    for path in [*ROOT.glob("packages/*/*.png"), *ROOT.glob("examples/*.svg")]:
-        files.append(File.generated(config, f"pictures/{path.name}", content=path.read_bytes()))
+    for source, name in PICTURES.items():
+        files.append(File.generated(config, name, content=(ROOT / source).read_bytes()))
     return files
 
 
@@ -98,50 +102,43 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["search"] = {"exclude": True}
     if boost := 5 if page.file.src_uri.startswith("api/") else BOOSTS.get(page.file.src_uri):
         page.meta["search"] = {"boost": boost}
-    if (
-        page.file.src_uri.startswith("ops/") and "_" in page.file.name
-    ):  # "attention" is to find fused_neighborhood_attention
+    # "attention" is to find fused_neighborhood_attention.
+    if page.file.src_uri.startswith("ops/") and "_" in page.file.name:
         page.meta["tags"] = page.file.name.split("_")
     origins = {page: source for source, page in PAGES.items()}
     source = origins.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
-    def turn(link: re.Match[str]) -> str:
-        picture, text, target = link.groups()
-        path, hash, anchor = target.partition("#")
-        if not build.relative(target):
-            return link[0]
-        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-        if picture:
-            where = file.removeprefix("docs/") if file.startswith("docs/") else f"pictures/{posixpath.basename(file)}"
-            if source.startswith("docs/ops/") or files.get_file_from_path(where) is None:
-                return link[0]
-            return f"![{text}]({posixpath.relpath(where, posixpath.dirname(page.file.src_uri) or '.')})"
+    def turn(link: re.Match[str], file: str, anchor: str) -> str:
+        picture, text, _ = link.groups()
         file += "/README.md" if (ROOT / file / "README.md").exists() else ""
-        where = PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
-        if where is not None and files.get_file_from_path(where) is not None:
-            return f"[{text}]({posixpath.relpath(where, posixpath.dirname(page.file.src_uri) or '.')}{hash}{anchor})"
-        if source.startswith("docs/ops/") or not (ROOT / file).exists():
+        in_docs = file.removeprefix("docs/") if file.startswith("docs/") else ""
+        where = PAGES.get(file) or PICTURES.get(file) or in_docs
+        if files.get_file_from_path(where):
+            path = posixpath.relpath(where, posixpath.dirname(page.file.src_uri) or ".")
+            return f"{picture}[{text}]({path}{anchor})"
+        if picture or source.startswith("docs/ops/") or not (ROOT / file).exists():
             return link[0]  # mkdocs says what is wrong with it
         if config.repo_url:
-            return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{file}{hash}{anchor})"
+            return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{file}{anchor})"
         return text if text.strip("`") in file else f"{text} (`{file}`)"
 
-    return build.turned(markdown, turn)
+    return build.turned(markdown, posixpath.dirname(source), turn)
 
 
 def list_page(folder: Path) -> str:
     """A page that lists the pages of a folder, the newest record first."""
     files = sorted(folder.glob("*.md"), reverse=folder.name == "records")
-    titles = {path.name: path.read_text("utf-8").partition("\n")[0].lstrip("# ") for path in files}
-    lines = [f"- [{name.removesuffix('.md')}]({name}): {title}" for name, title in titles.items()]
+    titles = (path.read_text("utf-8").partition("\n")[0].lstrip("# ") for path in files)
+    lines = [f"- [{path.stem}]({path.name}): {title}" for path, title in zip(files, titles, strict=True)]
     return "\n".join([f"# {folder.name.capitalize()}", "", *lines, ""])
 
 
 def op_page(name: str) -> str:
     """An op: its contract, who has kernels of it, and where it was measured."""
-    has = languages(name)
-    rows = [f"| [{LANGUAGES[language]}](../packages/{LANGUAGES[language]}.md) | {language} |" for language in has]
-    table = "\n".join(["| package | language |", "|---|---|", *rows]) if rows else "No language has kernels of it yet."
+    rows = [
+        (f"[{LANGUAGES[language]}](../packages/{LANGUAGES[language]}.md)", language) for language in languages(name)
+    ]
+    table = pages.table(("package", "language"), rows) if rows else "No language has kernels of it yet."
     picture = f"../pictures/{name}.svg"
     measured = (
         f"[![Time and memory over size]({picture})](../measured.md)"
@@ -191,12 +188,13 @@ def index_page() -> str:
         f"reference has all {len(ops())}. {', '.join(LANGUAGES)} have kernels of those that name no exception.",
     ]
     for kind, names in kinds().items():
-        lines += ["", f"## {kind}", "", "| op | |", "|---|---|"]
+        rows = []
         for name in names:
             lacking = ", ".join(language for language in LANGUAGES if language not in languages(name))
-            exception = f" No kernel in {lacking}." if lacking else ""
-            lines.append(f"| [{name}]({name}.md) | {summary(name).replace('|', '&#124;')}{exception} |")
-    return "\n".join([*lines, ""])
+            formula = summary(name).replace("|", "&#124;")
+            rows.append((f"[{name}]({name}.md)", formula + f" No kernel in {lacking}." * bool(lacking)))
+        lines += ["", f"## {kind}", "", pages.table(("op", ""), rows)]
+    return "\n".join(lines)
 
 
 def ops() -> list[str]:
@@ -245,11 +243,11 @@ def shapes(name: str) -> str:
     differentiable = ast.literal_eval(declared["differentiable"])
     fields = result_fields(name, len(results.split(",")))
     rows = [
-        f"| `{argument}` | {shape(dims)} | {'yes' if argument in differentiable else 'no'} |"
+        (f"`{argument}`", shape(dims), "yes" if argument in differentiable else "no")
         for argument, _, dims in (tensor.partition(":") for tensor in arguments.split(", "))
     ]
-    rows += [f"| {field} | {shape(dims)} | |" for field, dims in zip(fields, results.split(","), strict=True)]
-    return "\n".join(["| tensor | shape | gets a gradient |", "|---|---|---|", *rows])
+    rows += [(field, shape(dims), "") for field, dims in zip(fields, results.split(","), strict=True)]
+    return pages.table(("tensor", "shape", "gets a gradient"), rows)
 
 
 def result_fields(name: str, count: int) -> list[str]:
@@ -275,16 +273,14 @@ def shape(dims: str) -> str:
 
 def callers(name: str) -> str:
     """Who calls an op: packages of this repository, and code for liger-kernel by the names of the migration page."""
-    lines = [what for key, (_, what) in CALLING.items() if name in called()[key]]
+    lines = [title for key, (_, title) in CALLING.items() if name in called()[key]]
     names = []
     for line in (ROOT / "docs/migrating-from-liger-kernel.md").read_text("utf-8").splitlines():
         cells = line.strip("| ").split(" | ")
         if len(cells) == 2 and re.search(rf"`liger\.{name}\b", cells[1]) and "`" in cells[0]:
             names.append(cells[0])
     if not lines:
-        lines = [
-            "Your own code: no package here calls it. The source above names the paper or the model that it is from"
-        ]
+        lines = ["Your own code: no package here calls it. The source above names its paper or its model"]
     if names:
         lines.append(f"Code for [liger-kernel](../migrating-from-liger-kernel.md), as {'; '.join(names)}")
     return "\n".join(f"- {line}" for line in lines)
@@ -303,8 +299,7 @@ def called() -> dict[str, set[str]]:
 
 def languages(name: str) -> list[str]:
     """The languages that have a kernel of an op."""
-    folders = {k: ROOT / "packages" / v / "src" / v.replace("-", "_") / "ops" for k, v in LANGUAGES.items()}
-    return [language for language, folder in folders.items() if pages.has_kernel(folder, name)]
+    return [language for language, package in LANGUAGES.items() if pages.has_kernel(package, name)]
 
 
 class Examples(griffe.Extension):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import transformers
+from packaging.version import Version
 
 import liger_core
 import liger_core.losses
@@ -57,7 +58,7 @@ def test_models_page_has_this_transformers() -> None:
     lines = {match[1]: match[0] for match in tool.COUNTS.finditer(text)}
     version = transformers.__version__
     assert lines.get(version, "").startswith(f"| {version} | {len(every)} | "), PAGE_IS_OLD
-    if version == max(lines, key=tool.order):
+    if version == max(lines, key=Version):
         named = {
             name for row in re.findall(r"^(?:\| ([\w.-]+) \||- not [^:]*: \w+: (.*)$)", text, re.M) for name in row
         }

@@ -32,8 +32,8 @@ class Command(argparse.ArgumentParser):
         """An option that takes names, joined by commas, of those that are `known`."""
         self.known[option] = known
         default = None if default is None else [*default]
-        what = f"of {', '.join(known)}{note}"
-        self.add_argument(f"--{option}", type=lambda text: text.split(","), default=default, help=what)
+        choices = f"of {', '.join(known)}{note}"
+        self.add_argument(f"--{option}", type=lambda text: text.split(","), default=default, help=choices)
 
     def check(self, options: argparse.Namespace, measures: bool = True) -> None:
         """End the program where a name isn't known, or where it `measures` and there is nothing to measure on."""

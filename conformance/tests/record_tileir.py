@@ -232,8 +232,10 @@ def record(folder: Path, device: str = "cuda") -> None:
         if device == "cpu":
             signature, stream = tileir.signature(case.kernel, arguments), 0
         else:
-            found = KernelSignature.from_kernel_args(case.kernel, arguments, CallingConvention.cutile_python_v2())
-            signature = found.with_mangled_symbol(case.kernel._pyfunc.__name__)
+            kernel_signature = KernelSignature.from_kernel_args(
+                case.kernel, arguments, CallingConvention.cutile_python_v2()
+            )
+            signature = kernel_signature.with_mangled_symbol(case.kernel._pyfunc.__name__)
             stream = torch.cuda.current_stream().cuda_stream
         ct.launch(stream, (1,), case.kernel, arguments)
         results |= {f"{name}/{position}": bits_of(tensor) for position, tensor in enumerate(tensors)}

@@ -36,8 +36,8 @@ def disassembly(*lines: str) -> str:
     ],
 )
 def test_addresses(address: str, access: str, right: bool) -> None:
-    found = unaligned(disassembly("S2R R0, SR_TID.X", address, access, "EXIT"))
-    assert found == (() if right else (access,))
+    accesses = unaligned(disassembly("S2R R0, SR_TID.X", address, access, "EXIT"))
+    assert accesses == (() if right else (access,))
 
 
 def test_sums_are_those_of_each_thread() -> None:

@@ -251,7 +251,7 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_kernel_is_the_same_program_in_every_checkout(tmp_path: Path) -> None:
     """So that what was compiled for one is there for the others. Files keep their names, which remarks have."""
-    made, whole = set[bytes](), set[bytes]()
+    programs, whole = set[bytes](), set[bytes]()
     for folder in (tmp_path / "one", tmp_path / "another"):
         folder.mkdir()
         path = folder / "kernels.py"
@@ -265,9 +265,9 @@ def test_a_kernel_is_the_same_program_in_every_checkout(tmp_path: Path) -> None:
         spec.loader.exec_module(module)
         signature = capture.signature(module.nothing, (torch.zeros(16),))
         with capture.without_folders():
-            made.add(capture.bytecode(module.nothing, signature))
+            programs.add(capture.bytecode(module.nothing, signature))
         whole.add(capture.bytecode(module.nothing, signature))
-    (code,) = made
+    (code,) = programs
     assert b"kernels.py" in code
     assert len(whole) == 2, "the test shows nothing: these have no folders either"
 
@@ -295,14 +295,14 @@ def test_errors_are_the_compilers_own() -> None:
 
 
 def test_host_code_sees_the_chip() -> None:
-    found: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     for chip in ("sm_90", "sm_120"):
         with CutileCompiler().compiling(chip) as (device, _):
             x = torch.empty(1 << 40, device=device)  # without memory
-            found[chip] = torch.cuda.get_device_properties(x.device).multi_processor_count, x.device
-    assert found["sm_90"][0] == 132
-    assert found["sm_120"][0] == 170
-    assert found["sm_90"][1] != found["sm_120"][1]
+            seen[chip] = torch.cuda.get_device_properties(x.device).multi_processor_count, x.device
+    assert seen["sm_90"][0] == 132
+    assert seen["sm_120"][0] == 170
+    assert seen["sm_90"][1] != seen["sm_120"][1]
 
 
 def test_known_losses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,9 +62,9 @@ def test_parts_are_those_of_the_whole(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in sorted(ops) if cases_of(name).huge])
 def test_the_ends_of_a_huge_case_are_small(name: str) -> None:
     """Four rows, not all of them, are computed in float64; a GPU alone runs the case, and may run out of memory."""
-    op, found = ops[name], cases_of(name)
-    assert found.huge is not None
-    arguments = complete(op, found.make(found.huge, MetaMake(torch.bfloat16, "meta")))
+    op, op_cases = ops[name], cases_of(name)
+    assert op_cases.huge is not None
+    arguments = complete(op, op_cases.make(op_cases.huge, MetaMake(torch.bfloat16, "meta")))
     rows = place_of_rows(op, arguments)
     few = select_rows(arguments, rows.arguments, ends_of(rows, "meta"))
     assert rows.number >= 8, f"{rows.number} rows have no four ends"

@@ -107,8 +107,8 @@ def test_enumerators():
     """Numbers of attributes mean the same here."""
     predicates = ["EQUAL", "NOT_EQUAL", "LESS_THAN", "LESS_THAN_OR_EQUAL", "GREATER_THAN", "GREATER_THAN_OR_EQUAL"]
     functions = [torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge]
-    found = numbers(encodings.ComparisonPredicate)
-    assert [integers.COMPARISONS[found[name]] for name in predicates] == functions
+    codes = numbers(encodings.ComparisonPredicate)
+    assert [integers.COMPARISONS[codes[name]] for name in predicates] == functions
     assert numbers(encodings.ComparisonOrdering) == {"UNORDERED": 0, "ORDERED": 1}
     assert numbers(encodings.Signedness) == {"Unsigned": 0, "Signed": 1}
     rounding = numbers(encodings.RoundingMode)

@@ -571,16 +571,16 @@ def test_launches_share_what_is_compiled(monkeypatch, tmp_path):
 
     monkeypatch.setattr(capture, "CACHE", tmp_path)
     monkeypatch.setattr(capture, "_programs", {})
-    made = []
+    compiled = []
     monkeypatch.setattr(
-        capture, "bytecode", lambda *arguments, of=capture.bytecode: (made.append(1), of(*arguments))[1]
+        capture, "bytecode", lambda *arguments, of=capture.bytecode: (compiled.append(1), of(*arguments))[1]
     )
     for rows in (5, 6, 7):
         x = torch.randn(rows, 24)
         launch(rows, softmax, x, torch.empty_like(x), 8)
         x = torch.randn(rows, 33)[:, 1:]
         launch(rows, softmax, x, torch.empty_like(x), 8)
-    assert len(made) == 1
+    assert len(compiled) == 1
 
 
 def test_bytecode_is_kept_for_other_processes(monkeypatch, tmp_path):

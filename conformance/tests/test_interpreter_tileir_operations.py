@@ -123,8 +123,8 @@ def test_division(rounding, function, signed, element):
     quotients = [
         wrapped(function(taken(x, bits, signed), taken(y, bits, signed)), bits) for x, y in zip(a, b, strict=True)
     ]
-    found = run("divi", element, tile(a, element), tile(b, element), signed=signed, rounding=rounding)
-    assert found.tolist() == quotients
+    actual = run("divi", element, tile(a, element), tile(b, element), signed=signed, rounding=rounding)
+    assert actual.tolist() == quotients
 
 
 @each_width
@@ -134,8 +134,8 @@ def test_remainder(signed, element):
     pairs = zip(some_integers(bits, 3), some_integers(bits, 4, zero=False), strict=True)
     a, b = zip(*((x, y) for x, y in pairs if not (x == -(1 << bits - 1) and y == -1)), strict=True)
     numbers = [(taken(x, bits, signed), taken(y, bits, signed)) for x, y in zip(a, b, strict=True)]
-    found = run("remi", element, tile(a, element), tile(b, element), signed=signed)
-    assert found.tolist() == [wrapped(x - y * truncated(x, y), bits) for x, y in numbers]
+    actual = run("remi", element, tile(a, element), tile(b, element), signed=signed)
+    assert actual.tolist() == [wrapped(x - y * truncated(x, y), bits) for x, y in numbers]
 
 
 @pytest.mark.parametrize("name", ["divi", "remi"])
@@ -170,8 +170,8 @@ def test_comparisons_of_integers(signed, element):
     pairs = [(taken(x, bits, signed), taken(y, bits, signed)) for x, y in zip(a, b, strict=True)]
     functions = [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge]
     for predicate, function in enumerate(functions):
-        found = run("cmpi", "i1", tile(a, element), tile(b, element), pred=predicate, signed=signed)
-        assert found.tolist() == [function(x, y) for x, y in pairs]
+        actual = run("cmpi", "i1", tile(a, element), tile(b, element), pred=predicate, signed=signed)
+        assert actual.tolist() == [function(x, y) for x, y in pairs]
 
 
 @each_width
@@ -220,8 +220,8 @@ def test_floats_to_integers(signed, element):
     values = [draw.gauss(0, 1) * 10 ** (i / 10) for i in range(COUNT)]
     values += [math.inf, -math.inf, math.nan, -0.5, 0.5, float(most), float(least), 2.0**63, 2.0**64]
     expected = [0 if math.isnan(x) else most if x > most else least if x < least else int(x) for x in values]
-    found = run("ftoi", element, torch.tensor(values, dtype=torch.float64), signed=signed)
-    assert found.tolist() == [wrapped(x, bits) for x in expected]
+    actual = run("ftoi", element, torch.tensor(values, dtype=torch.float64), signed=signed)
+    assert actual.tolist() == [wrapped(x, bits) for x in expected]
 
 
 def some_floats(element, seed, positive=False):
@@ -245,8 +245,8 @@ ARITHMETIC = {"addf": operator.add, "subf": operator.sub, "mulf": operator.mul, 
 def test_arithmetic_rounds_once(name, element):
     """No number of the type is closer to the exact result."""
     a, b = some_floats(element, 1), some_floats(element, 2, positive=True)
-    found = run(name, element, a, b, rounding=floats.NEAREST_EVEN, ftz=False)
-    for x, y, z in zip(a.tolist(), b.tolist(), found.tolist(), strict=True):
+    actual = run(name, element, a, b, rounding=floats.NEAREST_EVEN, ftz=False)
+    for x, y, z in zip(a.tolist(), b.tolist(), actual.tolist(), strict=True):
         exact = ARITHMETIC[name](Fraction(x), Fraction(y))
         assert all(abs(Fraction(z) - exact) <= abs(Fraction(n) - exact) for n in neighbours(z, element) if n != 0)
 
@@ -254,8 +254,8 @@ def test_arithmetic_rounds_once(name, element):
 @pytest.mark.parametrize("element", NARROW)
 def test_multiply_add_rounds_once(element):
     a, b, c = (some_floats(element, seed) for seed in (1, 2, 3))
-    found = run("fma", element, a, b, c, rounding=floats.NEAREST_EVEN, ftz=False)
-    for x, y, z, w in zip(a.tolist(), b.tolist(), c.tolist(), found.tolist(), strict=True):
+    actual = run("fma", element, a, b, c, rounding=floats.NEAREST_EVEN, ftz=False)
+    for x, y, z, w in zip(a.tolist(), b.tolist(), c.tolist(), actual.tolist(), strict=True):
         exact = Fraction(x) * Fraction(y) + Fraction(z)
         assert all(abs(Fraction(w) - exact) <= abs(Fraction(n) - exact) for n in neighbours(w, element))
 
@@ -322,10 +322,10 @@ UNARY = {
 @pytest.mark.parametrize("name", UNARY)
 def test_functions(name, element):
     x = some_floats(element, 1, positive=True)
-    found = run(name, element, x, rounding=floats.APPROXIMATE, ftz=False)
-    assert found.dtype is DTYPES[element]
+    actual = run(name, element, x, rounding=floats.APPROXIMATE, ftz=False)
+    assert actual.dtype is DTYPES[element]
     expected = torch.from_numpy(UNARY[name](x.double().numpy())).to(x.dtype)
-    torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(DTYPES[element]).eps, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=4 * torch.finfo(DTYPES[element]).eps, atol=1e-6)
 
 
 def test_powers():
@@ -431,8 +431,8 @@ def test_sizes_of_a_view():
 
 
 def test_selection():
-    found = run("select", "i32", torch.tensor([True, False]), tile([1, 2], "i32"), tile([3, 4], "i32"))
-    assert found.tolist() == [1, 4]
+    actual = run("select", "i32", torch.tensor([True, False]), tile([1, 2], "i32"), tile([3, 4], "i32"))
+    assert actual.tolist() == [1, 4]
 
 
 @pytest.mark.parametrize(
@@ -442,11 +442,11 @@ def test_matmul(element, accumulator):
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(16, 16, generator=generator).to(DTYPES[element]) for _ in range(2))
     c = torch.randn(16, 16, generator=generator).to(DTYPES[accumulator])
-    found = run("mmaf", accumulator, a, b, c, shape=(16, 16), fast=False)
+    actual = run("mmaf", accumulator, a, b, c, shape=(16, 16), fast=False)
     wide = torch.float32 if element.startswith("f8") else torch.float64  # there is no float8 to float64
     expected = a.to(wide).double() @ b.to(wide).double() + c.double()
     torch.testing.assert_close(
-        found, expected.to(DTYPES[accumulator]), rtol=1e-3 if element == "f16" else 1e-5, atol=1e-3
+        actual, expected.to(DTYPES[accumulator]), rtol=1e-3 if element == "f16" else 1e-5, atol=1e-3
     )
 
 
@@ -455,9 +455,9 @@ def test_matmul(element, accumulator):
 def test_integer_matmul(signed_a, signed_b):
     a, b = (tile(some_integers(8, seed)[:64], "i8").view(8, 8) for seed in (1, 2))
     c = torch.ones(8, 8, dtype=torch.int32)
-    found = run("mmai", "i32", a, b, c, signed_a=signed_a, signed_b=signed_b)
+    actual = run("mmai", "i32", a, b, c, signed_a=signed_a, signed_b=signed_b)
     x, y = (t.long() if s else t.long() & 255 for t, s in ((a, signed_a), (b, signed_b)))
-    assert torch.equal(found, (x @ y + 1).int())
+    assert torch.equal(actual, (x @ y + 1).int())
 
 
 def test_scaled_matmul():
@@ -465,5 +465,5 @@ def test_scaled_matmul():
     a, b = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(8, 2, dtype=torch.bfloat16)
     scale_a = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
     scale_b = torch.tensor([[1.0, 3.0], [5.0, 7.0]])
-    found = run("mmaf_scaled", "f32", a, b, torch.zeros(2, 2), scale_a, scale_b)
-    assert torch.equal(found, 4 * scale_a @ scale_b)
+    actual = run("mmaf_scaled", "f32", a, b, torch.zeros(2, 2), scale_a, scale_b)
+    assert torch.equal(actual, 4 * scale_a @ scale_b)

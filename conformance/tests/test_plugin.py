@@ -185,8 +185,8 @@ PURITY = selection.Cases(dtypes=(torch.bfloat16,), short=("odd", "option"))
 def slow(lane: str, case: str, dtype: torch.dtype, cases: selection.Cases = VALUES, turn: int | None = None) -> bool:
     """Whether a test of a case of rms_norm is left to `-m slow`."""
     target = Target(ops["rms_norm"], "acme", "cpu", None, lane)
-    (found,) = (found for found in cases_of("rms_norm").cases if found.id == case)
-    return selection.is_slow(target, found, dtype, cases, turn)
+    (chosen,) = (chosen for chosen in cases_of("rms_norm").cases if chosen.id == case)
+    return selection.is_slow(target, chosen, dtype, cases, turn)
 
 
 def test_an_interpreter_leaves_long_cases_to_the_slow_lane() -> None:

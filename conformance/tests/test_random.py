@@ -30,8 +30,8 @@ Suite = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def drawn(op: str, number: int, seed: int = 0, lane: str = "interpreted") -> tuple[RandomCall, OpCases, Call]:
-    call, found = RandomCall(op, seed, number), cases_of(op)
-    return call, found, call.draw(found, lane)
+    call, op_cases = RandomCall(op, seed, number), cases_of(op)
+    return call, op_cases, call.draw(op_cases, lane)
 
 
 SET_BY_BUILD = {"qwen2vl_mrope": ("mrope_section",)}
@@ -42,10 +42,12 @@ SET_BY_BUILD = {"qwen2vl_mrope": ("mrope_section",)}
 def test_what_may_vary_is_declared(op: str) -> None:
     """Every size and option of an op varies: a new one has to be added to VARY."""
     file = f"conformance/src/liger_conformance/cases/{op}.py"
-    found = cases_of(op)
-    assert hasattr(found.module, "VARY"), f"{file} has no VARY: say there how the sizes and options of calls may vary"
-    vary = found.vary
-    build = inspect.signature(found.module.build).parameters.values()
+    op_cases = cases_of(op)
+    assert hasattr(op_cases.module, "VARY"), (
+        f"{file} has no VARY: say there how the sizes and options of calls may vary"
+    )
+    vary = op_cases.vary
+    build = inspect.signature(op_cases.module.build).parameters.values()
     required = {p.name for p in build if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
     names = {*vary.sizes, *vary.values}
     assert required <= names, f"{file}: VARY lacks {', '.join(sorted(required - names))}, which build needs"
@@ -136,12 +138,12 @@ def test_the_smallest_call_is_found() -> None:
 
 def test_values_that_follow_from_sizes_stay_legal() -> None:
     """A smaller call of which the contract takes none is not tried: no padding_idx of rows that are not there."""
-    found = cases_of("embedding")
+    op_cases = cases_of("embedding")
     values = {"rows": (9,), "hidden": 7, "vocabulary": 300, "padding_idx": 150}
     tried = []
-    smallest(found, Call(values, DEFAULT_MODE, torch.float32), lambda other: bool(tried.append(other)))
+    smallest(op_cases, Call(values, DEFAULT_MODE, torch.float32), lambda other: bool(tried.append(other)))
     assert len(tried) > 10
-    assert all(arguments_of(found, call) is not None for call in tried)
+    assert all(arguments_of(op_cases, call) is not None for call in tried)
     assert any(call.values["vocabulary"] == 1 and "padding_idx" in call.values for call in tried)
 
 

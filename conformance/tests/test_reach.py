@@ -176,8 +176,8 @@ with other.tracing():
     short.forward(7, [])
 other.launched |= {("liger_short", "short._entry"), ("liger_long", "short._other_entry")}
 one.add(other.branches, other.launched)
-found = one.uncovered("liger_short")
-print(found.kernels, found.branches, *found.uncovered, sep="\\n")
+reach = one.uncovered("liger_short")
+print(reach.kernels, reach.branches, *reach.uncovered, sep="\\n")
 """
 
 

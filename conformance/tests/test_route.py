@@ -20,8 +20,8 @@ FEW = ("-k", "test_route or test_claims or test_values and odd")
 DIFFERENTIATE = """
     with torch.enable_grad():
         leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        found = torch.autograd.grad({}, leaves, dy)
-    return tuple(value if wanted else None for value, wanted in zip(found, needs))
+        grads = torch.autograd.grad({}, leaves, dy)
+    return tuple(value if wanted else None for value, wanted in zip(grads, needs))
 """
 REFERENCE = "{}(*leaves, eps, offset=offset, casting_mode=casting_mode)"
 SAVED = "    x, weight, inverse_rms = saved\n"

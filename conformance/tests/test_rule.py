@@ -91,9 +91,9 @@ def test_luck_excuses_no_lower_precision(op: str) -> None:
         else value
         for name, value in arguments.items()
     }
-    given = incoming_of(ops[op], arguments)
+    incoming = incoming_of(ops[op], arguments)
     with pytest.raises(Mismatch):
-        hold(op, arguments, evaluate(ops[op], ops[op].reference, narrow, None, given))
+        hold(op, arguments, evaluate(ops[op], ops[op].reference, narrow, None, incoming))
 
 
 @pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
@@ -382,9 +382,9 @@ def test_rounding_decides_nothing() -> None:
     case = next(case for case in cases_of("sparsemax").cases if case.id == "ties")
     arguments = complete(op, cases_of("sparsemax").build(case, torch.float32, "cpu"))
     wrong = {**arguments, "x": arguments["x"] * (1 + 1e-4 * torch.rand(arguments["x"].shape))}
-    given = incoming_of(op, arguments)
+    incoming = incoming_of(op, arguments)
     assert max(Samples(op, arguments).errors["gradient of x"]).item() < 1e-5
-    actual = evaluate(op, op.reference, wrong, None, given)
+    actual = evaluate(op, op.reference, wrong, None, incoming)
     with pytest.raises(Mismatch):
         hold("sparsemax", arguments, actual)
 
@@ -397,10 +397,10 @@ def test_rounding_parts_no_equals() -> None:
     student = arguments["student_logits"]
     apart = torch.rand(student.shape, generator=torch.Generator().manual_seed(0))
     parted = {**arguments, "student_logits": student * (1 + 1e-6 * apart)}
-    given = incoming_of(op, arguments)
-    hold("distillation", arguments, evaluate(op, op.reference, arguments, None, given))
+    incoming = incoming_of(op, arguments)
+    hold("distillation", arguments, evaluate(op, op.reference, arguments, None, incoming))
     with pytest.raises(Mismatch, match="gradient of student_logits"):
-        hold("distillation", arguments, evaluate(op, op.reference, parted, None, given))
+        hold("distillation", arguments, evaluate(op, op.reference, parted, None, incoming))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -414,9 +414,9 @@ def test_rounding_may_decide_what_is_clamped(activation: str) -> None:
     assert gate > 0
     for apart, passes in ((2e-7, True), (1e-4, False)):
         arguments["limit"] = gate * (1 + apart)
-        given = incoming_of(op, arguments)
-        clamped = evaluate(op, op.reference, arguments | {"limit": gate * (1 - apart)}, None, given)
-        right = evaluate(op, op.reference, arguments, None, given)
+        incoming = incoming_of(op, arguments)
+        clamped = evaluate(op, op.reference, arguments | {"limit": gate * (1 - apart)}, None, incoming)
+        right = evaluate(op, op.reference, arguments, None, incoming)
         hold("fused_moe", arguments, right)
         with contextlib.nullcontext() if passes else pytest.raises(Mismatch, match="gradient of x"):
             hold("fused_moe", arguments, Outcome(right.results, right.gradients | {"x": clamped.gradients["x"]}))

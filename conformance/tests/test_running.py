@@ -64,9 +64,9 @@ def test_functions_of_a_watched_kernel_do_not_hold_what_they_saw(acme: BackendIn
     x, weight = (torch.ones(shape, device=device, requires_grad=True) for shape in ((2, 8), (8,)))
     with only(target) as observed:
         target.op(x, weight).sum().backward()
-        kept = target.kernel.forward, target.kernel.backward
+        recorded = target.kernel.forward, target.kernel.backward
     assert len(observed.saved) == len(observed.gradients) == 1
     seen = weakref.ref(observed)
     del observed
     assert seen() is None
-    assert kept != (target.kernel.forward, target.kernel.backward)
+    assert recorded != (target.kernel.forward, target.kernel.backward)

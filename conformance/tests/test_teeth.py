@@ -246,13 +246,13 @@ def stamp(kernel: types.ModuleType, op: Op[..., Any], arguments: dict[str, Any],
 def test_every_op_has_cases() -> None:
     """Every contract has cases of each kind, and ids that are unique."""
     for name in ops:
-        found, file = cases_of(name), f"conformance/src/liger_conformance/cases/{name}.py"
-        groups = {case.group for case in found.cases}
+        op_cases, file = cases_of(name), f"conformance/src/liger_conformance/cases/{name}.py"
+        groups = {case.group for case in op_cases.cases}
         missing = {"odd", *TIMED} - groups
         assert not missing, f"add a case of the group {', '.join(sorted(missing))} to CASES in {file}"
-        assert found.cases[0].group == "odd", (
+        assert op_cases.cases[0].group == "odd", (
             f"{file}: the first case is taken where one is enough; it must be an odd size"
         )
         assert groups & set(QUICK) - {"odd"}, f"add a case of the group edge, option or extreme to CASES in {file}"
-        ids = [case.id for case in (*found.cases, *found.out_of_range)]
+        ids = [case.id for case in (*op_cases.cases, *op_cases.out_of_range)]
         assert len(ids) == len(set(ids)), f"an id is there twice in {file}"

@@ -161,8 +161,8 @@ def kernel_calls(target: Target) -> list[KernelCall]:
         programs = sum(math.prod(launch.grid) for launch in launches)
         few = programs <= FEW
         rank = not few, -length if few else programs, programs, dtype is not torch.float32, next(number)
-        given = [name for name, value in arguments.items() if isinstance(value, Tensor)]
-        kernels = frozenset(f"{launch} with {name}" for launch in launches for name in given)
+        inputs = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+        kernels = frozenset(f"{launch} with {name}" for launch in launches for name in inputs)
         candidate = _Candidate(rank, case, dtype, kernels)
         candidates.setdefault(way, []).append(candidate)
         return candidate

@@ -209,10 +209,10 @@ def _add_branches(reach: Reach, source: Source, coverage: dict[str, Any]) -> Non
         statements = list(_statements(function.body))
         named, seen = dict[int, tuple[Any, str]](), Counter[str]()
         for statement in statements:
-            first, what = _branch(statement)
-            if what:
-                seen[what] += 1
-                named[first] = statement, what if seen[what] == 1 else f"{what} ({seen[what]})"
+            first, branch = _branch(statement)
+            if branch:
+                seen[branch] += 1
+                named[first] = statement, branch if seen[branch] == 1 else f"{branch} ({seen[branch]})"
         arcs = sorted(arc for arc in missing | taken if arc[0] in named)
         reach.branches += len(arcs)
         if not any(statement.lineno in executed for statement in statements):
@@ -220,8 +220,8 @@ def _add_branches(reach: Reach, source: Source, coverage: dict[str, Any]) -> Non
             continue
         for line, to in arcs:
             if (line, to) in missing:
-                statement, what = named[line]
-                reach.uncovered.append(f"{source.name}.{name}: {what} {_outcome(statement, to)}")
+                statement, branch = named[line]
+                reach.uncovered.append(f"{source.name}.{name}: {branch} {_outcome(statement, to)}")
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[Any]:

@@ -137,8 +137,8 @@ def _forbidden_code(op: Op[..., Any], target: Target) -> CodeType:
 
         raise WrongRoute("WHAT")
 
-    what = f"the reference of {op.name} ran where {target} was asked for"
-    constants = tuple(what if constant == "WHAT" else constant for constant in forbidden.__code__.co_consts)
+    message = f"the reference of {op.name} ran where {target} was asked for"
+    constants = tuple(message if constant == "WHAT" else constant for constant in forbidden.__code__.co_consts)
     return forbidden.__code__.replace(co_consts=constants)
 
 

@@ -230,7 +230,7 @@ def custom_ops(
             result, saved = kernel.forward(needs, **arguments)
             if True in needs:
                 results: list[Any] = [*result] if isinstance(result, tuple) else [result]
-                kept = compress(results, kept_gradients(op, arguments, len(results)))
-                incoming = [r if r is None else torch.ones_like(r) for r in kept]
+                with_gradient = compress(results, kept_gradients(op, arguments, len(results)))
+                incoming = [r if r is None else torch.ones_like(r) for r in with_gradient]
                 kernel.backward(needs, saved, *incoming, **{option: arguments[option] for option in op.options})
     return writes.ran

@@ -22,8 +22,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Pretend that exactly these languages are installed, and these broken ones."""
 
     def pretend(*infos: BackendInfo, broken: tuple[BrokenBackend, ...] = ()) -> None:
-        found = tuple(sorted(infos, key=lambda info: info.language)), broken
-        monkeypatch.setattr(backend, "discover", lambda: found)
+        discovered = tuple(sorted(infos, key=lambda info: info.language)), broken
+        monkeypatch.setattr(backend, "discover", lambda: discovered)
         forget()
 
     def forget() -> None:

@@ -200,8 +200,8 @@ def test_doctor_sees_the_reference_on_an_accelerator(
     monkeypatch.setattr(doctor, "infer_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU", raising=False)
     install(*[BackendInfo("acme", ("cuda",), "torch", "toy_traced", "")] * installed)
-    ((what, fix),) = problems().items()
-    assert what.startswith("the PyTorch reference runs on cuda, since no")
+    ((problem, fix),) = problems().items()
+    assert problem.startswith("the PyTorch reference runs on cuda, since no")
     assert fix == ('LIGER_LANGUAGE=acme, or liger_core.use("acme")' if installed else backend.install_command("triton"))
 
 
@@ -261,12 +261,12 @@ def test_doctor_of_a_user_without_a_home_directory(
     monkeypatch.setattr("pwd.getpwuid", unknown)
     monkeypatch.setattr("liger_core.doctor.find_spec", lambda name: name in ("triton", "packaging") or None)
     install()
-    found = problems()
-    assert list(found.values()) == [
+    fixes = problems()
+    assert list(fixes.values()) == [
         "TRITON_CACHE_DIR=<a folder that can be written>",
         "TORCHINDUCTOR_CACHE_DIR=<a folder that can be written>",
     ]
-    assert all(what.startswith("the folder where compiled kernels are kept can't be found: ") for what in found)
+    assert all(problem.startswith("the folder where compiled kernels are kept can't be found: ") for problem in fixes)
 
 
 def test_doctor_for_programs(install: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,8 +82,8 @@ def test_fused_is_that_of_the_products(divergence: str) -> None:
     expected = distillation(logits, teacher, labels, **options)
     torch.testing.assert_close(actual, expected)
     inputs = x, weight, bias
-    got = [torch.autograd.grad(output.loss, inputs) for output in (actual, expected)]
-    torch.testing.assert_close(*got)
+    grads = [torch.autograd.grad(output.loss, inputs) for output in (actual, expected)]
+    torch.testing.assert_close(*grads)
     teacher_gradients = torch.autograd.grad(actual.loss, (teacher_x, teacher_weight, teacher_bias), allow_unused=True)
     assert teacher_gradients == (None, None, None)
 
@@ -109,8 +109,8 @@ def test_defaults_are_fused_linear_jsd(beta: float, dtype: torch.dtype) -> None:
     mine = fused_linear_distillation(*inputs, labels, beta=beta, temperature=1.5).loss
     other = fused_linear_jsd(*inputs, labels, beta=beta, temperature=1.5)
     torch.testing.assert_close(mine, other)
-    got = [torch.autograd.grad(loss, (x, weight)) for loss in (mine, other)]
-    torch.testing.assert_close(*got)
+    grads = [torch.autograd.grad(loss, (x, weight)) for loss in (mine, other)]
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("items", [None, 7, 2.5, 0.5, torch.tensor(9), torch.tensor(0)])
@@ -191,8 +191,8 @@ def test_kl_div_from_a_teacher_is_its_distillation() -> None:
     for target, log_target in ((teacher.softmax(-1), False), (teacher.log_softmax(-1), True)):
         actual = fused_linear_kl_div(x, weight, target, log_target=log_target)
         torch.testing.assert_close(actual, expected)
-        got = [torch.autograd.grad(loss, (x, weight), retain_graph=True) for loss in (actual, expected)]
-        torch.testing.assert_close(*got)
+        grads = [torch.autograd.grad(loss, (x, weight), retain_graph=True) for loss in (actual, expected)]
+        torch.testing.assert_close(*grads)
 
 
 def test_kl_div_gives_its_target_no_gradient_and_takes_any_ignored_one() -> None:

@@ -128,47 +128,47 @@ BUDGETS = {"least": 0, "some columns": 40_000, "half": whole_memory(arguments()[
     "needs", [EVERY, (True, False, False, False), (False, True, False, True), (False,) * 4], ids=str
 )
 def test_temporaries_fit_the_budget(budget: str, needs: Needs) -> None:
-    given = arguments()
-    least = least_memory(given[0], given[1], x_grad=needs[0], grad=True in needs)
+    inputs = arguments()
+    least = least_memory(inputs[0], inputs[1], x_grad=needs[0], grad=True in needs)
     memory = max(BUDGETS[budget], least)
     with torch.no_grad(), Allocated() as allocated:
-        allocated.given(*given)
-        y, saved = host().forward(needs, *given, memory_budget=memory, **OPTIONS)
+        allocated.given(*inputs)
+        y, saved = host().forward(needs, *inputs, memory_budget=memory, **OPTIONS)
     assert 0 < allocated.peak(y) <= memory
-    assert all(tensor is None or any(tensor is one for one in given) for tensor in saved)  # only x, and the weights
+    assert all(tensor is None or any(tensor is one for one in inputs) for tensor in saved)  # only x, and the weights
     if True not in needs:
         return
     dy = torch.ones(ROWS, OUT)
     with torch.no_grad(), Allocated() as allocated:
-        allocated.given(*given, dy)
-        found = host().backward(needs, saved, dy, memory_budget=memory, **OPTIONS)
-    assert memory // 2 < allocated.peak(*found) <= memory
+        allocated.given(*inputs, dy)
+        grads = host().backward(needs, saved, dy, memory_budget=memory, **OPTIONS)
+    assert memory // 2 < allocated.peak(*grads) <= memory
 
 
 @pytest.mark.parametrize("budget", [None, *BUDGETS.values()])
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (3,), (0, 3), (1, 2, 3)], ids=str)
 def test_gradients_by_columns_are_those_of_the_reference(budget: int | None, frozen: tuple[int, ...]) -> None:
-    given = arguments()
+    inputs = arguments()
     needs = tuple(i not in frozen for i in range(4))
-    memory = None if budget is None else max(budget, least_memory(given[0], given[1], x_grad=needs[0], grad=True))
-    y, saved = host().forward(needs, *given, memory_budget=memory, **OPTIONS)
+    memory = None if budget is None else max(budget, least_memory(inputs[0], inputs[1], x_grad=needs[0], grad=True))
+    y, saved = host().forward(needs, *inputs, memory_budget=memory, **OPTIONS)
     dy = torch.ones(ROWS, OUT).double()
-    leaves = [t.double().requires_grad_(n) for t, n in zip(given, needs, strict=True)]
+    leaves = [t.double().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
     truth = gated_mlp.reference(*leaves)
     torch.testing.assert_close(y.double(), truth.detach(), rtol=1e-5, atol=1e-5)
     expected = iter(torch.autograd.grad(truth, [leaf for leaf in leaves if leaf.requires_grad], dy))
     for _ in range(2):  # a second backward finds what the first one did
-        found = host().backward(needs, saved, dy.float(), memory_budget=memory, **OPTIONS)
-        assert [t is not None for t in found] == [*needs]
-    for gradient in found:
+        grads = host().backward(needs, saved, dy.float(), memory_budget=memory, **OPTIONS)
+        assert [t is not None for t in grads] == [*needs]
+    for gradient in grads:
         if gradient is not None:
             torch.testing.assert_close(gradient.double(), next(expected), rtol=1e-5, atol=1e-4)
 
 
 def serve(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a language, "toy", with this op alone."""
-    kernel, made = types.ModuleType("toy.ops.gated_mlp"), host()
-    vars(kernel).update(forward=made.forward, backward=made.backward, saves_early=made.saves_early)
+    kernel, gated = types.ModuleType("toy.ops.gated_mlp"), host()
+    vars(kernel).update(forward=gated.forward, backward=gated.backward, saves_early=gated.saves_early)
     monkeypatch.setattr(BackendInfo, "has_kernel", lambda self, asked: asked == "gated_mlp")
     monkeypatch.setattr(BackendInfo, "kernel", lambda self, asked: kernel)
     install(BackendInfo("toy", ("cpu",), "torch", "toy", "pip install toy"))
@@ -181,8 +181,8 @@ def test_a_budget_in_compiled_code(
 ) -> None:
     """Compiled code is one graph, and its gradients are those of eager mode."""
     serve(install, monkeypatch)
-    given = [t.requires_grad_() for t in arguments(**(MANY if way == "rows" else {}))]
-    memory = whole_memory(given[0], given[1], grad=True) // 4
+    inputs = [t.requires_grad_() for t in arguments(**(MANY if way == "rows" else {}))]
+    memory = whole_memory(inputs[0], inputs[1], grad=True) // 4
 
     def call(*given: Tensor) -> Tensor:
         return gated_mlp(*given, memory_budget=memory)
@@ -190,9 +190,9 @@ def test_a_budget_in_compiled_code(
     torch.compiler.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     with liger_core.use("toy"):
-        expected = torch.autograd.grad(call(*given).sum(), given)
-        found = torch.autograd.grad(compiled(*given).sum(), given)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        expected = torch.autograd.grad(call(*inputs).sum(), inputs)
+        grads = torch.autograd.grad(compiled(*inputs).sum(), inputs)
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("budget", [None, 30_000])
@@ -201,7 +201,7 @@ def test_in_checkpointing_the_products_are_those_of_other_code(
 ) -> None:
     """Forward three, backward eight: the branches are made twice, and what follows them once."""
     serve(install, monkeypatch)
-    given = [t.requires_grad_() for t in arguments()]
+    inputs = [t.requires_grad_() for t in arguments()]
     flops: list[int] = []
     mm = torch.mm
 
@@ -217,9 +217,9 @@ def test_in_checkpointing_the_products_are_those_of_other_code(
     )
     monkeypatch.setattr(Tensor, "addmm_", lambda total, a, b: total.add_(counted(a, b)))
     with liger_core.use("toy"):
-        y = checkpoint(functools.partial(gated_mlp, memory_budget=budget), *given, use_reentrant=False)
+        y = checkpoint(functools.partial(gated_mlp, memory_budget=budget), *inputs, use_reentrant=False)
         y.sum().backward()
-    x, gate_weight, _, down_weight = given
+    x, gate_weight, _, down_weight = inputs
     branch, last = (x.shape[0] * weight.numel() for weight in (gate_weight, down_weight))
     assert sum(flops) == 2 * branch + last + 2 * branch + 4 * branch + 2 * last
 
@@ -230,41 +230,41 @@ MANY: dict[str, int] = {"rows": 2000, "hidden": 24, "inner": 16}
 
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (3,), (0, 1, 2), (1, 2, 3)], ids=str)
 def test_gradients_by_rows_are_those_of_the_reference(frozen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    given = arguments(**MANY)
+    inputs = arguments(**MANY)
     needs = tuple(i not in frozen for i in range(4))
-    memory = whole_memory(given[0], given[1], grad=True) // 6
+    memory = whole_memory(inputs[0], inputs[1], grad=True) // 6
     chunks: list[int] = []
     by_rows = GatedMLPBackward.by_rows
     monkeypatch.setattr(GatedMLPBackward, "by_rows", lambda self, most: (chunks.append(most), by_rows(self, most))[1])
     dy = torch.ones(MANY["rows"], OUT)
-    leaves = [t.double().requires_grad_(n) for t, n in zip(given, needs, strict=True)]
+    leaves = [t.double().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
     expected = iter(
         torch.autograd.grad(gated_mlp.reference(*leaves), [t for t in leaves if t.requires_grad], dy.double())
     )
     with torch.no_grad(), Allocated() as allocated:
-        allocated.given(*given, dy)
-        _, saved = host().forward(needs, *given, memory_budget=memory, **OPTIONS)
-        found = host().backward(needs, saved, dy, memory_budget=memory, **OPTIONS)
+        allocated.given(*inputs, dy)
+        _, saved = host().forward(needs, *inputs, memory_budget=memory, **OPTIONS)
+        grads = host().backward(needs, saved, dy, memory_budget=memory, **OPTIONS)
     assert len(chunks) == needs[0]  # x's gradient is the only sum of the other way
     assert all(most < MANY["rows"] // 2 for most in chunks)
-    assert allocated.peak(*found, _) <= memory
-    assert [t is not None for t in found] == [*needs]
-    for gradient in found:
+    assert allocated.peak(*grads, _) <= memory
+    assert [t is not None for t in grads] == [*needs]
+    for gradient in grads:
         if gradient is not None:
             torch.testing.assert_close(gradient.double(), next(expected), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("sizes", [{}, MANY], ids=["columns", "rows"])
 def test_the_error_does_not_grow_with_the_number_of_chunks(sizes: dict[str, int]) -> None:
-    given = arguments(torch.bfloat16, **sizes)
-    leaves = [t.double().requires_grad_() for t in given]
-    dy = torch.ones(given[0].shape[0], OUT)
+    inputs = arguments(torch.bfloat16, **sizes)
+    leaves = [t.double().requires_grad_() for t in inputs]
+    dy = torch.ones(inputs[0].shape[0], OUT)
     truth = torch.autograd.grad(gated_mlp.reference(*leaves), leaves, dy.double())
     errors = []
-    for memory in (None, least_memory(given[0], given[1], x_grad=True, grad=True)):
-        _, saved = host().forward(EVERY, *given, memory_budget=memory, **OPTIONS)
-        found = host().backward(EVERY, saved, dy.bfloat16(), memory_budget=memory, **OPTIONS)
-        errors.append([(g.double() - t).abs().max() for g, t in zip(found, truth, strict=True) if g is not None])
+    for memory in (None, least_memory(inputs[0], inputs[1], x_grad=True, grad=True)):
+        _, saved = host().forward(EVERY, *inputs, memory_budget=memory, **OPTIONS)
+        grads = host().backward(EVERY, saved, dy.bfloat16(), memory_budget=memory, **OPTIONS)
+        errors.append([(g.double() - t).abs().max() for g, t in zip(grads, truth, strict=True) if g is not None])
     assert all(many <= 1.5 * once for once, many in zip(*errors, strict=True))
 
 

@@ -140,16 +140,16 @@ def run(
     loss, saved = host.forward(needs, **given, **options)  # type: ignore[arg-type]
     assert isinstance(loss, Tensor)
     dloss = torch.randn(loss.shape, generator=torch.Generator().manual_seed(1))
-    found = [host.backward(needs, saved, dloss, **options) for _ in range(2)]  # type: ignore[arg-type]
-    return kernels, loss, found, dloss
+    grads = [host.backward(needs, saved, dloss, **options) for _ in range(2)]  # type: ignore[arg-type]
+    return kernels, loss, grads, dloss
 
 
 def expected(given: dict[str, Tensor], reduction: str, dloss: Tensor) -> tuple[Tensor, ...]:
     leaves = {name: t.double().requires_grad_() if t.is_floating_point() else t for name, t in given.items()}
     loss = fused_linear_cross_entropy.reference(**leaves, reduction=reduction, ignore_index=-1)  # type: ignore[arg-type]
-    wanted = [leaves[name] for name in ("x", "linear_weight", "bias")]
+    differentiable = [leaves[name] for name in ("x", "linear_weight", "bias")]
     assert isinstance(loss, Tensor)
-    return (loss, *torch.autograd.grad(loss, wanted, dloss.double()))
+    return (loss, *torch.autograd.grad(loss, differentiable, dloss.double()))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -157,21 +157,21 @@ def expected(given: dict[str, Tensor], reduction: str, dloss: Tensor) -> tuple[T
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_gradients_of_a_linear_loss(size: Size, kind: str, reduction: str, bias_dtype: torch.dtype) -> None:
-    given = arguments(size, torch.bfloat16, bias_dtype)
+    inputs = arguments(size, torch.bfloat16, bias_dtype)
     plan = plan_of(
         (True, True, True),
-        given["x"],
-        given["linear_weight"],
+        inputs["x"],
+        inputs["linear_weight"],
         accum_dtype=torch.float32,
         memory_budget=size.budgets[kind],
         reduced=reduction != "none",
     )
     assert (plan.whole, plan.columns is not None) == (kind == "whole", kind == "columns")
     assert plan.at_once == (kind != "whole" and reduction != "none")
-    kernels, loss, found, dloss = run(given, reduction, size.budgets[kind])
-    truth, *gradients = expected(given, reduction, dloss)
+    kernels, loss, grads, dloss = run(inputs, reduction, size.budgets[kind])
+    truth, *gradients = expected(inputs, reduction, dloss)
     torch.testing.assert_close(loss.double(), truth, rtol=2e-2, atol=2e-2)
-    for gradient, again, right in zip(*found, gradients, strict=True):
+    for gradient, again, right in zip(*grads, gradients, strict=True):
         assert gradient is not None
         assert again is not None
         assert torch.equal(gradient, again)
@@ -183,13 +183,13 @@ def test_gradients_of_a_linear_loss(size: Size, kind: str, reduction: str, bias_
 
 def test_the_gradient_of_a_wide_bias_is_summed_before_it_is_rounded() -> None:
     size = SIZES["even"]
-    given = arguments(size, torch.bfloat16, torch.float32)
-    given["target"][3:] = -1
+    inputs = arguments(size, torch.bfloat16, torch.float32)
+    inputs["target"][3:] = -1
     for budget in size.budgets.values():
-        _, _, found, dloss = run(given, "sum", budget)
-        logits = (given["x"] @ given["linear_weight"].T).float() + given["bias"]
-        gradient = torch.softmax(logits, 1)[:3] - torch.nn.functional.one_hot(given["target"][:3], size.vocabulary)
-        torch.testing.assert_close(found[0][2], gradient.sum(0) * dloss, rtol=1e-5, atol=1e-6)
+        _, _, grads, dloss = run(inputs, "sum", budget)
+        logits = (inputs["x"] @ inputs["linear_weight"].T).float() + inputs["bias"]
+        gradient = torch.softmax(logits, 1)[:3] - torch.nn.functional.one_hot(inputs["target"][:3], size.vocabulary)
+        torch.testing.assert_close(grads[0][2], gradient.sum(0) * dloss, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["chunks", "columns"])
@@ -198,16 +198,16 @@ def test_the_gradient_of_a_wide_bias_is_summed_before_it_is_rounded() -> None:
 def test_logits_and_what_is_made_beside_them_fit_a_budget(size: Size, kind: str, bias_dtype: torch.dtype) -> None:
     budget = size.budgets[kind]
     assert budget is not None
-    given = arguments(size, torch.bfloat16, bias_dtype)
-    assert budget >= least_memory(given["x"], given["linear_weight"], accum_dtype=torch.float32, weight_grad=True)
-    kernels, *_ = run(given, "mean", budget)
+    inputs = arguments(size, torch.bfloat16, bias_dtype)
+    assert budget >= least_memory(inputs["x"], inputs["linear_weight"], accum_dtype=torch.float32, weight_grad=True)
+    kernels, *_ = run(inputs, "mean", budget)
     accumulator = 4 * size.vocabulary * size.hidden if kind == "chunks" else 0
     room = budget - accumulator - 4 * size.vocabulary - 32 * ROWS
     assert room // 2 < max(size for *_, size in kernels.seen) <= room
 
 
 def test_gradients_made_in_forward_are_given_away_once() -> None:
-    given = arguments(SIZES["even"], torch.bfloat16, torch.bfloat16)
+    inputs = arguments(SIZES["even"], torch.bfloat16, torch.bfloat16)
     options = {
         "reduction": "mean",
         "memory_budget": SIZES["even"].budgets["chunks"],
@@ -215,9 +215,9 @@ def test_gradients_made_in_forward_are_given_away_once() -> None:
         **OPTIONS,
     }
     host = FusedLinearCrossEntropy(TorchKernels(), TorchLinear())
-    _, saved = host.forward((True, True, True), **given, **options)  # type: ignore[arg-type]
+    _, saved = host.forward((True, True, True), **inputs, **options)  # type: ignore[arg-type]
     assert isinstance(saved[-1], SavedOnce)
-    assert host.forward((False, False, False), **given, **options)[1] == ()  # type: ignore[arg-type]
+    assert host.forward((False, False, False), **inputs, **options)[1] == ()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("aligned", [1, 128])
@@ -243,8 +243,8 @@ def test_compiled_chunks_are_added_up_in_one_place() -> None:
         return total.to(torch.bfloat16)
 
     a, b = torch.randn(12, 16).bfloat16(), torch.randn(12, 8).bfloat16()
-    found, (code,) = run_and_get_code(torch.compile(compute, fullgraph=True), a, b)
-    assert torch.equal(found, compute(a, b))
+    product, (code,) = run_and_get_code(torch.compile(compute, fullgraph=True), a, b)
+    assert torch.equal(product, compute(a, b))
     assert code.count("empty_strided_cpu((16, 8), (8, 1), torch.float32)") == 1
 
 

@@ -21,15 +21,15 @@ VOCABULARY, HIDDEN = 131, 8
 
 def _rows(losses: Tensor, statistics: Tensor, student: Tensor, teacher: Tensor, columns: int, first: int) -> None:
     """Forward KL divergences."""
-    some = slice(first, first + student.shape[0])
+    rows = slice(first, first + student.shape[0])
     p, q = teacher[:, :columns].log_softmax(1), student[:, :columns].log_softmax(1)
-    losses[some] = (p.exp() * (p - q)).sum(1)
-    statistics[0, some] = student[:, :columns].logsumexp(1)
+    losses[rows] = (p.exp() * (p - q)).sum(1)
+    statistics[0, rows] = student[:, :columns].logsumexp(1)
 
 
 def _gradient(dstudent: Tensor, teacher: Tensor, columns: int, statistics: Tensor, count: Tensor, first: int) -> None:
-    some = slice(first, first + dstudent.shape[0])
-    q = torch.exp(dstudent[:, :columns] - statistics[0, some, None])
+    rows = slice(first, first + dstudent.shape[0])
+    q = torch.exp(dstudent[:, :columns] - statistics[0, rows, None])
     dstudent[:, :columns] = q - teacher[:, :columns].softmax(1)
     dstudent[:, columns:] = torch.nan
 
@@ -100,7 +100,7 @@ def test_kernels_of_a_compiled_loss_get_the_rows_that_they_would_get() -> None:
         x, weight = (tensor.requires_grad_() for tensor in layers[:2])
         how: Any = {"accum_dtype": torch.float32, "weight_grad": True, "teacher_x": layers[2]}
         budget = temporary_memory(16, x, weight, **how)
-        expected, found = (f(*layers, memory_budget=budget) for f in (loss, compiled))
-        torch.testing.assert_close(found, expected)
-        gradients = [torch.autograd.grad(result, (x, weight)) for result in (expected, found)]
+        expected, actual = (f(*layers, memory_budget=budget) for f in (loss, compiled))
+        torch.testing.assert_close(actual, expected)
+        gradients = [torch.autograd.grad(result, (x, weight)) for result in (expected, actual)]
         torch.testing.assert_close(gradients[1], gradients[0])

@@ -61,12 +61,12 @@ class TorchKernels(DistillationKernels):
     def rows(
         self, results: DistillationResults, student: Logits, teacher: Logits, inputs: DistillationInputs, first: int
     ) -> None:
-        some = slice(first, first + student.memory.shape[0])
+        row_slice = slice(first, first + student.memory.shape[0])
         z, p = self._both(student, teacher, inputs, 0)
         least = inputs.options.beta if inputs.options.divergence == "given" else 0.0
         losses = (p * (p.clamp(min=least).log() - z.log_softmax(1))).nan_to_num(0.0).sum(1)
-        results.soft[some] = losses.masked_fill(~self._counts(inputs, first, len(losses)), 0.0)
-        results.statistics[0, some], results.statistics[4, some] = z.logsumexp(1), p.sum(1)
+        results.soft[row_slice] = losses.masked_fill(~self._counts(inputs, first, len(losses)), 0.0)
+        results.statistics[0, row_slice], results.statistics[4, row_slice] = z.logsumexp(1), p.sum(1)
 
     def gradient(
         self,
@@ -79,11 +79,11 @@ class TorchKernels(DistillationKernels):
         first: int,
         first_column: int,
     ) -> None:
-        some = slice(first, first + dstudent.memory.shape[0])
+        rows = slice(first, first + dstudent.memory.shape[0])
         z, p = self._both(dstudent if student is None else student, teacher, inputs, first_column)
         assert incoming.soft is not None
-        by = incoming.soft.expand(statistics.shape[1])[some, None]
-        dz = by * (torch.exp(z - statistics[0, some, None]) * statistics[4, some, None] - p)
+        by = incoming.soft.expand(statistics.shape[1])[rows, None]
+        dz = by * (torch.exp(z - statistics[0, rows, None]) * statistics[4, rows, None] - p)
         dstudent.tensor().copy_(dz.masked_fill(~self._counts(inputs, first, len(dz))[:, None], 0.0))
 
     def count(self, x: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -113,33 +113,33 @@ OPTIONS: dict[str, Any] = {"log_target": False, "temperature": 1.0, "softcap": N
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_of_kl_div(kind: str, reduction: str, bias_dtype: torch.dtype) -> None:
     """By chunks of rows, by blocks of columns or at once they are the reference's, twice the same; the target keeps its own."""
-    given = arguments(bias_dtype=bias_dtype)
+    inputs = arguments(bias_dtype=bias_dtype)
     budget = BUDGETS[kind]
-    found = plan_of(
+    plan = plan_of(
         ALL,
-        given["x"],
-        given["linear_weight"],
+        inputs["x"],
+        inputs["linear_weight"],
         accum_dtype=torch.float32,
         memory_budget=budget,
         reduced=reduction != "none",
     )
-    assert (found.whole, found.columns is not None) == (kind == "whole", kind == "columns")
+    assert (plan.whole, plan.columns is not None) == (kind == "whole", kind == "columns")
     options = {**OPTIONS, "reduction": reduction, "accum_dtype": torch.float32, "memory_budget": budget}
-    linear, before = TorchLinear(), given["target"].clone()
+    linear, before = TorchLinear(), inputs["target"].clone()
     host = FusedLinearKLDiv(TorchKernels(), linear)
-    loss, saved = host.forward(ALL, **given, **options)
+    loss, saved = host.forward(ALL, **inputs, **options)
     dloss = torch.randn(loss.shape, generator=torch.Generator().manual_seed(1))
-    got = [host.backward(ALL, saved, dloss, **options) for _ in range(2)]
-    assert torch.equal(given["target"], before)
-    assert saved[2] is given["target"]
+    grads = [host.backward(ALL, saved, dloss, **options) for _ in range(2)]
+    assert torch.equal(inputs["target"], before)
+    assert saved[2] is inputs["target"]
     assert all(
         dtypes == (torch.bfloat16, torch.bfloat16) for dtypes in linear.added
     )  # 16-bit operands, never their copies
-    leaves = {name: t.double().requires_grad_() if t.is_floating_point() else t for name, t in given.items()}
+    leaves = {name: t.double().requires_grad_() if t.is_floating_point() else t for name, t in inputs.items()}
     truth = fused_linear_kl_div.reference(**leaves, **options)
-    wanted = [leaves[name] for name in ("x", "linear_weight", "bias")]
+    differentiable = [leaves[name] for name in ("x", "linear_weight", "bias")]
     torch.testing.assert_close(loss.double(), truth, rtol=2e-2, atol=2e-2)
-    for one, again, right in zip(*got, torch.autograd.grad(truth, wanted, dloss.double()), strict=True):
+    for one, again, right in zip(*grads, torch.autograd.grad(truth, differentiable, dloss.double()), strict=True):
         assert one is not None
         assert again is not None
         assert torch.equal(one, again)
@@ -147,17 +147,17 @@ def test_gradients_of_kl_div(kind: str, reduction: str, bias_dtype: torch.dtype)
 
 
 def test_gradients_made_in_forward_are_given_away_once() -> None:
-    given = arguments()
+    inputs = arguments()
     options = {**OPTIONS, "reduction": "batchmean", "accum_dtype": torch.float32, "memory_budget": BUDGETS["chunks"]}
     host = FusedLinearKLDiv(TorchKernels(), TorchLinear())
-    assert isinstance(host.forward(ALL, **given, **options)[1][-1], SavedOnce)
-    assert host.forward((False, False, False), **given, **options)[1] == ()
+    assert isinstance(host.forward(ALL, **inputs, **options)[1][-1], SavedOnce)
+    assert host.forward((False, False, False), **inputs, **options)[1] == ()
 
 
 def test_what_is_kept_of_an_unreduced_loss_is_no_gradient() -> None:
-    given = arguments()
+    inputs = arguments()
     options = {**OPTIONS, "reduction": "none", "accum_dtype": torch.float32, "memory_budget": BUDGETS["chunks"]}
-    _, saved = FusedLinearKLDiv(TorchKernels(), TorchLinear()).forward(ALL, **given, **options)
+    _, saved = FusedLinearKLDiv(TorchKernels(), TorchLinear()).forward(ALL, **inputs, **options)
     assert len(saved) == 7
 
 
@@ -165,7 +165,7 @@ def test_what_is_kept_of_an_unreduced_loss_is_no_gradient() -> None:
 @pytest.mark.parametrize("kind", ["whole", "chunks"])
 def test_a_frozen_student_takes_no_product_of_its_weight(kind: str, needs: Needs) -> None:
     """Nor has it a gradient; that of the teacher has no product at all."""
-    given = arguments()
+    inputs = arguments()
     linear = TorchLinear()
     host = FusedLinearDistillation(TorchKernels(), linear)
     options: dict[str, Any] = {
@@ -182,12 +182,12 @@ def test_a_frozen_student_takes_no_product_of_its_weight(kind: str, needs: Needs
         "memory_budget": None if kind == "whole" else 18_000,
     }
     tensors = (
-        given["x"],
-        given["linear_weight"],
-        given["x"] * 2,
-        given["linear_weight"] * 2,
-        given["labels"],
-        given["bias"],
+        inputs["x"],
+        inputs["linear_weight"],
+        inputs["x"] * 2,
+        inputs["linear_weight"] * 2,
+        inputs["labels"],
+        inputs["bias"],
     )
     result, saved = host.forward(needs, *tensors, **options)
     one = torch.ones(())
@@ -204,7 +204,7 @@ def test_a_frozen_student_takes_no_product_of_its_weight(kind: str, needs: Needs
 @pytest.mark.parametrize("soft_weight", [0.7, 0.0])
 def test_forward_makes_the_gradient_of_the_loss(kind: str, soft_weight: float) -> None:
     """A second backward makes it again."""
-    given = arguments(torch.float32)
+    inputs = arguments(torch.float32)
     options: dict[str, Any] = {
         "divergence": "jsd",
         "beta": 0.0,
@@ -218,14 +218,14 @@ def test_forward_makes_the_gradient_of_the_loss(kind: str, soft_weight: float) -
         "accum_dtype": torch.float32,
         "memory_budget": None if kind == "whole" else 36_000,
     }
-    tensors = [given["x"], given["linear_weight"], given["x"] * 2, given["linear_weight"] * 2, given["labels"]]
+    tensors = [inputs["x"], inputs["linear_weight"], inputs["x"] * 2, inputs["linear_weight"] * 2, inputs["labels"]]
     host = FusedLinearDistillation(TorchKernels(), TorchLinear())
     _, saved = host.forward((True, True, False), *tensors, **options)
     assert isinstance(saved[-1], SavedOnce) == (kind == "chunks")
-    got = [host.backward((True, True, False), saved, torch.tensor(2.0), **options) for _ in range(2)]
+    grads = [host.backward((True, True, False), saved, torch.tensor(2.0), **options) for _ in range(2)]
     leaves = [t.double().requires_grad_() for t in tensors[:2]]
     truth = fused_linear_distillation.reference(*leaves, *(t.double() for t in tensors[2:4]), tensors[4], **options)
-    for found in got:
+    for found in grads:
         for one, wanted in zip(found, torch.autograd.grad(truth.loss * 2, leaves, retain_graph=True), strict=False):
             assert one is not None
             torch.testing.assert_close(one.double(), wanted, rtol=1e-4, atol=1e-6)

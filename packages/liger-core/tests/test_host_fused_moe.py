@@ -44,8 +44,8 @@ class Kernels(MoEKernels):
             if made is not None:
                 made.fill_(torch.nan)
         for expert, rows, slots in self.blocks(routing):
-            found = x[slots // routing.per_token()]
-            gates, ups = found @ gate[expert].T, found @ up[expert].T
+            tokens = x[slots // routing.per_token()]
+            gates, ups = tokens @ gate[expert].T, tokens @ up[expert].T
             if factors is not None:
                 factors[rows] = torch.cat((gates, ups), 1)
             if activated is not None:
@@ -100,10 +100,10 @@ class Kernels(MoEKernels):
     def sum_slots(self, result: Tensor, slots: Tensor, scale: Tensor | None, routing: Routing, marks: bool) -> None:
         experts = routing.by_size.shape[0]
         slots = slots if scale is None else slots * scale[:, None]
-        found = slots.view(*routing.keys.shape, -1).masked_fill((routing.keys >= experts)[..., None], 0.0)
+        by_token = slots.view(*routing.keys.shape, -1).masked_fill((routing.keys >= experts)[..., None], 0.0)
         if marks:
-            found = found.masked_fill((routing.keys > experts)[..., None], torch.nan)
-        result.copy_(found.sum(1))
+            by_token = by_token.masked_fill((routing.keys > experts)[..., None], torch.nan)
+        result.copy_(by_token.sum(1))
 
 
 def arguments() -> dict[str, Any]:
@@ -134,39 +134,39 @@ def budget_of(given: dict[str, Any], columns: int) -> int:
 @pytest.mark.parametrize("columns", [None, 20, 19, 7, 1])
 def test_budgets_change_no_value(columns: int | None) -> None:
     """With less than all, columns are taken in spans, forward goes by tokens, and the factors are made again."""
-    given = arguments()
-    leaves = {name: given[name].requires_grad_() for name in NAMES}
+    inputs = arguments()
+    leaves = {name: inputs[name].requires_grad_() for name in NAMES}
     dy = torch.randn(7, 6)
-    expected = torch.autograd.grad(fused_moe.reference(**given), list(leaves.values()), dy)
-    given = {name: value.detach() for name, value in given.items()}
-    found = gradients(given, (True,) * 4, None if columns is None else budget_of(given, columns), dy)
-    torch.testing.assert_close(found, list(expected), rtol=1e-5, atol=1e-4)  # of gradients up to 100
+    expected = torch.autograd.grad(fused_moe.reference(**inputs), list(leaves.values()), dy)
+    inputs = {name: value.detach() for name, value in inputs.items()}
+    grads = gradients(inputs, (True,) * 4, None if columns is None else budget_of(inputs, columns), dy)
+    torch.testing.assert_close(grads, list(expected), rtol=1e-5, atol=1e-4)  # of gradients up to 100
 
 
 @pytest.mark.parametrize("wanted", range(1, 16))
 def test_only_what_is_wanted_is_made(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen weights take no product and no memory of theirs; frozen tokens no row to be summed."""
-    given, needs = arguments(), tuple(bool(wanted >> i & 1) for i in range(4))
+    inputs, needs = arguments(), tuple(bool(wanted >> i & 1) for i in range(4))
     calls: list[str] = []
     for name in ("product", "weight_gradient"):
         kernel = getattr(Kernels, name)
         monkeypatch.setattr(Kernels, name, lambda *a, of=kernel, name=name, **k: (calls.append(name), of(*a, **k))[1])
-    made = gradients(given, needs, None, torch.randn(7, 6))
-    assert [gradient is not None for gradient in made] == list(needs)
+    grads = gradients(inputs, needs, None, torch.randn(7, 6))
+    assert [gradient is not None for gradient in grads] == list(needs)
     assert calls.count("product") == 1 + needs[0]
     assert calls.count("weight_gradient") == needs[1] + needs[2]
 
 
 def test_the_plan_fits_its_budget() -> None:
     """The most tokens and columns that there is room for; columns in vectors where there are many."""
-    given = arguments()
-    x, weight, indices = given["x"], given["gate_up_weight"], given["expert_indices"]
+    inputs = arguments()
+    x, weight, indices = inputs["x"], inputs["gate_up_weight"], inputs["expert_indices"]
     every = (True,) * 4
     assert plan_of(every, x, weight, indices, None) == (7, 20, True)
-    assert plan_of(every, x, weight, indices, budget_of(given, 20)) == (7, 20, True)
-    assert plan_of(every, x, weight, indices, budget_of(given, 20) - 1) == (6, 16, False)
-    assert plan_of(every, x, weight, indices, budget_of(given, 1)) == (1, 1, False)
-    assert plan_of((False,) * 4, x, weight, indices, budget_of(given, 1)) == (1, 20, False)
+    assert plan_of(every, x, weight, indices, budget_of(inputs, 20)) == (7, 20, True)
+    assert plan_of(every, x, weight, indices, budget_of(inputs, 20) - 1) == (6, 16, False)
+    assert plan_of(every, x, weight, indices, budget_of(inputs, 1)) == (1, 1, False)
+    assert plan_of((False,) * 4, x, weight, indices, budget_of(inputs, 1)) == (1, 20, False)
 
 
 def test_slots_are_sorted_and_divided() -> None:
@@ -203,14 +203,14 @@ def test_one_graph_is_for_any_number_of_chunks() -> None:
 
     torch.compiler.reset()
     compiled = torch.compile(call, backend=keep, fullgraph=True, dynamic=True)
-    given = arguments()
-    budget = budget_of(given, 7)
+    call_inputs = arguments()
+    budget = budget_of(call_inputs, 7)
     for times in (1, 2, 5):
-        more = {name: torch.cat([given[name]] * times) for name in ("x", "expert_indices", "expert_weights")}
-        leaves = {name: (given | more)[name].detach().requires_grad_() for name in NAMES}
-        each = given | more | leaves
-        expected, found = fused_moe.reference(**each), compiled(each | {"memory_budget": budget * times})
-        torch.testing.assert_close(found, expected)
-        gradients = [torch.autograd.grad(y.sum(), list(leaves.values())) for y in (expected, found)]
+        more = {name: torch.cat([call_inputs[name]] * times) for name in ("x", "expert_indices", "expert_weights")}
+        leaves = {name: (call_inputs | more)[name].detach().requires_grad_() for name in NAMES}
+        each = call_inputs | more | leaves
+        expected, actual = fused_moe.reference(**each), compiled(each | {"memory_budget": budget * times})
+        torch.testing.assert_close(actual, expected)
+        gradients = [torch.autograd.grad(y.sum(), list(leaves.values())) for y in (expected, actual)]
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-4)
     assert len(graphs) == 1

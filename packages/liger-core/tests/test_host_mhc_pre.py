@@ -25,8 +25,8 @@ def _made(m: Tensor, bias: Tensor, alpha: Tensor, streams: int, options: Coeffic
     pre = torch.sigmoid(alpha[0] * m[:, :streams] + bias[:streams]) + options.pre_eps
     if m.shape[1] == streams:
         return [pre]
-    some = slice(streams, 2 * streams)
-    post = options.post_multiplier * torch.sigmoid(alpha[1] * m[:, some] + bias[some])
+    columns = slice(streams, 2 * streams)
+    post = options.post_multiplier * torch.sigmoid(alpha[1] * m[:, columns] + bias[columns])
     logits = (alpha[2] * m[:, 2 * streams :] + bias[2 * streams :]).view(-1, streams, streams)
     res = logits.softmax(-1) + options.sinkhorn_eps
     res = res / (res.sum(-2, keepdim=True) + options.sinkhorn_eps)
@@ -80,11 +80,11 @@ class Kernels(MHCPreKernels):
         streams, count = rest.shape[1] - 1, bias.shape[0]
         leaves = [t.detach().float().requires_grad_() for t in (m[:, :-1], bias, alpha)]
         with torch.enable_grad():
-            made = _made(*leaves, streams, options)
-            total = (made[0] * 0.0).sum()
+            results = _made(*leaves, streams, options)
+            total = (results[0] * 0.0).sum()
             if dots is not None:
-                total = total + (made[0] * dots).sum()
-            for d, result in zip((dpre, dpost, dres), made, strict=False):
+                total = total + (results[0] * dots).sum()
+            for d, result in zip((dpre, dpost, dres), results, strict=False):
                 if d is not None:
                     total = total + (result * d.reshape(result.shape)).sum()
             g, dbias, dalpha = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
@@ -94,7 +94,7 @@ class Kernels(MHCPreKernels):
         for part in range(3):
             plan[:, part, :count] = rest_of.to(torch.bfloat16)
             rest_of = rest_of - plan[:, part, :count]
-        rest[:, :streams] = made[0].detach()
+        rest[:, :streams] = results[0].detach()
         rest[:, streams:] = (g * m[:, :-1]).sum(1, keepdim=True) * r * r / columns
         sums = torch.zeros(2, count + 3)
         sums[:, :count] = dbias / 2
@@ -164,9 +164,9 @@ def _check_gradients(
     incoming = [None if e is None else torch.randn_like(e) for e in expected]
     gradients = op.backward(needs, saved, *incoming, **options)
     outputs = [e for e in expected if e is not None]
-    wanted = [t for t in leaves.values() if t.requires_grad]
+    differentiable = [t for t in leaves.values() if t.requires_grad]
     truth = torch.autograd.grad(
-        outputs, wanted, [d for d in incoming if d is not None], allow_unused=True, materialize_grads=True
+        outputs, differentiable, [d for d in incoming if d is not None], allow_unused=True, materialize_grads=True
     )
     assert [g is not None for g in gradients] == list(needs)
     for one, other in zip((g for g in gradients if g is not None), truth, strict=True):

@@ -185,7 +185,7 @@ def flops_of(op: Any, host: Any, flowing: tuple[str, ...], given: dict[str, Any]
         result, saved = host.forward(needs, **arguments)
         fields = result._asdict() if hasattr(result, "_asdict") else {"loss": result}
         keeps = op.has_gradient(arguments) or [True] * len(fields)
-        names = [name for name, kept in zip(fields, keeps, strict=True) if kept]
+        names = [name for name, keep in zip(fields, keeps, strict=True) if keep]
         incoming = [torch.ones_like(fields[name]) if name in flowing else None for name in names]
         options = {name: arguments[name] for name in op.options}
         assert all(g is not None for g in host.backward(needs, saved, *incoming, **options)[:2])
@@ -212,9 +212,9 @@ def test_products_of_a_distillation(flowing: tuple[str, ...], options: dict[str,
     """The logits of both, dx and dweight: what an unfused model takes. 2048 rows are one chunk, whose logits are kept."""
     rows = options.get("rows", ROWS)
     labels = torch.empty(rows, dtype=torch.int64, device="meta")
-    given = {**layers(rows), "labels": labels, **{name: o for name, o in options.items() if name != "rows"}}
+    inputs = {**layers(rows), "labels": labels, **{name: o for name, o in options.items() if name != "rows"}}
     host = FusedLinearDistillation(NoKernels(), NoLinear())
-    assert flops_of(fused_linear_distillation, host, flowing, given) == flops
+    assert flops_of(fused_linear_distillation, host, flowing, inputs) == flops
 
 
 def test_products_of_a_divergence() -> None:
@@ -238,32 +238,32 @@ def test_rows_of_a_teacher_at_a_time(rows: int, budgeted: int | None, each: list
 
     A budget has room for three logits of its rows: two are the student's, and one is the teacher's.
     """
-    made: list[int] = []
+    chunk_rows: list[int] = []
 
     class Recorded(NoKernels):
         def rows(
             self, results: DistillationResults, student: Logits, teacher: Logits, given: DistillationInputs, first: int
         ) -> None:
             assert student.memory.shape == teacher.memory.shape
-            made.append(teacher.memory.shape[0])
+            chunk_rows.append(teacher.memory.shape[0])
 
-    given = layers(rows)
-    how: Any = {"accum_dtype": torch.float32, "weight_grad": True, "teacher_x": given["teacher_x"]}
-    budget = budgeted and temporary_memory(budgeted, given["student_x"], given["student_weight"], **how)
-    arguments = fused_linear_distillation.bind((), {**given, "memory_budget": budget})
+    inputs = layers(rows)
+    how: Any = {"accum_dtype": torch.float32, "weight_grad": True, "teacher_x": inputs["teacher_x"]}
+    budget = budgeted and temporary_memory(budgeted, inputs["student_x"], inputs["student_weight"], **how)
+    arguments = fused_linear_distillation.bind((), {**inputs, "memory_budget": budget})
     FusedLinearDistillation(Recorded(), NoLinear()).forward(BOTH, **arguments)
-    assert made == each
+    assert chunk_rows == each
 
 
 def compiled(op: Any, host: Any, needs: Needs, given: dict[str, Any], classes: int) -> tuple[float, bool]:
     """The products of a compiled step, each of ROWS_TRACED · WIDTH_TRACED · classes, and whether it keeps logits."""
     kernel: Any = SimpleNamespace(forward=host.forward, backward=host.backward)
     run = differentiable(op, kernel, "toy")
-    kept: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
     def compiler(graph: Any, inputs: Any) -> Any:
         returned = next(node for node in graph.graph.nodes if node.op == "output").args[0]
-        kept.extend(tuple(node.meta["val"].shape) for node in returned if node is not None)
+        shapes.extend(tuple(node.meta["val"].shape) for node in returned if node is not None)
         return make_boxed_func(graph.forward)
 
     def first(given: dict[str, Any]) -> Tensor:
@@ -274,7 +274,7 @@ def compiled(op: Any, host: Any, needs: Needs, given: dict[str, Any], classes: i
     torch.compiler.reset()
     with profile(record_shapes=True) as profiled:
         torch.compile(first, backend=backend, fullgraph=True)(given).sum().backward()
-    keeps = any(shape[-1:] in ((classes,), (padded_columns(classes),)) for shape in kept)
+    keeps = any(shape[-1:] in ((classes,), (padded_columns(classes),)) for shape in shapes)
     return run_flops(profiled) / (2 * ROWS_TRACED * WIDTH_TRACED * classes), keeps
 
 
@@ -292,7 +292,7 @@ def test_a_compiled_distillation_keeps_no_logits(options: dict[str, Any], produc
     """Backward of a loss per row makes chunks of logits by the products that forward had: torch.compile would see that, and keep
     them all.
     """
-    given = {
+    inputs = {
         "student_x": torch.randn(ROWS_TRACED, WIDTH_TRACED, requires_grad=True),
         "student_weight": torch.randn(classes, WIDTH_TRACED, requires_grad=True),
         "teacher_x": torch.randn(ROWS_TRACED, WIDTH_TRACED),
@@ -300,7 +300,7 @@ def test_a_compiled_distillation_keeps_no_logits(options: dict[str, Any], produc
         "labels": torch.zeros(ROWS_TRACED, dtype=torch.int64),
     }
     host = FusedLinearDistillation(NoKernels(), NoLinear())
-    assert compiled(fused_linear_distillation, host, BOTH, given | options, classes) == (products, False)
+    assert compiled(fused_linear_distillation, host, BOTH, inputs | options, classes) == (products, False)
 
 
 @pytest.mark.parametrize(
@@ -314,14 +314,14 @@ def test_a_compiled_distillation_keeps_no_logits(options: dict[str, Any], produc
     ids=str,
 )
 def test_compiled_statistics_keep_no_logits(needs: Needs, dtype: torch.dtype, classes: int) -> None:
-    given = {
+    inputs = {
         "x": torch.randn(ROWS_TRACED, WIDTH_TRACED, dtype=dtype, requires_grad=True),
         "linear_weight": torch.randn(classes, WIDTH_TRACED, dtype=dtype, requires_grad=needs[1]),
         "target": torch.zeros(ROWS_TRACED, dtype=torch.int64),
         "return_entropy": True,
     }
     host = FusedLinearStatistics(NoStatistics(), NoLinear())
-    assert compiled(fused_linear_logit_statistics, host, needs, given, classes) == (2 + sum(needs), False)
+    assert compiled(fused_linear_logit_statistics, host, needs, inputs, classes) == (2 + sum(needs), False)
 
 
 def most_memory(step: Callable[[], Any], trace: Path) -> int:
@@ -381,9 +381,11 @@ def test_one_graph_is_for_any_number_of_chunks(name: str) -> None:
     backend = aot_autograd(fw_compiler=count, bw_compiler=count)
     loss = torch.compile(loss_of(name), backend=backend, fullgraph=True, dynamic=True)
     for rows in (120, 200, 300):
-        given = given_to(name, rows)
-        wanted = [tensor for tensor in given.values() if isinstance(tensor, Tensor) and tensor.requires_grad]
-        torch.autograd.grad(loss(**given), wanted)
+        call_inputs = given_to(name, rows)
+        differentiable = [
+            tensor for tensor in call_inputs.values() if isinstance(tensor, Tensor) and tensor.requires_grad
+        ]
+        torch.autograd.grad(loss(**call_inputs), differentiable)
     assert len(steps) == 2
     assert max(steps) < 80
 
@@ -391,17 +393,19 @@ def test_one_graph_is_for_any_number_of_chunks(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_compiled_loss_takes_the_memory_of_an_eager_one(name: str, tmp_path: Path) -> None:
     """Inductor makes a product that it traced at the end, and then the gradients of all chunks live at once."""
-    given, of_given = given_to(name, 1024), loss_of(name)
-    wanted = [tensor for tensor in given.values() if isinstance(tensor, Tensor) and tensor.requires_grad]
+    inputs, of_given = given_to(name, 1024), loss_of(name)
+    differentiable = [tensor for tensor in inputs.values() if isinstance(tensor, Tensor) and tensor.requires_grad]
 
     def loss() -> Tensor:
-        return of_given(**given)
+        return of_given(**inputs)
 
     torch.compiler.reset()
     taken: list[int] = []
     for call in (loss, torch.compile(loss, fullgraph=True)):
-        torch.autograd.grad(call(), wanted)
-        taken.append(most_memory(lambda call=call: torch.autograd.grad(call(), wanted), tmp_path / "trace.json"))
+        torch.autograd.grad(call(), differentiable)
+        taken.append(
+            most_memory(lambda call=call: torch.autograd.grad(call(), differentiable), tmp_path / "trace.json")
+        )
     eager, traced = taken
     assert eager < 1024 * 512  # a quarter of all logits
     assert traced < 1.25 * eager
@@ -421,8 +425,8 @@ class Aligned(TorchDispatchMode):
             if any(min(tensor.shape) < EVEN for tensor in factors):
                 self.rests += 1
             else:
-                found = [(tensor.shape, tensor.stride()) for tensor in factors]
-                assert not any(shape[1] % EVEN or stride[0] % EVEN for shape, stride in found), found
+                layouts = [(tensor.shape, tensor.stride()) for tensor in factors]
+                assert not any(shape[1] % EVEN or stride[0] % EVEN for shape, stride in layouts), layouts
         return result
 
 
@@ -439,7 +443,7 @@ def test_products_of_a_vocabulary_that_eight_does_not_divide(name: str, budget: 
     teacher = {"teacher_x": empty(ROWS, hidden), "teacher_weight": empty(vocabulary, hidden)}
     layer = {"x": empty(ROWS, hidden), "linear_weight": empty(vocabulary, hidden)}
     target = torch.empty(ROWS, dtype=torch.int64, device="meta")
-    op, host, given, flowing = {
+    op, host, inputs, flowing = {
         "distillation": (
             fused_linear_distillation,
             FusedLinearDistillation(NoKernels(), NoLinear()),
@@ -461,9 +465,9 @@ def test_products_of_a_vocabulary_that_eight_does_not_divide(name: str, budget: 
         ),
     }[name]
     if budget is not None:
-        given["memory_budget"] = budget + (4 * vocabulary * hidden if "teacher_x" in given else 0)
+        inputs["memory_budget"] = budget + (4 * vocabulary * hidden if "teacher_x" in inputs else 0)
     with Aligned() as products:
-        flops_of(op, host, (flowing,), given)
+        flops_of(op, host, (flowing,), inputs)
     assert products.rests > 0
 
 

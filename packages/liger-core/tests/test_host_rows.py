@@ -26,9 +26,9 @@ X = torch.arange(120.0).view(2, 3, 20)
     ids=lambda value: f"{[*value.shape]} by {value.stride()}" if isinstance(value, Tensor) else None,
 )
 def test_rows_are_views_where_strides_allow(x: Tensor, distance: int) -> None:
-    rows, found = as_rows(x)
+    rows, stride = as_rows(x)
     assert rows.data_ptr() == x.data_ptr(), "it was copied"
-    assert found == distance
+    assert stride == distance
 
 
 @pytest.mark.parametrize("x", [X.transpose(0, 1), X.mT, X[0].t(), X[..., ::2]], ids=lambda x: str(x.stride()))

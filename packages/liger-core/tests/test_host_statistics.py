@@ -45,21 +45,21 @@ class TorchKernels(StatisticsKernels):
 
     def rows(self, results: StatisticsResults, logits: Logits, inputs: StatisticsInputs, first_row: int) -> None:
         self.alone.append(logits.memory.untyped_storage().nbytes())
-        some = slice(first_row, first_row + logits.memory.shape[0])
+        row_slice = slice(first_row, first_row + logits.memory.shape[0])
         z = logits.tensor() if inputs.bias is None else logits.tensor() + inputs.bias.float()
-        target = inputs.target[some]
+        target = inputs.target[row_slice]
         counts = target != inputs.options.ignore_index
-        results.lse[some] = z.logsumexp(1).masked_fill(~counts.any(1), 0.0)
-        results.picked[some] = z.gather(1, target.clamp(min=0)).masked_fill(~counts, 0.0)
+        results.lse[row_slice] = z.logsumexp(1).masked_fill(~counts.any(1), 0.0)
+        results.picked[row_slice] = z.gather(1, target.clamp(min=0)).masked_fill(~counts, 0.0)
         log_p = z - z.logsumexp(1, keepdim=True)
         if results.entropy is not None:
-            results.entropy[some] = -(log_p.exp() * log_p).sum(1).masked_fill(~counts.any(1), 0.0)
+            results.entropy[row_slice] = -(log_p.exp() * log_p).sum(1).masked_fill(~counts.any(1), 0.0)
         if results.kept is not None:
             top = z.amax(1)
-            results.kept[0, some] = top
-            results.kept[1, some] = torch.exp(z - top[:, None]).sum(1).masked_fill(~counts.any(1), -1.0)
+            results.kept[0, row_slice] = top
+            results.kept[1, row_slice] = torch.exp(z - top[:, None]).sum(1).masked_fill(~counts.any(1), -1.0)
             if results.entropy is not None:
-                results.kept[2, some] = results.entropy[some]
+                results.kept[2, row_slice] = results.entropy[row_slice]
 
     def gradient(
         self,
@@ -73,19 +73,19 @@ class TorchKernels(StatisticsKernels):
     ) -> None:
         self.tiles.append(sum(both.memory.untyped_storage().nbytes() for both in (dlogits, logits) if both is not None))
         z = (logits or dlogits).tensor()
-        some, columns = slice(first_row, first_row + z.shape[0]), slice(first_column, first_column + z.shape[1])
+        rows, columns = slice(first_row, first_row + z.shape[0]), slice(first_column, first_column + z.shape[1])
         z = z if inputs.bias is None else z + inputs.bias.float()[columns]
-        log_p = z - kept[0, some, None] - kept[1, some, None].log()
+        log_p = z - kept[0, rows, None] - kept[1, rows, None].log()
         dz = torch.zeros_like(z)
         if incoming.lse is not None:
-            dz += incoming.lse[some, None] * log_p.exp()
+            dz += incoming.lse[rows, None] * log_p.exp()
         if incoming.entropy is not None:
-            dz -= incoming.entropy[some, None] * log_p.exp() * (log_p + kept[2, some, None])
+            dz -= incoming.entropy[rows, None] * log_p.exp() * (log_p + kept[2, rows, None])
         if incoming.picked is not None:
             column = torch.arange(columns.start, columns.stop)
             for k in range(inputs.target.shape[1]):
-                dz += incoming.picked[some, k, None] * (column == inputs.target[some, k, None])
-        dlogits.tensor().copy_(torch.where(kept[1, some, None] == -1.0, 0.0, dz))
+                dz += incoming.picked[rows, k, None] * (column == inputs.target[rows, k, None])
+        dlogits.tensor().copy_(torch.where(kept[1, rows, None] == -1.0, 0.0, dz))
         dlogits.memory[:, dlogits.columns :] = torch.nan
 
 
@@ -113,7 +113,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-class Found:
+class StatisticsRun:
     """A forward and two backwards of the host code, beside the reference's in float64."""
 
     def __init__(
@@ -180,22 +180,22 @@ KINDS = {
 @pytest.mark.parametrize("needs", [ALL, (False, True, False), (True, False, True), FROZEN], ids=str)
 def test_gradients_of_statistics(kind: str, each: int | None, needs: Needs) -> None:
     rows, vocabulary, budget = KINDS[kind]
-    given = arguments(torch.bfloat16, rows=rows, each=each, vocabulary=vocabulary)
+    inputs = arguments(torch.bfloat16, rows=rows, each=each, vocabulary=vocabulary)
     if all(needs):
-        found = plan(given, needs, budget)
-        assert (found.whole, found.by_columns) == (kind.endswith("whole"), kind.endswith("columns"))
-    Found(given, needs, budget).check()
+        planned = plan(inputs, needs, budget)
+        assert (planned.whole, planned.by_columns) == (kind.endswith("whole"), kind.endswith("columns"))
+    StatisticsRun(inputs, needs, budget).check()
 
 
 @pytest.mark.parametrize("accum_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_weight_gradient_of_many_chunks_is_as_exact_as_that_of_one(accum_dtype: torch.dtype) -> None:
     """It is summed in float32 and rounded once. Summed in bfloat16, its error grows with the chunks."""
-    given = arguments(torch.bfloat16, rows=512)
-    x, weight = given["x"], given["linear_weight"]
+    inputs = arguments(torch.bfloat16, rows=512)
+    x, weight = inputs["x"], inputs["linear_weight"]
     options = {**OPTIONS, "accum_dtype": accum_dtype, "return_entropy": False, "return_total": False}
     needs = (False, True, False)
     incoming = torch.randn(512, generator=torch.Generator().manual_seed(1))
-    leaves = {name: t.double().requires_grad_() if t.is_floating_point() else t for name, t in given.items()}
+    leaves = {name: t.double().requires_grad_() if t.is_floating_point() else t for name, t in inputs.items()}
     lse = fused_linear_logit_statistics.reference(**leaves, **options).lse
     (exact,) = torch.autograd.grad(lse, leaves["linear_weight"], incoming.double())
     errors = []
@@ -205,7 +205,7 @@ def test_the_weight_gradient_of_many_chunks_is_as_exact_as_that_of_one(accum_dty
         how: dict[str, Any] = {"accum_dtype": accum_dtype, "memory_budget": budget, "picked_alone": True}
         assert chunk == 512 or not plan_of(needs, x, weight, **how).whole
         host = FusedLinearStatistics(TorchKernels(), TorchLinear())
-        _, saved = host.forward(needs, **given, **options, memory_budget=budget)
+        _, saved = host.forward(needs, **inputs, **options, memory_budget=budget)
         _, dweight, _ = host.backward(needs, saved, incoming, None, None, None, **options, memory_budget=budget)
         assert dweight is not None
         errors.append(((dweight.double() - exact).norm() / exact.norm()).item())
@@ -220,38 +220,38 @@ def test_the_weight_gradient_of_many_chunks_is_as_exact_as_that_of_one(accum_dty
 def test_gradients_in_float32(kind: str) -> None:
     """The gradient of logits takes their memory."""
     rows, vocabulary, budget = KINDS[kind]
-    found = Found(arguments(torch.float32, rows=rows, vocabulary=vocabulary), ALL, budget)
-    found.check()
-    assert all(size <= 4 * rows * padded_columns(vocabulary) for size in found.kernels.tiles)
+    run = StatisticsRun(arguments(torch.float32, rows=rows, vocabulary=vocabulary), ALL, budget)
+    run.check()
+    assert all(size <= 4 * rows * padded_columns(vocabulary) for size in run.kernels.tiles)
 
 
 def test_logits_that_are_kept_are_given_away_once() -> None:
-    found = Found(arguments(torch.bfloat16), ALL, None)
-    assert isinstance(found.saved[-1], SavedOnce)
-    assert found.forward_products == 1
-    assert found.linear.products == 2  # the second backward makes them again
+    run = StatisticsRun(arguments(torch.bfloat16), ALL, None)
+    assert isinstance(run.saved[-1], SavedOnce)
+    assert run.forward_products == 1
+    assert run.linear.products == 2  # the second backward makes them again
 
 
 @pytest.mark.parametrize("wanted", [("lse",), ("picked",), ("lse", "picked")], ids=str)
 @pytest.mark.parametrize("budget", [None, 6_500])
 def test_a_frozen_weight_takes_no_product_in_backward(wanted: tuple[str, ...], budget: int | None) -> None:
-    given = arguments(torch.bfloat16)
-    assert plan(given, FROZEN, budget, picked_alone=True).frozen
-    found = Found(given, FROZEN, budget, wanted)
-    found.check()
-    assert found.linear.products == found.forward_products
-    assert not any(saved is given["x"] for saved in found.saved)
+    inputs = arguments(torch.bfloat16)
+    assert plan(inputs, FROZEN, budget, picked_alone=True).frozen
+    run = StatisticsRun(inputs, FROZEN, budget, wanted)
+    run.check()
+    assert run.linear.products == run.forward_products
+    assert not any(saved is inputs["x"] for saved in run.saved)
 
 
 def test_a_frozen_weight_has_the_digits_of_confident_rows() -> None:
     """Where p of the target is near 1, or near 0, of each gradient by itself and of their difference."""
-    given = arguments(torch.bfloat16)
-    given["x"] = (given["linear_weight"][given["target"].clamp(min=0)] * 0.9).to(torch.bfloat16)
-    given["bias"] = None
-    x, weight, target = given["x"], given["linear_weight"], given["target"]
+    inputs = arguments(torch.bfloat16)
+    inputs["x"] = (inputs["linear_weight"][inputs["target"].clamp(min=0)] * 0.9).to(torch.bfloat16)
+    inputs["bias"] = None
+    x, weight, target = inputs["x"], inputs["linear_weight"], inputs["target"]
     host = FusedLinearStatistics(TorchKernels(), TorchLinear())
     options = {**OPTIONS, "return_entropy": False, "return_total": False, "memory_budget": None}
-    _, saved = host.forward(FROZEN, **given, **options)
+    _, saved = host.forward(FROZEN, **inputs, **options)
     p = torch.softmax(x.double() @ weight.double().T, 1)
     counts = (target != -1)[:, None]
     one = torch.nn.functional.one_hot(target.clamp(min=0), VOCABULARY).double()
@@ -265,33 +265,35 @@ def test_a_frozen_weight_has_the_digits_of_confident_rows() -> None:
 
 
 def test_entropies_are_not_of_a_frozen_weight() -> None:
-    given = arguments(torch.bfloat16)
-    found = Found(given, FROZEN, None)
-    found.check()
-    assert found.saved[0] is given["x"]
+    inputs = arguments(torch.bfloat16)
+    run = StatisticsRun(inputs, FROZEN, None)
+    run.check()
+    assert run.saved[0] is inputs["x"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("needs", [ALL, FROZEN, (False, True, False)], ids=str)
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, ODD])
 def test_tiles_fit_a_budget(dtype: torch.dtype, needs: Needs, vocabulary: int) -> None:
-    given = arguments(dtype, vocabulary=vocabulary)
-    least = least_statistics_memory(given["x"], given["linear_weight"], accum_dtype=torch.float32, weight_grad=needs[1])
-    wanted = ("lse", "picked") if needs == FROZEN else ("lse", "entropy")
+    inputs = arguments(dtype, vocabulary=vocabulary)
+    least = least_statistics_memory(
+        inputs["x"], inputs["linear_weight"], accum_dtype=torch.float32, weight_grad=needs[1]
+    )
+    outputs = ("lse", "picked") if needs == FROZEN else ("lse", "entropy")
     for budget in (least, *(budget for budget in (8_000, 30_000, 60_000, 83_000) if budget > least)):
-        found = Found(given, needs, budget, wanted)
-        found.check()
-        used = plan(given, needs, budget, needs == FROZEN)
+        run = StatisticsRun(inputs, needs, budget, outputs)
+        run.check()
+        used = plan(inputs, needs, budget, needs == FROZEN)
         beside = 4 * vocabulary + 32 * ROWS
         if used.frozen:
-            beside += found.saved[0].nbytes
+            beside += run.saved[0].nbytes
         elif used.by_columns:
             beside += 4 * ROWS * HIDDEN if needs[0] and dtype is not torch.float32 else 0
         elif needs[1] and not used.whole and dtype is not torch.float32:
             beside += 4 * vocabulary * HIDDEN
-        assert max(found.kernels.tiles) + beside <= budget
+        assert max(run.kernels.tiles) + beside <= budget
         if not used.frozen:
-            assert max(found.kernels.alone) + 32 * ROWS <= budget
+            assert max(run.kernels.alone) + 32 * ROWS <= budget
 
 
 def test_without_a_budget_memory_does_not_grow_with_rows() -> None:
@@ -299,9 +301,9 @@ def test_without_a_budget_memory_does_not_grow_with_rows() -> None:
     weight = torch.empty(151936, 4096, dtype=torch.bfloat16, device="meta")
     for rows in (1, 1000, 8192, 1 << 17, 1 << 22):
         x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
-        found = plan({"x": x, "linear_weight": weight}, ALL, None)
-        tile = (rows * found.columns if found.by_columns else min(rows, found.rows) * weight.shape[0]) * 6
+        planned = plan({"x": x, "linear_weight": weight}, ALL, None)
+        tile = (rows * planned.columns if planned.by_columns else min(rows, planned.rows) * weight.shape[0]) * 6
         assert tile <= weight.nbytes
-        assert min(rows, found.alone) * weight.shape[0] * 4 <= weight.nbytes
-        assert not found.by_columns or found.columns >= LEAST_TILE
-        assert found.by_columns == (1365 < rows < 1 << 18)
+        assert min(rows, planned.alone) * weight.shape[0] * 4 <= weight.nbytes
+        assert not planned.by_columns or planned.columns >= LEAST_TILE
+        assert planned.by_columns == (1365 < rows < 1 << 18)

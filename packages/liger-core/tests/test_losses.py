@@ -95,8 +95,8 @@ def test_dpo_is_the_formula(kind: str, divergence: str, reference: bool) -> None
     assert not actual.chosen_rewards.requires_grad
     assert_gradient(lambda c, r: losses.dpo_loss(c, r, *refs, **options, reduction="sum").loss, c, r)
     if reference:
-        got = torch.autograd.grad(actual.loss.sum(), refs, allow_unused=True)
-        assert got == (None, None)
+        grads = torch.autograd.grad(actual.loss.sum(), refs, allow_unused=True)
+        assert grads == (None, None)
 
 
 @pytest.mark.parametrize("kind", ["aot", "aot_unpaired"])
@@ -416,8 +416,8 @@ def test_token_logprobs_are_those_of_log_softmax(linear: bool, many: bool) -> No
     assert actual.predicted_tokens.tolist() == logits.argmax(-1).masked_fill(~row, -1).tolist()
     for mine, theirs in ((actual.logprobs, picked), (actual.entropy, entropy), (actual.lse, lse)):
         incoming = torch.randn_like(theirs)
-        got = torch.autograd.grad(mine, (x, weight, bias), incoming, retain_graph=True)
-        torch.testing.assert_close(got, torch.autograd.grad(theirs, (x, weight, bias), incoming, retain_graph=True))
+        grads = torch.autograd.grad(mine, (x, weight, bias), incoming, retain_graph=True)
+        torch.testing.assert_close(grads, torch.autograd.grad(theirs, (x, weight, bias), incoming, retain_graph=True))
 
 
 def test_token_logprobs_alone_are_a_tensor() -> None:
@@ -577,8 +577,8 @@ def test_grpo_loss_is_log_probabilities_and_the_policy_loss(kind: str, reduction
     expected = losses.policy_loss(lp.view(3, 5), **inputs, **options)
     for mine, theirs in zip(actual, expected, strict=True):
         assert torch.equal(mine, theirs)
-    got = [torch.autograd.grad(t.loss.sum(), logits)[0] for t in (actual, expected)]
-    assert torch.equal(*got)
+    grads = [torch.autograd.grad(t.loss.sum(), logits)[0] for t in (actual, expected)]
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "cpo", "kto", "policy", "sequence", "topk"])
@@ -631,8 +631,8 @@ def test_statistics_of_shards_make_those_of_the_whole() -> None:
         expected = getattr(whole, name)
         torch.testing.assert_close(actual, expected)
         incoming = torch.randn_like(expected)
-        got = torch.autograd.grad(actual, logits, incoming, retain_graph=True)
-        torch.testing.assert_close(got, torch.autograd.grad(expected, logits, incoming, retain_graph=True))
+        grads = torch.autograd.grad(actual, logits, incoming, retain_graph=True)
+        torch.testing.assert_close(grads, torch.autograd.grad(expected, logits, incoming, retain_graph=True))
     best = torch.stack([p.best for p in parts]).max(0)
     assert torch.equal(best.values, whole.best)
     index = torch.stack([p.best_index for p in parts]).gather(0, best.indices[None])[0]

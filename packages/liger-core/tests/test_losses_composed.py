@@ -191,8 +191,8 @@ def test_micro_batches_add_up_to_the_batch(kind: str) -> None:
     parts = loss(slice(0, 1)) + loss(slice(1, 4)) + loss(slice(4, 6))
     whole = loss(slice(0, 6))
     torch.testing.assert_close(parts, whole)
-    got = (torch.autograd.grad(total, leaves, retain_graph=True) for total in (parts, whole))
-    torch.testing.assert_close(*got)
+    grads = (torch.autograd.grad(total, leaves, retain_graph=True) for total in (parts, whole))
+    torch.testing.assert_close(*grads)
 
 
 def test_sums_of_pairs_add_up_to_the_batch() -> None:

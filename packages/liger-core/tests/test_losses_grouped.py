@@ -139,8 +139,8 @@ def test_small_gradients_do_not_underflow_in_float16() -> None:
         lambda lp: lp.sum(), call_inputs["x"], call_inputs["weight"], call_inputs["target"]
     )
     leaves = call_inputs["x"], call_inputs["weight"]
-    got = torch.autograd.grad(scaled, leaves)
-    for mine, theirs in zip(got, torch.autograd.grad(right, leaves), strict=True):
+    grads = torch.autograd.grad(scaled, leaves)
+    for mine, theirs in zip(grads, torch.autograd.grad(right, leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3 * float(theirs.abs().max()))
 
 
@@ -188,8 +188,8 @@ def test_a_group_of_few_tokens_of_a_small_vocabulary(dtype: torch.dtype, tokens:
     loss = losses.fused_linear_grouped_loss(lambda lp: -lp.sum(), x, weight, target)
     every = losses.fused_linear_token_logprobs(x[0], weight, target[0])
     assert isinstance(every, Tensor)
-    got, right = (torch.autograd.grad(one, (x, weight)) for one in (loss, -every.sum()))
-    for mine, theirs in zip(got, right, strict=True):
+    grads, right = (torch.autograd.grad(one, (x, weight)) for one in (loss, -every.sum()))
+    for mine, theirs in zip(grads, right, strict=True):
         torch.testing.assert_close(mine, theirs)
     narrow = x[0].detach(), weight.detach()
     budget = most_statistics_memory(tokens, 256, dtype)
@@ -255,14 +255,14 @@ def test_inside_of_what_changes_autograd(around: str) -> None:
         def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             return call("dpo", {**call_inputs, "x": x, "weight": weight, "bias": bias}).loss
 
-        got = torch.func.grad(loss, argnums=(0, 1, 2))(*(call_inputs[name].detach() for name in WANTED))
+        grads = torch.func.grad(loss, argnums=(0, 1, 2))(*(call_inputs[name].detach() for name in WANTED))
     elif around == "checkpoint":
-        got = gradients(checkpoint(lambda: call("dpo", call_inputs).loss, use_reentrant=False), call_inputs)
+        grads = gradients(checkpoint(lambda: call("dpo", call_inputs).loss, use_reentrant=False), call_inputs)
     else:
         with lean() if around == "lean" else torch.autograd.graph.save_on_cpu():
             actual = call("dpo", call_inputs).loss
-        got = gradients(actual, call_inputs)
-    torch.testing.assert_close(got, expected)
+        grads = gradients(actual, call_inputs)
+    torch.testing.assert_close(grads, expected)
 
 
 def test_a_loss_of_nothing_has_gradients_of_zero() -> None:

@@ -59,9 +59,11 @@ def outcome(op: Op[..., Any], call: Callable[..., Any], arguments: Arguments) ->
     generator = torch.Generator().manual_seed(1)
     # Eighths are exact in every dtype.
     incoming = [torch.randint(-20, 21, r.shape, generator=generator).to(r.dtype) / 8 for r in results]
-    wanted = {name: leaves[name] for name in op.differentiable if leaves[name] is not None}
-    gradients = torch.autograd.grad(results, list(wanted.values()), incoming)
-    return {f"result {i}": r.detach() for i, r in enumerate(results)} | dict(zip(wanted, gradients, strict=True))
+    differentiable = {name: leaves[name] for name in op.differentiable if leaves[name] is not None}
+    gradients = torch.autograd.grad(results, list(differentiable.values()), incoming)
+    return {f"result {i}": r.detach() for i, r in enumerate(results)} | dict(
+        zip(differentiable, gradients, strict=True)
+    )
 
 
 def assert_agree(op: Op[..., Any], other: Callable[..., Any], arguments: Arguments) -> None:
@@ -426,11 +428,11 @@ def mhc_by_rows(
     pre_eps: float, post_multiplier: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """mhc_pre of ``[rows, n, C]``, row by row; Sinkhorn on lists of rows and columns."""
-    n, found = x.shape[1], []
+    n, results = x.shape[1], []
     for streams in x:
         m = weight @ F.rms_norm(streams.flatten(), (streams.numel(),), None, norm_eps)
         pre = 1 / (1 + torch.exp(-(alpha[0] * m[:n] + bias[:n]))) + pre_eps
-        found.append([pre @ streams, pre])
+        results.append([pre @ streams, pre])
         if len(bias) == n:
             continue
         post = post_multiplier / (1 + torch.exp(-(alpha[1] * m[n : 2 * n] + bias[n : 2 * n])))
@@ -440,8 +442,8 @@ def mhc_by_rows(
             lines = list(res if step % 2 else res.T)
             lines = torch.stack([line / (line.sum() + sinkhorn_eps) for line in lines])
             res = lines if step % 2 else lines.T
-        found[-1] += [post, res]
-    return tuple(torch.stack(each) for each in zip(*found, strict=True))
+        results[-1] += [post, res]
+    return tuple(torch.stack(each) for each in zip(*results, strict=True))
 
 
 MHC_OPTIONS = {"iterations": 3, "norm_eps": 0.1, "sinkhorn_eps": 0.05, "pre_eps": 0.2, "post_multiplier": 1.5}
@@ -456,11 +458,11 @@ def test_mhc_pre(n: int) -> None:
 
 def test_mhc_pre_of_the_head_has_no_coefficients_for_a_layer() -> None:
     arguments = {"x": randn(3, 4, 5), "weight": randn(4, 20), "bias": randn(4), "alpha": randn(1)}
-    found = mhc_pre.reference(**arguments, **MHC_OPTIONS)
-    assert found.post is None
-    assert found.res is None
+    actual = mhc_pre.reference(**arguments, **MHC_OPTIONS)
+    assert actual.post is None
+    assert actual.res is None
     expected = mhc_by_rows(**arguments, **MHC_OPTIONS)
-    torch.testing.assert_close(found[:2], expected)
+    torch.testing.assert_close(actual[:2], expected)
 
 
 def test_mhc_pre_mixes_to_convex_combinations() -> None:
@@ -512,13 +514,13 @@ def test_gradients(name: str) -> None:
     """By finite differences, first and second."""
     op = by_name(name)
     arguments = op.bind((), cast(SMALL[name](), torch.float64))
-    wanted = {n: arguments[n].requires_grad_() for n in op.differentiable}
+    differentiable = {n: arguments[n].requires_grad_() for n in op.differentiable}
 
     def call(*tensors: Tensor) -> Any:
-        return op.reference(**(arguments | dict(zip(wanted, tensors, strict=True))))
+        return op.reference(**(arguments | dict(zip(differentiable, tensors, strict=True))))
 
-    assert torch.autograd.gradcheck(call, tuple(wanted.values()), fast_mode=True)
-    assert torch.autograd.gradgradcheck(call, tuple(wanted.values()), fast_mode=True)
+    assert torch.autograd.gradcheck(call, tuple(differentiable.values()), fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, tuple(differentiable.values()), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "fused_add_rms_norm"])
@@ -544,10 +546,10 @@ def test_float32_parameters(name: str) -> None:
     wide = cast(SMALL[name](), torch.float32)
     arguments = wide | cast({n: v for n, v in wide.items() if n in activations}, torch.bfloat16)
     with liger_core.use("torch"):
-        found = outcome(op, op, arguments)
-    assert all(found[n].dtype is arguments[n].dtype for n in op.differentiable)
+        results = outcome(op, op, arguments)
+    assert all(results[n].dtype is arguments[n].dtype for n in op.differentiable)
     first = arguments["weight" if name == "embedding" else op.names[0]]
-    assert found["result 0"].dtype is first.dtype
+    assert results["result 0"].dtype is first.dtype
 
 
 @every_op
@@ -557,10 +559,10 @@ def test_zero_rows(name: str) -> None:
     arguments = cast(SMALL[name](), torch.float32)
     rows = arguments[op.names[0]].shape[0]
     shared = [n for n, v in arguments.items() if isinstance(v, Tensor) and v.shape[0] == rows]
-    found = outcome(op, op.reference, arguments | {n: arguments[n][:0] for n in shared})
-    for what, value in found.items():
+    results = outcome(op, op.reference, arguments | {n: arguments[n][:0] for n in shared})
+    for what, value in results.items():
         assert value.numel() == 0 if what.startswith("result") else not value.any(), what
-    assert found["result 0"].shape[0] == 0
+    assert results["result 0"].shape[0] == 0
 
 
 @pytest.mark.parametrize("name", ["rope", "llama4_rope", "qwen2vl_mrope"])

@@ -43,7 +43,7 @@ def test_products(tokens: int, k: int, n: int, scales: str, dtype: torch.dtype, 
     y = liger.scaled_linear(x, weight, scales=scales)
     y.backward(dy)
     qx, qw, qy = operand(x, "1x128", scales), operand(weight, "128x128", scales), operand(dy, "1x128", scales)
-    wanted = {
+    pairs = {
         "y": (y, qx @ qw.mT),
         "dx": (x.grad, qy @ qw),
         "dweight": (weight.grad, operand(dy.mT, "1x128", scales) @ operand(x.mT, "1x128", scales).mT),
@@ -51,10 +51,10 @@ def test_products(tokens: int, k: int, n: int, scales: str, dtype: torch.dtype, 
     # Sums in float32, or on a GPU in 14 bits of 128 products, and one rounding.
     eps = torch.finfo(dtype).eps
     sums = 1e-3 if device == "cuda" else 1e-5
-    for name, (got, want) in wanted.items():
-        assert got is not None
-        assert got.dtype == dtype
-        worst = ((got.double() - want).abs() / (eps * want.abs() + sums * want.abs().max())).max().item()
+    for name, (actual, want) in pairs.items():
+        assert actual is not None
+        assert actual.dtype == dtype
+        worst = ((actual.double() - want).abs() / (eps * want.abs() + sums * want.abs().max())).max().item()
         assert worst < 1, (name, worst)
 
 
@@ -65,15 +65,20 @@ def test_it_is_a_linear_layer(device: str) -> None:
     bias = torch.randn(384, device=device, requires_grad=True)
     liger.scaled_linear(x.view(2, 256, 256), weight, bias).backward(dy.view(2, 256, 384))
     assert not liger.scaled_linear(x.view(2, 256, 256), weight)._is_view()
-    got = {"y": liger.scaled_linear(x, weight, bias) - bias, "dx": x.grad, "dweight": weight.grad, "dbias": bias.grad}
+    actual = {
+        "y": liger.scaled_linear(x, weight, bias) - bias,
+        "dx": x.grad,
+        "dweight": weight.grad,
+        "dbias": bias.grad,
+    }
     want = {"y": x @ weight.mT, "dx": dy @ weight, "dweight": dy.mT @ x}
     for name, right in want.items():
-        error = got[name] - right  # type: ignore[operator]
+        error = actual[name] - right  # type: ignore[operator]
         assert 0.03 < error.norm() / right.norm() < 0.045, name
         mean, deviation = error.mean(), error.std() / error.numel() ** 0.5
         # Elements of a row share roundings of x, so their mean has fewer independent parts than elements.
         assert abs(mean) < 5 * 16 * deviation, name
-    torch.testing.assert_close(got["dbias"], dy.sum(0))
+    torch.testing.assert_close(actual["dbias"], dy.sum(0))
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
@@ -81,13 +86,13 @@ def test_one_gradient(needs: tuple[bool, bool]) -> None:
     """A frozen weight's layer keeps nothing of x; a single gradient is that of both."""
     x, weight, dy = inputs(48, 64, 32, torch.float32, "cpu")
     both = torch.autograd.grad(liger.scaled_linear(x, weight), (x, weight), dy)
-    some = [tensor.detach().requires_grad_(need) for tensor, need in zip((x, weight), needs, strict=True)]
+    leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip((x, weight), needs, strict=True)]
     saved: list[torch.dtype] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.dtype) or t, lambda t: t):
-        y = liger.scaled_linear(some[0], some[1])
+        y = liger.scaled_linear(leaves[0], leaves[1])
     y.backward(dy)
     assert (torch.float8_e4m3fn in saved) == needs[1]
-    for tensor, need, want in zip(some, needs, both, strict=True):
+    for tensor, need, want in zip(leaves, needs, both, strict=True):
         assert tensor.grad is None if not need else torch.equal(tensor.grad, want)  # type: ignore[arg-type]
 
 
@@ -174,12 +179,12 @@ def test_weights_that_share_an_input(tokens: int, lean: bool) -> None:
         return torch.autograd.grad(results, (x, scale, weight, other), (dy, dy * 2))
 
     want = gradients(False)
-    kept: dict[int, Tensor] = {}
-    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t)
+    saved: dict[int, Tensor] = {}
+    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t)
     with saving, liger.lean() if lean else contextlib.nullcontext():
-        got = gradients(True)
-    assert [t.dtype for t in kept.values()].count(torch.float8_e4m3fn) == (0 if lean else 1)
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
+        grads = gradients(True)
+    assert [t.dtype for t in saved.values()].count(torch.float8_e4m3fn) == (0 if lean else 1)
+    torch.testing.assert_close(grads, want, rtol=0, atol=0)
 
 
 def test_a_weight_that_changes() -> None:
@@ -262,8 +267,8 @@ def test_compiled(dynamic: bool) -> None:
     compiled = torch.compile(
         lambda x, weight: liger.scaled_linear(x * 2, weight), backend="aot_eager", fullgraph=True, dynamic=dynamic
     )
-    got = torch.autograd.grad(compiled(x, weight), (x, weight), dy)
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    grads = torch.autograd.grad(compiled(x, weight), (x, weight), dy)
+    torch.testing.assert_close(grads, want, rtol=0, atol=0)
 
 
 def test_a_compiled_gated_mlp() -> None:

@@ -15,8 +15,8 @@ def test_custom_ops_say_what_they_write_to(monkeypatch: pytest.MonkeyPatch) -> N
         if backend.has_kernel(name):
             ran |= custom_ops(name, backend, monkeypatch)
     for frozen in (False, True):
-        given = {"case_id": "hundreds-of-rows", "dtype": torch.bfloat16, "frozen": frozen}
-        ran |= custom_ops("fused_linear_logit_statistics", backend, monkeypatch, **given)
+        options = {"case_id": "hundreds-of-rows", "dtype": torch.bfloat16, "frozen": frozen}
+        ran |= custom_ops("fused_linear_logit_statistics", backend, monkeypatch, **options)
     ran |= custom_ops("fused_moe", backend, monkeypatch, case_id="few-columns")
     ours = "liger_cutile_", "liger_core_"
     eager_alone = {"liger_cutile_ops__divergences_launch_scale"}  # it scales gradients that an eager forward has made

@@ -382,9 +382,9 @@ def test_a_float32_gradient_of_experts_is_a_sum_of_sums() -> None:
     op, lane = ops["fused_moe"], "interpreted" if INTERPRETED else "passed"
     with only(Target(op, "cutile", DEVICE, backend, lane)):
         actual = evaluate(op, op, arguments, ("down_weight",), incoming)
-    found = actual.gradients["down_weight"]
-    assert found is not None
-    assert least <= found.item() <= most
+    grad = actual.gradients["down_weight"]
+    assert grad is not None
+    assert least <= grad.item() <= most
 
 
 @pytest.mark.parametrize("streams", [2, 4])  # tiles of 16 and 32 rows of weight
@@ -402,16 +402,16 @@ def test_sums_of_many_equal_values() -> None:
     n, unit = 1 << 20, 2.0**-23
     exact = n * value.double().item()
     values, labels = value.expand(n).contiguous(), torch.zeros(n, dtype=torch.int64, device=DEVICE)
-    found = torch.empty(1, device=DEVICE)
-    _divergences.launch_total(found, values, None, 1.0)
-    assert abs(found.item() - exact) <= 2 * unit * exact
+    divergence = torch.empty(1, device=DEVICE)
+    _divergences.launch_total(divergence, values, None, 1.0)
+    assert abs(divergence.item() - exact) <= 2 * unit * exact
     loss, z_loss = torch.empty((), device=DEVICE), torch.empty((), device=DEVICE)
     weight = value.expand(2).contiguous()
     options = CrossEntropyKernelOptions(-100, None, None, None, "mean", True, False, False)
-    given = inputs_of(labels, weight, None, 2, options)
+    inputs = inputs_of(labels, weight, None, 2, options)
     totals = torch.empty(2, device=DEVICE)
     _cross_entropy.KERNELS.sums(
-        loss, z_loss, None, totals, CrossEntropyResults(values, values, None, None, None), given
+        loss, z_loss, None, totals, CrossEntropyResults(values, values, None, None, None), inputs
     )
     assert abs(z_loss.item() - value.item()) <= 2 * unit * value.item()
     assert abs(loss.item() - 1.7) <= 4 * unit

@@ -41,8 +41,8 @@ def test_a_thread_makes_its_context_once(monkeypatch: pytest.MonkeyPatch) -> Non
     class Stream(NamedTuple):
         device: int
 
-    made: list[int] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: made.append(threading.get_ident()))
+    threads_seen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: threads_seen.append(threading.get_ident()))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 2, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", Stream, raising=False)
 
@@ -54,7 +54,7 @@ def test_a_thread_makes_its_context_once(monkeypatch: pytest.MonkeyPatch) -> Non
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(made) == sorted(thread.ident or 0 for thread in threads)
+    assert sorted(threads_seen) == sorted(thread.ident or 0 for thread in threads)
 
 
 def test_rows_are_a_view_where_strides_allow() -> None:

@@ -30,8 +30,8 @@ def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., tuple[
 
 def trace(name: str, dtype: torch.dtype) -> None:
     """Forward of the first case, for every gradient, then its backward."""
-    op, kernel, found = ops[name], liger_cutile.backend.kernel(name), cases_of(name)
-    arguments = complete(op, found.build(found.cases[0], dtype, "cpu"))
+    op, kernel, op_cases = ops[name], liger_cutile.backend.kernel(name), cases_of(name)
+    arguments = complete(op, op_cases.build(op_cases.cases[0], dtype, "cpu"))
     there = present(op, arguments)
     needs = tuple(tensor in there for tensor in op.differentiable)
     options = {option: arguments[option] for option in op.options}
@@ -44,8 +44,8 @@ def trace(name: str, dtype: torch.dtype) -> None:
     if not op.differentiable:
         return
     results = result if isinstance(result, tuple) else (result,)
-    kept = kept_gradients(op, arguments, len(results))
-    incoming = [r if r is None else torch.empty_like(r) for r in compress(results, kept)]
+    with_gradient = kept_gradients(op, arguments, len(results))
+    incoming = [r if r is None else torch.empty_like(r) for r in compress(results, with_gradient)]
     run(lambda saved, incoming: kernel.backward(needs, saved, *incoming, **options), saved, incoming)
 
 

@@ -171,10 +171,10 @@ def train(start: Callable[..., Engine], model: Callable[[], nn.Module], apply: s
     """Two steps and an evaluation of the model in an engine; `apply` "before" the engine gets it, or "after"."""
     torch.manual_seed(0)
     swap = functools.partial(liger_transformers.apply, lazy=lazy)
-    made = model()
+    network = model()
     if apply == "before":
-        swap(made)
-    engine = start(made, swap if apply == "after" else None)
+        swap(network)
+    engine = start(network, swap if apply == "after" else None)
     before = engine.parameters()
     inputs = batch()
     del inputs["attention_mask"]
@@ -218,7 +218,7 @@ def distance(engine: str, model: str, lazy: bool = False) -> dict[str, tuple[flo
     """
     losses, before, after, none = train(ENGINES[engine], MODELS[model], None, lazy)
     assert none == 0
-    found = {}
+    results = {}
     for when in ("before", "after"):
         ours, start, trained, fused = train(ENGINES[engine], MODELS[model], when, lazy)
         assert start.keys() == before.keys() == trained.keys()
@@ -230,8 +230,8 @@ def distance(engine: str, model: str, lazy: bool = False) -> dict[str, tuple[flo
         }
         furthest = max(worst, key=lambda name: worst[name])
         assert any(float(move.abs().max()) > 1e-4 for move in moved.values()), "nothing was trained"
-        found[when] = loss, worst[furthest], furthest, fused
-    return found
+        results[when] = loss, worst[furthest], furthest, fused
+    return results
 
 
 @pytest.fixture(scope="session")

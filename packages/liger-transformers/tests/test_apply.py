@@ -75,8 +75,8 @@ def test_report_of_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
     with toy_language(monkeypatch):
         gates = liger_transformers.apply(model, rms_norm=False, rope=False, loss=False)
         assert gates.kernels == ["kernels: toy on cpu"]
-        some = "kernels: PyTorch reference (rms_norm, rope); toy (swiglu) on cpu"
-        assert liger_transformers.apply(model, loss=False).kernels == [some]
+        text = "kernels: PyTorch reference (rms_norm, rope); toy (swiglu) on cpu"
+        assert liger_transformers.apply(model, loss=False).kernels == [text]
         with liger_core.use("toy"):
             (line,) = liger_transformers.report(model).kernels
             assert line.startswith("no kernel: rms_norm on cpu raises Unsupported: toy")
@@ -255,9 +255,9 @@ def test_quantised_head() -> None:
     model.lm_head.__class__ = Linear4
     report = liger_transformers.apply(model)
     assert ("LlamaForCausalLM.lm_head", "lm_head is a Linear4, whose forward is not nn.Linear's") in report.left
-    got = run(model, inputs)
-    assert_same(want, got)
-    assert got[0].logits is not None
+    actual = run(model, inputs)
+    assert_same(want, actual)
+    assert actual[0].logits is not None
 
 
 def test_logits_in_training() -> None:
@@ -304,12 +304,12 @@ def test_options_of_the_loss(options: dict[str, Any], monkeypatch: pytest.Monkey
     assert ("LlamaForCausalLM.lm_head", f"fused_linear_cross_entropy({described})") in report.swapped
     # An earlier call's choice stays.
     assert liger_transformers.report(model) == liger_transformers.apply(model) == report
-    given: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     op = liger_core.fused_linear_cross_entropy
     with monkeypatch.context() as patch:
-        patch.setattr(liger_core, "fused_linear_cross_entropy", lambda *a, **k: (given.append(k), op(*a, **k))[1])
+        patch.setattr(liger_core, "fused_linear_cross_entropy", lambda *a, **k: (calls.append(k), op(*a, **k))[1])
         assert_same((output, gradients), run(model, inputs))
-    assert given[0].items() >= options.items()
+    assert calls[0].items() >= options.items()
     if options is OTHER_LOSSES[-1]:
         torch._dynamo.reset()
         torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(**inputs).loss, loss)

@@ -238,13 +238,13 @@ def test_programs(program: list[Step], two: bool, bias: bool) -> None:
     torch.testing.assert_close(ours, plain)
     if plain_gradients is not None:
         assert our_gradients is not None
-        for want, got in zip(plain_gradients, our_gradients, strict=True):
+        for want, actual in zip(plain_gradients, our_gradients, strict=True):
             nothing = (
-                torch.zeros_like(want if got is None else got)
-                if want is not None or got is not None
+                torch.zeros_like(want if actual is None else actual)
+                if want is not None or actual is not None
                 else torch.zeros(0)
             )
-            torch.testing.assert_close(nothing if got is None else got, nothing if want is None else want)
+            torch.testing.assert_close(nothing if actual is None else actual, nothing if want is None else want)
 
 
 def test_input_written_before_the_output_is_used() -> None:

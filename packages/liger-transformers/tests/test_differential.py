@@ -297,9 +297,9 @@ def hook_returns_function(m: Any) -> Any:
 
 @situation
 def retained_gradient(m: Any) -> Any:
-    kept: list[Any] = []
-    with_loss(lambda z, t: (z.retain_grad(), kept.append(z), F.cross_entropy(z, t))[2])(m)[0].backward()
-    return step(m), [kept[0].grad + 0]
+    logits: list[Any] = []
+    with_loss(lambda z, t: (z.retain_grad(), logits.append(z), F.cross_entropy(z, t))[2])(m)[0].backward()
+    return step(m), [logits[0].grad + 0]
 
 
 @situation
@@ -448,13 +448,13 @@ def test_no_logits_are_made(
     name: str, dtype: torch.dtype, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither logits nor their gradient, and the head's node takes no product."""
-    made: list[Any] = []
+    computed: list[Any] = []
     compute = State.compute
-    monkeypatch.setattr(State, "compute", lambda self, current: (made.append(1), compute(self, current))[1])
+    monkeypatch.setattr(State, "compute", lambda self, current: (computed.append(1), compute(self, current))[1])
     model = swapped(MODELS[name]().to(dtype))
     calls.clear()
     step(model).backward()
-    assert (made, calls["fused_linear_cross_entropy"]) == ([], 1)
+    assert (computed, calls["fused_linear_cross_entropy"]) == ([], 1)
 
 
 def rows_of(z: Any, t: Tensor) -> Tensor:
@@ -567,39 +567,39 @@ def test_weight_changed_before_backward() -> None:
 
 
 def test_inference_mode() -> None:
-    found = []
+    logits = []
     for m in (build("llama"), swapped(build("llama"), lazy="always")):
         with torch.inference_mode():
             out = m(input_ids=IDS, use_cache=False, output_hidden_states=True)
             out.hidden_states[-1].zero_()
-            found.append(out.logits + 0)
-    torch.testing.assert_close(*found)
+            logits.append(out.logits + 0)
+    torch.testing.assert_close(*logits)
 
 
 def test_detached_logits_keep_no_graph() -> None:
-    class Thing: ...
+    class Marker: ...
 
     class Keep(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.thing = Thing()
-            kept.append(weakref.ref(ctx.thing))
+            ctx.marker = Marker()
+            references.append(weakref.ref(ctx.marker))
             return x * 1
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Tensor:
             return g
 
-    kept: list[Any] = []
+    references: list[Any] = []
     m = swapped(build("llama"), lazy=True)
     m.model.norm.register_forward_hook(lambda _, args, out: Keep.apply(out))
     z = m(input_ids=IDS, use_cache=False).logits
     picked = z.gather(-1, IDS[..., None]).sum() + z.logsumexp(-1).sum()
     (F.cross_entropy(z.view(-1, VOCABULARY), IDS.view(-1)) + picked).backward()
     del picked
-    assert kept[0]() is not None
+    assert references[0]() is not None
     z = z.detach()
-    assert kept[0]() is None
+    assert references[0]() is None
     assert z.shape == (2, 12, VOCABULARY)
 
 

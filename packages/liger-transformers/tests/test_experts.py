@@ -106,10 +106,10 @@ def test_forms(options: dict[str, Any], op: str, calls: Counter[str]) -> None:
     gradients = torch.autograd.grad(want.square().sum(), list(model.parameters()))
     assert liger_transformers.apply(model, experts=True).swapped == {("Experts", op): 1}
     calls.clear()
-    got = model[0](*arguments)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    actual = model[0](*arguments)
+    torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-4)
     assert calls == {"fused_moe": 1}
-    ours = torch.autograd.grad(got.square().sum(), list(model.parameters()))
+    ours = torch.autograd.grad(actual.square().sum(), list(model.parameters()))
     torch.testing.assert_close(ours, gradients, rtol=1e-4, atol=1e-3)
 
 
@@ -184,10 +184,10 @@ def test_gates_that_are_no_modules(options: tuple[Any, ...], op: str, calls: Cou
     assert report.swapped == {("OwnGate._apply_gate", op): 1}
     assert liger_transformers.apply(model) == report
     calls.clear()
-    got = model(x)
+    actual = model(x)
     assert calls == {"swiglu": 1}
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close(torch.autograd.grad(got.square().sum(), x)[0], gradient)
+    torch.testing.assert_close(actual, want)
+    torch.testing.assert_close(torch.autograd.grad(actual.square().sum(), x)[0], gradient)
     liger_transformers.restore(model)
     assert type(model[0]) is OwnGate
 

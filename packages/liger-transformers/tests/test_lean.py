@@ -43,7 +43,7 @@ def test_gradients_are_equal_and_less_is_kept(kind: str, checkpointing: dict[str
     liger_transformers.apply(model, lean=False)
     leaner = copy.deepcopy(model)
     report = liger_transformers.apply(leaner, lean=True)
-    layers = {what: count for (what, op), count in report.swapped.items() if op == "lean"}
+    layers = {module: count for (module, op), count in report.swapped.items() if op == "lean"}
     assert sum(layers.values()) == 2, report
     assert "lean" not in report.ops
     for each in (model, leaner) if checkpointing is not None else ():
@@ -61,7 +61,7 @@ def test_a_layer_whose_forward_is_bound_is_left() -> None:
     model.model.layers[0].forward = functools.partial(type(model.model.layers[0]).forward, model.model.layers[0])
     report = liger_transformers.apply(model, lean=True)
     assert report.swapped["LlamaDecoderLayer", "lean"] == 1
-    assert any(what == "LlamaDecoderLayer" and "bound to the instance" in why for what, why in report.left)
+    assert any(module == "LlamaDecoderLayer" and "bound to the instance" in why for module, why in report.left)
 
 
 def test_it_is_the_default_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:

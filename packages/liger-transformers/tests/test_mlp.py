@@ -57,7 +57,7 @@ def test_gradients_are_the_plain_models(
 
 def test_report() -> None:
     model = build("falcon_h1", mlp_multipliers=[1.7, 0.6])
-    swapped = {op for (what, op) in liger_transformers.apply(model, mlp=True).swapped if what == "FalconH1MLP"}
+    swapped = {op for (module, op) in liger_transformers.apply(model, mlp=True).swapped if module == "FalconH1MLP"}
     options = "activation='silu', gate_multiplier=1.7, down_multiplier=0.6"
     assert swapped == {f"gated_mlp(in checkpointing, {options})"}
     assert liger_transformers.apply(model, mlp=True).ops["gated_mlp"] == 2  # again: nothing is swapped twice
@@ -171,7 +171,7 @@ def test_phi3_is_left() -> None:
     """Its gate and up are halves of one layer's result."""
     report = liger_transformers.apply(build("phi3"), mlp=True)
     assert "gated_mlp" not in report.ops
-    assert any(what == "Phi3MLP" for what, _ in report.left)
+    assert any(module == "Phi3MLP" for module, _ in report.left)
 
 
 @pytest.mark.parametrize("order", ["peft", "apply"])
@@ -288,8 +288,8 @@ def step(monkeypatch: pytest.MonkeyPatch, kind: str, **options: Any) -> tuple[Se
 def test_a_step_makes_as_many_products(lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up twice in a layer, down once: by the op in its own backward, without it in the recomputation."""
     before, want = step(monkeypatch, "not reentrant", lean=lean)
-    after, got = step(monkeypatch, "not reentrant", lean=lean, mlp=True)
-    assert_same(want, got)
+    after, actual = step(monkeypatch, "not reentrant", lean=lean, mlp=True)
+    assert_same(want, actual)
     assert after.products == before.products
     every, _ = step(monkeypatch, "none", lean=lean)
     # Each layer repeats q, k, v, o, gate and up, but neither the last product of its MLP nor the head.
@@ -298,8 +298,8 @@ def test_a_step_makes_as_many_products(lean: bool, monkeypatch: pytest.MonkeyPat
 
 def test_a_step_without_checkpointing_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     before, want = step(monkeypatch, "none")
-    after, got = step(monkeypatch, "none", mlp=True)
-    assert_same(want, got, rtol=0)
+    after, actual = step(monkeypatch, "none", mlp=True)
+    assert_same(want, actual, rtol=0)
     assert (after.products, after.peak) == (before.products, before.peak)
 
 
@@ -309,8 +309,8 @@ def test_a_step_takes_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     before, want = step(monkeypatch, "not reentrant", lean=True)
     whole, _ = step(monkeypatch, "not reentrant", lean=True, mlp=True)
     monkeypatch.setattr(mlp, "SMALL", 0)
-    after, got = step(monkeypatch, "not reentrant", lean=True, mlp=True)
-    assert_same(want, got)
+    after, actual = step(monkeypatch, "not reentrant", lean=True, mlp=True)
+    assert_same(want, actual)
     assert before.peak >= 5 * branch
     assert whole.peak <= before.peak + branch // 8
     assert after.peak <= before.peak - 3 * branch

@@ -33,11 +33,11 @@ def test_loss_gradients_and_logits(name: str, calls: Counter[str]) -> None:
     calls.clear()
     want = run(model, inputs)
     assert not calls
-    got = run(swapped, inputs)
+    actual = run(swapped, inputs)
     assert calls["fused_linear_cross_entropy"] == 1
-    assert type(got[0].logits) is Logits
-    assert_same(want, got)
-    torch.testing.assert_close(got[0].logits, want[0].logits, rtol=1e-4, atol=1e-4)
+    assert type(actual[0].logits) is Logits
+    assert_same(want, actual)
+    torch.testing.assert_close(actual[0].logits, want[0].logits, rtol=1e-4, atol=1e-4)
     for op, count in report.ops.items():
         unused = NOT_CALLED.get(name, {}).get(op, 0)
         again = CALLED_TWICE.get(name, {}).get(op, 0)

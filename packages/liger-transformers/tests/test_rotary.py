@@ -139,10 +139,10 @@ def test_layouts(function: Any, arguments: tuple[Tensor, ...], op: str | None, c
     model = nn.Sequential(attention(function))
     liger_transformers.apply(model)
     calls.clear()
-    got = model[0](*arguments)
+    actual = model[0](*arguments)
     assert calls == ({} if op is None else {op: 1})
-    torch.testing.assert_close(got, want)
-    gradients = [torch.autograd.grad(rotated[0].square().sum(), arguments[0])[0] for rotated in (got, want)]
+    torch.testing.assert_close(actual, want)
+    gradients = [torch.autograd.grad(rotated[0].square().sum(), arguments[0])[0] for rotated in (actual, want)]
     torch.testing.assert_close(*gradients)
 
 
@@ -198,8 +198,8 @@ def test_arguments_that_transformers_renames(calls: Counter[str]) -> None:
     assert [op for _, op in report.swapped] == ["rope"]
     calls.clear()
     with pytest.warns(FutureWarning, match="`axis` is deprecated"):
-        got = model[0](*call(B), axis=1)
-    torch.testing.assert_close(got, standard(*call(B)))
+        actual = model[0](*call(B), axis=1)
+    torch.testing.assert_close(actual, standard(*call(B)))
     assert calls["rope"] == 1
     liger_transformers.restore(model)
     calls.clear()

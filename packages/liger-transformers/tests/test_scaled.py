@@ -90,11 +90,11 @@ def test_an_input_is_quantized_once(lean: bool, checkpointing: bool) -> None:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         alone.gradient_checkpointing_enable({"use_reentrant": False})
-    shapes, got = quantized(lambda: step(model))
+    shapes, grads = quantized(lambda: step(model))
     assert len(shapes) == 2 * (4 * (1 + checkpointing) + 7)
     shapes, want = quantized(lambda: step(alone))
     assert len(shapes) == 2 * (7 * (1 + checkpointing) + 7)
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(grads, want, rtol=0, atol=0)
 
 
 def test_an_input_that_changes_is_quantized_again() -> None:
@@ -114,16 +114,16 @@ def test_an_input_that_changes_is_quantized_again() -> None:
     layer = Layer()
     liger_transformers.apply(nn.ModuleList([layer]), precision="fp8")
     x = torch.randn(4, 16)
-    shapes, got = quantized(lambda: layer(x, False))
+    shapes, grads = quantized(lambda: layer(x, False))
     assert shapes == [(16, 16)]
     shapes, changed = quantized(lambda: layer(x, True))
     assert len(shapes) == 2
-    torch.testing.assert_close(changed, (got[0], 2 * got[1]), rtol=0, atol=0)  # type: ignore[index]
+    torch.testing.assert_close(changed, (grads[0], 2 * grads[1]), rtol=0, atol=0)  # type: ignore[index]
     x.data.div_(2)  # no new version
     with torch.no_grad():
-        torch.testing.assert_close(layer(x, False), got, rtol=0, atol=0)
+        torch.testing.assert_close(layer(x, False), grads, rtol=0, atol=0)
     with torch.inference_mode():
-        torch.testing.assert_close(layer(x.clone(), False), got, rtol=0, atol=0)
+        torch.testing.assert_close(layer(x.clone(), False), grads, rtol=0, atol=0)
     restored = nn.ModuleList([copy.deepcopy(layer)])
     liger_transformers.restore(restored)
     assert type(restored[0]) is Layer
@@ -139,14 +139,14 @@ def saved(model: nn.Module) -> list[Tensor]:
 
 def test_lean_keeps_no_columns_of_what_it_recomputes() -> None:
     """Norms' and gates' results; that of the attention is kept, in 8 bits."""
-    kept = {}
+    saved_shapes = {}
     for lean in (False, True):
         model = build("llama").train()
         liger_transformers.apply(model, precision="fp8", lean=lean)
-        kept[lean] = [t.shape for t in saved(model) if t.dtype == torch.float8_e4m3fn]
+        saved_shapes[lean] = [t.shape for t in saved(model) if t.dtype == torch.float8_e4m3fn]
     widths = {False: {32: 3, 48: 1}, True: {32: 1}}
     for lean, counts in widths.items():
-        columns = [shape[0] for shape in kept[lean]]
+        columns = [shape[0] for shape in saved_shapes[lean]]
         assert {width: columns.count(width) / 2 for width in {*columns}} == counts
 
 

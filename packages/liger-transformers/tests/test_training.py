@@ -70,20 +70,20 @@ def logged(trained: Trainer, name: str) -> list[float]:
 
 def logits_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The shapes of logits that are made from now on."""
-    made: list[Any] = []
+    shapes: list[Any] = []
     linear, compute = nn.Linear.forward, State.compute
 
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        made.extend([x.shape] if self.out_features == VOCABULARY else [])
+        shapes.extend([x.shape] if self.out_features == VOCABULARY else [])
         return linear(self, x)
 
     def computed(self: State, current: bool) -> Tensor:
-        made.append(self.meta.shape)
+        shapes.append(self.meta.shape)
         return compute(self, current)
 
     monkeypatch.setattr(nn.Linear, "forward", forward)
     monkeypatch.setattr(State, "compute", computed)
-    return made
+    return shapes
 
 
 @pytest.mark.parametrize(("bf16", "rtol"), [(False, 1e-5), (True, 1e-2)])
@@ -104,14 +104,14 @@ def test_trainer(bf16: bool, rtol: float, calls: Counter[str], monkeypatch: pyte
         assert logged(ours, name) == pytest.approx(logged(plain, name), rel=rtol)
         assert len(logged(ours, name)) == 4
     want = plain.evaluate()["eval_loss"]
-    made = logits_made(monkeypatch)
+    shapes = logits_made(monkeypatch)
     assert ours.evaluate()["eval_loss"] == pytest.approx(want, rel=rtol)
     ours.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
     assert ours.predict(rows(4)).predictions.shape == (4, 12)
-    assert not made
+    assert not shapes
     ours.preprocess_logits_for_metrics = None
     assert ours.predict(rows(4)).predictions.shape == (4, 12, VOCABULARY)
-    assert made
+    assert shapes
 
 
 @pytest.mark.parametrize("bf16", [False, True])

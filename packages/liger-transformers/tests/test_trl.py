@@ -163,10 +163,10 @@ def compared(
     want = train(make, {}, model, with_reference, options)
     assert sum(dense.values()) > 0
     dense.clear(), calls.clear()
-    got = train(make, swap, model, with_reference, options)
+    actual = train(make, swap, model, with_reference, options)
     assert not +dense
     assert calls["fused_linear_logit_statistics"] + calls["fused_linear_cross_entropy"] >= 2
-    assert_equal(want, got)
+    assert_equal(want, actual)
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=SLOW) for name in MORE_CASES)])
@@ -250,11 +250,11 @@ def test_fields_and_gradients(before: bool, dense: Counter[str]) -> None:
             report = liger_transformers.apply(model, trl=True)
             assert ("Gemma2ForCausalLM", "fused_linear_logit_statistics(trl)") in report.swapped
         dense.clear()
-        got = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        actual = model(input_ids=ids, labels=labels, fused_lm_head=True)
         assert dense["TRL's op"] == (not ours)
         assert not dense["logits"]
-        (got.loss + got.entropy.sum()).backward()
-        steps.append(([got[name] for name in outputs], {n: p.grad for n, p in model.named_parameters()}))
+        (actual.loss + actual.entropy.sum()).backward()
+        steps.append(([actual[name] for name in outputs], {n: p.grad for n, p in model.named_parameters()}))
         nothing = model(input_ids=ids, labels=torch.full_like(ids, -100), fused_lm_head=True).loss
         nothing.backward()
         assert nothing == 0
@@ -268,8 +268,8 @@ def test_peft_model_under_trls_head(dense: Counter[str]) -> None:
     liger_transformers.apply(model, trl=True)
     add_fused_lm_head(model.get_base_model())
     dense.clear()
-    got = model(input_ids=ids, labels=ids, fused_lm_head=True)
-    torch.testing.assert_close(got.log_probs, truth, rtol=1e-4, atol=1e-5)
+    actual = model(input_ids=ids, labels=ids, fused_lm_head=True)
+    torch.testing.assert_close(actual.log_probs, truth, rtol=1e-4, atol=1e-5)
     assert not +dense
 
 

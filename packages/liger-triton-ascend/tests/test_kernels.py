@@ -86,9 +86,9 @@ def test_a_float32_gradient_of_experts_is_a_sum_of_sums():
     op, lane = ops["fused_moe"], "interpreted" if INTERPRETED else "passed"
     with only(Target(op, "triton-ascend", DEVICE, backend, lane)):
         actual = evaluate(op, op, arguments, ("down_weight",), incoming)
-    found = actual.gradients["down_weight"]
-    assert found is not None
-    assert least <= found.item() <= most
+    grad = actual.gradients["down_weight"]
+    assert grad is not None
+    assert least <= grad.item() <= most
 
 
 SIZE = (1 << 31) - 1

@@ -16,8 +16,8 @@ def test_custom_ops_say_what_they_write_to(monkeypatch: pytest.MonkeyPatch) -> N
             ran |= custom_ops(name, backend, monkeypatch)
     monkeypatch.setattr("liger_triton.ops._logit_statistics.is_hopper", lambda device: True)
     for frozen in (False, True):
-        given = {"case_id": "hundreds-of-rows", "dtype": torch.bfloat16, "frozen": frozen}
-        ran |= custom_ops("fused_linear_logit_statistics", backend, monkeypatch, **given)
+        options = {"case_id": "hundreds-of-rows", "dtype": torch.bfloat16, "frozen": frozen}
+        ran |= custom_ops("fused_linear_logit_statistics", backend, monkeypatch, **options)
     ran |= custom_ops("fused_moe", backend, monkeypatch, case_id="few-columns")
     monkeypatch.setattr("liger_triton.ops.fused_moe.is_hopper", lambda device: True)
     ran |= custom_ops("fused_moe", backend, monkeypatch, case_id="dropped", dtype=torch.bfloat16)

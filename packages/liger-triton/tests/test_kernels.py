@@ -317,11 +317,11 @@ def test_products_by_pytorch_in_a_trace_take_operands_that_start_anywhere(monkey
     assert copy.stride() == (24, 1)
     assert copy.data_ptr() % 16 == 0
     assert fused_moe._at_16_bytes(copy) is copy
-    found = fused_moe._grouped_product(elsewhere, right.bfloat16(), starts)
+    product = fused_moe._grouped_product(elsewhere, right.bfloat16(), starts)
     expected = torch.cat(
         (elsewhere[:3].float() @ right[0].bfloat16().float(), elsewhere[3:].float() @ right[1].bfloat16().float())
     )
-    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(product.float(), expected, rtol=1e-2, atol=1e-2)
 
 
 STATISTICS: dict[str, dict[str, Any]] = {
@@ -357,8 +357,8 @@ def test_statistics_of_logits_that_are_not_held(
 ) -> None:
     """The kernel that multiplies a tile of logits, which is taken on Hopper: the right values and gradients."""
     taken, normalised, logits = [], [], []
-    made = LINEAR.logits
-    monkeypatch.setattr(LINEAR, "logits", lambda *of, **how: (logits.append(of), made(*of, **how))[1])
+    original = LINEAR.logits
+    monkeypatch.setattr(LINEAR, "logits", lambda *of, **how: (logits.append(of), original(*of, **how))[1])
     product, normalise = _logit_statistics.KERNELS.product, _logit_statistics.KERNELS.normalise
     monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
     monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
@@ -381,8 +381,8 @@ def test_statistics_of_logits_that_are_not_held(
 def test_terms_are_kept_where_logits_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of the weight has room for terms, not for logits. A second backward makes some logits at a time."""
     logits = []
-    made = LINEAR.logits
-    monkeypatch.setattr(LINEAR, "logits", lambda *of, **how: (logits.append(of), made(*of, **how))[1])
+    original = LINEAR.logits
+    monkeypatch.setattr(LINEAR, "logits", lambda *of, **how: (logits.append(of), original(*of, **how))[1])
     monkeypatch.setattr(_logit_statistics, "is_hopper", lambda device: True)
     monkeypatch.setattr(_logit_statistics, "LEAST_ROWS", 1)
     monkeypatch.setattr("liger_core.host.fused_linear_logit_statistics.LEAST_TILE", 1)
@@ -524,11 +524,11 @@ def test_slots_are_sorted_as_pytorch_sorts_them(
     make = Make(torch.float32, DEVICE)
     indices = make.integers(-1, experts, tokens, per_token)
     indices[1] = experts
-    found, expected = fused_moe.TritonMoE().route(indices, experts, 16), route(indices, experts, 16)
+    routing, expected = fused_moe.TritonMoE().route(indices, experts, 16), route(indices, experts, 16)
     for name in ("keys", "order", "places", "starts", "by_size", "tile_experts"):
-        assert torch.equal(getattr(found, name).long(), getattr(expected, name)), name
+        assert torch.equal(getattr(routing, name).long(), getattr(expected, name)), name
     live = expected.tile_experts < experts
-    assert torch.equal(found.tile_starts[live], expected.tile_starts[live])
+    assert torch.equal(routing.tile_starts[live], expected.tile_starts[live])
 
 
 def test_a_float32_gradient_of_experts_is_a_sum_of_sums() -> None:
@@ -537,9 +537,9 @@ def test_a_float32_gradient_of_experts_is_a_sum_of_sums() -> None:
     op = ops["fused_moe"]
     with liger_core.use("triton"):
         actual = evaluate(op, op, arguments, ("down_weight",), incoming)
-    found = actual.gradients["down_weight"]
-    assert found is not None
-    assert least <= found.item() <= most
+    grad = actual.gradients["down_weight"]
+    assert grad is not None
+    assert least <= grad.item() <= most
 
 
 @pytest.mark.parametrize("hidden", [40, 8200], ids=["held", "long"])
@@ -556,16 +556,16 @@ def test_sums_of_many_equal_values() -> None:
     n, unit = 1 << 20, 2.0**-23
     exact = n * value.double().item()
     values, labels = value.expand(n).contiguous(), torch.zeros(n, dtype=torch.int64, device=DEVICE)
-    found = _divergences.total(values, None, 1)
-    assert abs(found.item() - exact) <= 2 * unit * exact
+    divergence = _divergences.total(values, None, 1)
+    assert abs(divergence.item() - exact) <= 2 * unit * exact
     loss, z_loss = torch.empty((), device=DEVICE), torch.empty((), device=DEVICE)
     weight = value.expand(2).contiguous()
-    given = inputs_of_classes(
+    inputs = inputs_of_classes(
         labels, weight, None, 2, CrossEntropyKernelOptions(-100, None, None, None, "mean", True, False, False)
     )
     totals = torch.empty(2, device=DEVICE)
     _cross_entropy.KERNELS.sums(
-        loss, z_loss, None, totals, CrossEntropyResults(values, values, None, None, None), given
+        loss, z_loss, None, totals, CrossEntropyResults(values, values, None, None, None), inputs
     )
     assert abs(z_loss.item() - value.item()) <= 2 * unit * value.item()
     assert abs(loss.item() - 1.7) <= 4 * unit

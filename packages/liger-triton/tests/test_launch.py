@@ -114,11 +114,11 @@ def test_numbers_are_told_apart_as_triton_does() -> None:
         specialize: Any = functools.partial(jit_module.native_specialize_impl, BaseBackend)
     else:  # triton 3.5
         specialize = jit_module.create_specialize_impl(BaseBackend.get_arg_specialization)
-    found = {n: (specialize(n, False, True, True), _launch._specialised(n)) for n in NUMBERS}
+    pairs = {n: (specialize(n, False, True, True), _launch._specialised(n)) for n in NUMBERS}
     for n in NUMBERS:
         for m in NUMBERS:
-            told, remembered = (found[n][i] == found[m][i] for i in (0, 1))
-            assert told == remembered, f"Triton compiles {n} as {found[n][0]} and {m} as {found[m][0]}"
+            told, remembered = (pairs[n][i] == pairs[m][i] for i in (0, 1))
+            assert told == remembered, f"Triton compiles {n} as {pairs[n][0]} and {m} as {pairs[m][0]}"
     for value in (0.5, 1.0, -2.0, 1e300, float("nan")):
         assert specialize(value, False, True, True) == specialize(0.25, False, True, True), value
     assert specialize(True, False, True, True) == specialize(False, False, True, True)

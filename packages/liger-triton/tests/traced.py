@@ -75,12 +75,12 @@ PRODUCTS = "@products"
 
 def trace(name: str, dtype: torch.dtype) -> None:
     """Forward of a case, for every gradient, then its backward."""
-    name, _, what = name.partition("@")
-    frozen, chunks, products = (f"@{what}" == each for each in (FROZEN, CHUNKS, PRODUCTS))
-    op, kernel, found = ops[name], liger_triton.backend.kernel(name), cases_of(name)
-    chosen = "padded-chunks" if chunks else "dropped" if products else found.cases[0].id
-    case = next(case for case in found.cases if case.id == chosen)
-    arguments = complete(op, found.build(case, dtype, "cpu"))
+    name, _, variant = name.partition("@")
+    frozen, chunks, products = (f"@{variant}" == each for each in (FROZEN, CHUNKS, PRODUCTS))
+    op, kernel, op_cases = ops[name], liger_triton.backend.kernel(name), cases_of(name)
+    chosen = "padded-chunks" if chunks else "dropped" if products else op_cases.cases[0].id
+    case = next(case for case in op_cases.cases if case.id == chosen)
+    arguments = complete(op, op_cases.build(case, dtype, "cpu"))
     there = present(op, arguments)
     needs = tuple(tensor in there and (tensor == "x" or not frozen) for tensor in op.differentiable)
     options = {option: arguments[option] for option in op.options}
@@ -93,8 +93,8 @@ def trace(name: str, dtype: torch.dtype) -> None:
     if not op.differentiable:
         return
     results = result if isinstance(result, tuple) else (result,)
-    kept = kept_gradients(op, arguments, len(results))
-    incoming = [r if r is None else torch.empty_like(r) for r in compress(results, kept)]
+    with_gradient = kept_gradients(op, arguments, len(results))
+    incoming = [r if r is None else torch.empty_like(r) for r in compress(results, with_gradient)]
     TARGETS.clear()
     run(lambda saved, incoming: kernel.backward(needs, saved, *incoming, **options), saved, incoming)
     if products and not any("_grouped_product" in target for target in TARGETS):

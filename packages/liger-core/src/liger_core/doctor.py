@@ -124,8 +124,8 @@ def _broken(device: str) -> Iterator[Problem]:
         if why := backend.broken():
             yield Problem(why, "reinstall its package, or uninstall it")
         elif device in backend.devices and (why := backend.missing(device)):
-            what, _, fix = why.partition(": ")
-            yield Problem(f"{backend.language} can't run on this machine's {device}: {what}", fix or backend.install)
+            problem, _, fix = why.partition(": ")
+            yield Problem(f"{backend.language} can't run on this machine's {device}: {problem}", fix or backend.install)
 
 
 def _reference_on_an_accelerator(device: str) -> Iterator[Problem]:

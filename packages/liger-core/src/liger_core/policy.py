@@ -201,10 +201,10 @@ def check_options(
 ) -> None:
     """The options that a policy-gradient loss of ``[B, L]`` `tokens` has are of their types and in their ranges."""
     if importance_sampling_ratio is not None:
-        got, accepted = tuple(importance_sampling_ratio.shape), (tokens[:1], (tokens[0], 1), tokens)
-        if all(got != shape for shape in accepted):  # Dynamo gets `in` wrong for sizes that change
+        ratio_shape, accepted = tuple(importance_sampling_ratio.shape), (tokens[:1], (tokens[0], 1), tokens)
+        if all(ratio_shape != shape for shape in accepted):  # Dynamo gets `in` wrong for sizes that change
             takes = "{}, {} or {}".format(*accepted)
-            raise ValueError(f"{op}: importance_sampling_ratio has shape {got}; it takes {takes}")
+            raise ValueError(f"{op}: importance_sampling_ratio has shape {ratio_shape}; it takes {takes}")
     beta, delta, loss_type, level = options.beta, options.delta, options.loss_type, options.importance_sampling_level
     taus = {
         "sapo_temperature_pos": options.sapo_temperature_pos,

@@ -8,13 +8,13 @@ from op_calls import BadCall, integers, randn
 
 
 def _bad(**changed: Any) -> dict[str, Any]:
-    given = {
+    inputs = {
         "blocks": randn(2, 3, 8),
         "partial": randn(3, 8),
         "query": randn(8),
         "weight": randn(8),
     }
-    return {**given, **changed}
+    return {**inputs, **changed}
 
 
 BAD = (

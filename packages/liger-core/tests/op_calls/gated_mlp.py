@@ -8,13 +8,13 @@ from op_calls import BadCall, integers, randn
 
 
 def _bad(**changed: Any) -> dict[str, Any]:
-    given = {
+    inputs = {
         "x": randn(3, 4),
         "gate_weight": randn(8, 4),
         "up_weight": randn(8, 4),
         "down_weight": randn(5, 8),
     }
-    return {**given, **changed}
+    return {**inputs, **changed}
 
 
 def _budget(memory_budget: object) -> dict[str, Any]:

@@ -80,9 +80,9 @@ def _summed(parts: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 def defer(x: Tensor, weight: Tensor, bias: Tensor | None, head: Any = None) -> Tensor | None:
     """The logits F.linear(x, weight, bias); None if they have to be made at once."""
-    given = [t for t in (x, weight, bias) if t is not None]
+    inputs = [t for t in (x, weight, bias) if t is not None]
     # Tensors of inference mode count no version.
-    plain = all(type(t) in (nn.Parameter, Tensor) and not t.is_inference() for t in given)
+    plain = all(type(t) in (nn.Parameter, Tensor) and not t.is_inference() for t in inputs)
     if x.device.type == "meta" or x.dim() < 2 or not plain:
         return None
     x, weight, bias = as_called(x, weight, bias)
@@ -109,21 +109,21 @@ class Answer(Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         places = [i for i, g in enumerate(grad_outputs) if g is not None]
-        given, z = [grad_outputs[i] for i in places], ctx.z
+        incoming, z = [grad_outputs[i] for i in places], ctx.z
         if not places:
             return None, None, None
         if torch.is_grad_enabled():  # create_graph: only the plain way is differentiable again
             p = Plain.apply(z)
             results = ctx.made(p)
-            return *torch.autograd.grad([results[i] for i in places], p, given, create_graph=True), None, None
+            return *torch.autograd.grad([results[i] for i in places], p, incoming, create_graph=True), None, None
 
         def gradient() -> Tensor:
             with _with_autograd():
                 p = z.state.compute(current=False).detach().requires_grad_()
                 results = ctx.made(p)
-                return torch.autograd.grad([results[i] for i in places], p, given)[0]
+                return torch.autograd.grad([results[i] for i in places], p, incoming)[0]
 
-        answer = Answered(z.state.form, [ctx.results[i] for i in places], ctx.leaves, given)
+        answer = Answered(z.state.form, [ctx.results[i] for i in places], ctx.leaves, incoming)
         meta = torch.empty(z.shape, dtype=z.dtype, device="meta")
         new = Logits.make(meta, z.state.device, gradient, (), Note(((answer, ()),)))
         if z.retains_grad:
@@ -149,22 +149,24 @@ class Answered:
         self.steps = {t.source: t.steps[::-1] for t in form.terms}
         self.results, self.leaves, self.grads = results, leaves, grads
         self.keep = cast("Any", torch._C)._autograd._get_current_graph_task_keep_graph()
-        self.found: dict[Source, list[Any]] | None = None
+        self.by_source: dict[Source, list[Any]] | None = None
 
     def fits(self, source: Source, steps: tuple[Any, ...]) -> bool:
         """Whether the gradient took the steps of the forward back and no others."""
         return not torch.is_grad_enabled() and self.steps.get(source) == steps
 
     def gradients(self, source: Source) -> tuple[Any, ...]:
-        if self.found is None:
-            wanted = [(s, i, t) for s, three in self.leaves.items() for i, t in enumerate(three) if t is not None]
-            wanted = [(s, i, t) for s, i, t in wanted if t.requires_grad]
-            inputs = [t for *_, t in wanted]
+        if self.by_source is None:
+            differentiable = [
+                (s, i, t) for s, three in self.leaves.items() for i, t in enumerate(three) if t is not None
+            ]
+            differentiable = [(s, i, t) for s, i, t in differentiable if t.requires_grad]
+            inputs = [t for *_, t in differentiable]
             grads = torch.autograd.grad(self.results, inputs, self.grads, retain_graph=self.keep, allow_unused=True)
-            self.found = {s: [None, None, None] for s in self.leaves}
-            for (s, i, _), grad in zip(wanted, grads, strict=True):
-                self.found[s][i] = grad
-        return tuple(self.found.pop(source))
+            self.by_source = {s: [None, None, None] for s in self.leaves}
+            for (s, i, _), grad in zip(differentiable, grads, strict=True):
+                self.by_source[s][i] = grad
+        return tuple(self.by_source.pop(source))
 
 
 def _one_linear(
@@ -383,16 +385,16 @@ def _gather(z: Logits, function: Any, dim: Any = None, index: Any = None, **more
     if form.of == "log_softmax":
 
         def fused(x: Tensor, w: Tensor, b: Tensor | None, **how: Any) -> Tensor:
-            found = cast("Tensor", fused_linear_token_logprobs(x, w, ids, b, ignore_index=NO_TOKEN, **how))
-            return (found.view(index.shape) * form.factor).to(z.dtype)
+            logprobs = cast("Tensor", fused_linear_token_logprobs(x, w, ids, b, ignore_index=NO_TOKEN, **how))
+            return (logprobs.view(index.shape) * form.factor).to(z.dtype)
 
         return _answer(z, fused, lambda p: torch.gather(p, -1, index))
     if form.of != "logits":
         return NotImplemented
-    found = statistics(z, ids)
-    picked = found.picked.view(index.shape).to(z.dtype)
+    row_statistics = statistics(z, ids)
+    picked = row_statistics.picked.view(index.shape).to(z.dtype)
     # Log-probabilities are these less the rows' log-sum-exp, which the op has given too. Who holds the one keeps the other.
-    picked.row_lse = found.lse.view(z.shape[:-1])  # type: ignore[attr-defined]
+    picked.row_lse = row_statistics.lse.view(z.shape[:-1])  # type: ignore[attr-defined]
     z.state.picked = weakref.ref(picked)
     return picked
 
@@ -450,13 +452,13 @@ def _row_sums(form: Form, x: Tensor, w: Tensor, b: Tensor | None, how: dict[str,
         total = x.to(wide) @ w.sum(0, dtype=wide)
         return (total if b is None else total + b.sum(dtype=wide)) / how["temperature"]
     ids, entropy = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device), form.of == "entropy"
-    found = liger.fused_linear_logit_statistics(
+    row_statistics = liger.fused_linear_logit_statistics(
         x, w, ids, b, ignore_index=NO_TOKEN, **how, return_entropy=entropy, return_total=not entropy
     )
     if entropy:
-        return cast("Tensor", found.entropy) * -form.factor
-    total = cast("Tensor", found.total)
-    return total if form.of == "logits" else (total - found.lse * w.shape[0]) * form.factor
+        return cast("Tensor", row_statistics.entropy) * -form.factor
+    total = cast("Tensor", row_statistics.total)
+    return total if form.of == "logits" else (total - row_statistics.lse * w.shape[0]) * form.factor
 
 
 def _argmax(z: Logits, function: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Any:

@@ -77,10 +77,10 @@ def _experts_class(
         for scale in (0.3, 3.0):
             x = draw(12, hidden) * scale
             want = forward(stand_in, x, index, weights)
-            got = liger.fused_moe(x, gate_up, down, index, weights, activation=activation, limit=limit)
-            if not isinstance(want, Tensor) or want.shape != got.shape:
+            actual = liger.fused_moe(x, gate_up, down, index, weights, activation=activation, limit=limit)
+            if not isinstance(want, Tensor) or want.shape != actual.shape:
                 return False
-            if not torch.allclose(got, want, rtol=1e-4, atol=1e-5 * float(got.abs().max())):
+            if not torch.allclose(actual, want, rtol=1e-4, atol=1e-5 * float(actual.abs().max())):
                 return False
         return True
 

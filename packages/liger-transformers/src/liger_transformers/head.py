@@ -142,7 +142,7 @@ def _tensor_parallel(head: nn.Module, dense: Callable[..., Any]) -> Callable[...
 
 @by_forward
 def _model_class(cls: type[nn.Module], lazy: Lazy, for_trl: bool, loss: LossOptions) -> type[nn.Module]:
-    given = dict(loss)
+    in_training = dict(loss)
     in_evaluation = {name: value for name, value in loss if name not in OTHER_VALUE}
     original = cls.forward
     names = [*inspect.signature(original).parameters][1:]
@@ -157,7 +157,7 @@ def _model_class(cls: type[nn.Module], lazy: Lazy, for_trl: bool, loss: LossOpti
         leaving = lazily or (skip_logits is None and not self.training)
         if lazily and not compiling():
             trl.spare_deferred_logits()
-        options = {} if not labelled else given if self.training else in_evaluation
+        options = {} if not labelled else in_training if self.training else in_evaluation
         with deferred_logits(self, lazily or (labelled and skip_logits is not False), leaving), loss_options(options):
             output = cls.forward(self, *args, **kwargs)  # looked up now, since somebody may have patched it
         return _without_deferred(output)

@@ -35,12 +35,12 @@ class Source:
     """The input, weight and bias of one call of a head."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, head: Any = None) -> None:
-        given = (x, weight, bias)
+        inputs = (x, weight, bias)
         self.head, self.parameter, self.stepped = head, weight, False
-        self.needs = tuple(t is not None and t.requires_grad for t in given)
+        self.needs = tuple(t is not None and t.requires_grad for t in inputs)
         # Aliases share memory and version with the tensors. They keep the memory if somebody sets `.data` of a parameter.
-        self.tensors = tuple(None if t is None else t.detach() for t in given)
-        self.versions = tuple(None if t is None else t._version for t in given)
+        self.tensors = tuple(None if t is None else t.detach() for t in inputs)
+        self.versions = tuple(None if t is None else t._version for t in inputs)
         sources.add(self)
 
     def get(self) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ class Note(NamedTuple):
 class State:
     """Logits without their place in autograd's graph, which later logits don't keep alive."""
 
-    __slots__ = ("call", "device", "form", "key", "made", "meta", "of", "picked", "writes")
+    __slots__ = ("call", "computed", "device", "form", "key", "meta", "of", "picked", "writes")
 
     def __init__(self, meta: Tensor, device: torch.device, call: Any, form: Any, of: Any, key: Any) -> None:
         self.meta, self.device = meta, device
@@ -129,7 +129,7 @@ class State:
         self.form: Form | Note | None = form
         self.of: State | None = of  # the state of what these are a view of
         self.key = object() if key is None else key  # the same for logits and their aliases
-        self.made: Tensor | None = None
+        self.computed: Tensor | None = None
         self.writes = 0  # in-place operations on the memory, counted where `of` is None
         self.picked: Any = None
 
@@ -138,14 +138,14 @@ class State:
 
     def waits(self) -> bool:
         """Whether nobody has read them, nor what they are a view of."""
-        return self.made is None and (self.of is None or self.of.waits())
+        return self.computed is None and (self.of is None or self.of.waits())
 
     def tensor(self) -> Tensor:
         """The plain tensor, which is made once."""
-        if self.made is None:
+        if self.computed is None:
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                self.made = self.compute(current=True)
-        return self.made
+                self.computed = self.compute(current=True)
+        return self.computed
 
     def compute(self, current: bool) -> Tensor:
         """The value that they had when their call was recorded; or, `current`, a view of what they are a view of."""
@@ -249,20 +249,20 @@ def _only_dtype(z: Logits, options: dict[str, Any]) -> bool:
 
 def _run_plain(func: Any, args: Any, kwargs: Any) -> Any:
     """func on plain tensors. Results in place are the arguments themselves, and views are wrapped: both share memory."""
-    given: list[Logits] = []
+    deferred: list[Logits] = []
 
     def plain(a: Any) -> Any:
         if not isinstance(a, Logits):
             return a
-        given.append(a)
+        deferred.append(a)
         return a.state.tensor()
 
     args, kwargs = tree_map(plain, (tuple(args), kwargs))
     out = func(*args, **kwargs)
     if func._schema.is_mutable:
-        for a in given:
+        for a in deferred:
             a.state.root().writes += 1
-        return tree_map(lambda t: next((a for a in given if a.state.made is t), t), out)
+        return tree_map(lambda t: next((a for a in deferred if a.state.computed is t), t), out)
     return tree_map(_wrapped, out) if func.is_view or func in (aten.detach.default, aten.alias.default) else out
 
 
@@ -271,7 +271,7 @@ def _wrapped(t: Any) -> Any:
         return t
     meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     new = Logits.make(meta, t.device, None, (), None)
-    new.state.made = t
+    new.state.computed = t
     return new
 
 

@@ -69,10 +69,10 @@ def _norm_class(
             want = cls.forward(stand_in, x, *gate)
             if not isinstance(want, Tensor) or want.shape != x.shape or want.dtype != dtype:
                 return False
-            got = op(x, cast.get("weight"), cast.get("bias"), value)
-            got = liger.swiglu(gate[0], got) if gated else got
+            actual = op(x, cast.get("weight"), cast.get("bias"), value)
+            actual = liger.swiglu(gate[0], actual) if gated else actual
             least = rounding if dtype == torch.float32 else CANCELLED if rounding else 0.0
-            if not torch.allclose(got.double(), want.double(), rtol=rounding, atol=least):
+            if not torch.allclose(actual.double(), want.double(), rtol=rounding, atol=least):
                 return False
         return True
 

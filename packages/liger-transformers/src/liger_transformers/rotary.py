@@ -203,10 +203,10 @@ def _proof(function: Callable[..., Any]) -> Proof:
         if layout.trial.startswith("complex") == (_parameters(function) == 4) or not {*layout.shapes} - {*layouts}:
             continue
         try:
-            got = function(q, k, *angles)
+            actual = function(q, k, *angles)
         except PROBE_ERRORS:
             continue  # a function that raises here is never called with this layout
-        results = cast("tuple[Any, ...]", got) if isinstance(got, tuple) else ()
+        results = cast("tuple[Any, ...]", actual) if isinstance(actual, tuple) else ()
         if len(results) == 2 and all(map(_close, results, layout.op(q, k, *angles))):
             layouts.update({shape: layout for shape in layout.shapes if shape not in layouts})
             narrow = function(q.bfloat16(), k.bfloat16(), *angles)

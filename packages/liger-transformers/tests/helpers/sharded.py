@@ -26,16 +26,16 @@ Op.__call__ = lambda op, *args, **kwargs: (calls.append(op.name), original_call(
 plain, inputs = build(name), batch()
 in_8_bits = copy.deepcopy(plain)
 liger_transformers.apply(in_8_bits, precision="fp8")
-wanted = {None: run(plain, inputs), "fp8": run(in_8_bits, inputs)}
+expected = {None: run(plain, inputs), "fp8": run(in_8_bits, inputs)}
 count = 0
 for precision, first, own_unit, checkpointing, inner in itertools.product(
-    wanted, (True, False), (True, False), (True, False), (None, "mlp", "linear")
+    expected, (True, False), (True, False), (True, False), (None, "mlp", "linear")
 ):
     if inner is not None and not (checkpointing and own_unit):
         continue
     if precision is not None and not (own_unit and inner == ("linear" if checkpointing else None)):
         continue
-    output, want = wanted[precision]
+    output, want = expected[precision]
     model = copy.deepcopy(plain)
     if first:
         liger_transformers.apply(model, mlp=True, precision=precision)
@@ -66,7 +66,7 @@ for precision, first, own_unit, checkpointing, inner in itertools.product(
         assert error < 1e-5, f"{key} differs by {error}"
     liger_transformers.restore(model)
     calls.clear()
-    torch.testing.assert_close(model(**inputs).loss, wanted[None][0].loss)
+    torch.testing.assert_close(model(**inputs).loss, expected[None][0].loss)
     assert not calls
     count += 1
 print(f"{count} ways are equal")

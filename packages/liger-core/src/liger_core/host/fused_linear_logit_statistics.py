@@ -450,14 +450,14 @@ class FusedLinearStatistics:
         **options: Any,
     ) -> tuple[Tensor | None, ...]:
         """The contract's backward, for a kernel file."""
-        x, linear_weight, bias, target, class_weight, kept, *logits = saved
+        x, linear_weight, bias, target, class_weight, statistics, *logits = saved
         inputs = inputs_of(target, class_weight, bias, options_of(**options))
         plan = self._plan(needs, x, linear_weight, inputs, accum_dtype, memory_budget, target.dim() == 1)
         call = StatisticsPass(self, StatisticsHead(linear_weight, bias, needs, accum_dtype, plan), inputs)
         incoming = grads_of(dlse, dpicked, dentropy, dtotal)
         if plan.frozen:
-            return call.of_frozen(x, kept, incoming), None, None
-        return call.backward(x, logits[0] if logits else None, kept, incoming)
+            return call.of_frozen(x, statistics, incoming), None, None
+        return call.backward(x, logits[0] if logits else None, statistics, incoming)
 
     def _plan(
         self,

@@ -188,8 +188,8 @@ class GatedMLP:
 
 def _memory(needs: Needs, weights: GatedMLPWeights, dtype: torch.dtype) -> list[Tensor | None]:
     """Memory for the gradients of weights."""
-    wanted = zip(weights, needs[1:], strict=True)
-    return [weight.new_empty(weight.shape, dtype=dtype) if needed else None for weight, needed in wanted]
+    needed_by_weight = zip(weights, needs[1:], strict=True)
+    return [weight.new_empty(weight.shape, dtype=dtype) if needed else None for weight, needed in needed_by_weight]
 
 
 def _options(activation: str, gate_multiplier: float, down_multiplier: float) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _way(linear: Linear, needs: Needs, rows: Any, weights: Sequence[Tensor], mem
     """Whether backward goes by rows, and of how many rows or columns a chunk has room: the way that moves less for its sums."""
     (count, hidden), inner, size = rows.shape, weights[0].shape[0], rows.dtype.itemsize
     most = max(1, (memory_budget - accumulator_memory(rows, needs[0])) // (5 * count * size))
-    sums = 4 * sum(weight.numel() for weight, wanted in zip(weights, needs[1:], strict=True) if wanted)
+    sums = 4 * sum(weight.numel() for weight, needed in zip(weights, needs[1:], strict=True) if needed)
     most_rows = (memory_budget - (0 if rows.dtype is torch.float32 else sums)) // (5 * inner * size)
     if most_rows < 1 or linear.takes_memory(rows, torch.float32):
         return False, most

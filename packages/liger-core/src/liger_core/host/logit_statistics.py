@@ -275,9 +275,9 @@ class Statistics:
         **options: Any,
     ) -> tuple[Tensor | None, ...]:
         """The contract's backward."""
-        logits, target, weight, kept = saved
+        logits, target, weight, statistics = saved
         inputs = inputs_of(target, weight, None, options_of(**options))
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         incoming = grads_of(dlse, dpicked, dentropy, dtotal)
-        self.kernels.gradient(Logits.of(dlogits), Logits.of(logits), inputs, kept, incoming, 0, 0)
+        self.kernels.gradient(Logits.of(dlogits), Logits.of(logits), inputs, statistics, incoming, 0, 0)
         return (dlogits,)

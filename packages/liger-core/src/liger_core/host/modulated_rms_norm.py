@@ -45,7 +45,7 @@ class Places(NamedTuple):
         return Places(kept, shared, scale, shift, groups, members)
 
     def sizes(self) -> tuple[int, ...]:
-        return tuple([kept * shared for kept, shared in zip(self.kept, self.shared, strict=True)])
+        return tuple([size * shared for size, shared in zip(self.kept, self.shared, strict=True)])
 
 
 class Modulation(NamedTuple):
@@ -84,14 +84,14 @@ def _places_of(
 
     None if more than three dimensions are left.
     """
-    kept = [1] * (len(shape) - len(sizes)) + list(sizes)
+    padded_sizes = [1] * (len(shape) - len(sizes)) + list(sizes)
     scales, shifts = _strides(shape, sizes, strides), _strides(shape, shift_sizes, shift_strides)
     merged: list[tuple[int, bool, int, int]] = []
     for dim, size in enumerate(shape[:-1]):
         if size == 1:
             continue
         keeps, a, b = True, scales[dim], shifts[dim]
-        if kept[dim] == 1:  # a branch: in a trace of dynamic sizes the comparison itself would give a symbol
+        if padded_sizes[dim] == 1:  # a branch: in a trace of dynamic sizes the comparison itself would give a symbol
             keeps = False
         if merged:
             outer, keeps_outer, a_outer, b_outer = merged[-1]

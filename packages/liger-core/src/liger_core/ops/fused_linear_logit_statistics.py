@@ -73,8 +73,8 @@ def fused_linear_logit_statistics(
     Source:
         `logit_statistics`; float32 head: ScaleRL, arXiv 2510.13786; chunks: Hsu et al., Liger Kernel, arXiv 2410.10989.
 
-    >>> found = fused_linear_logit_statistics(torch.ones(1, 2), torch.zeros(2, 2), torch.tensor([1]))
-    >>> found.picked - found.lse
+    >>> statistics = fused_linear_logit_statistics(torch.ones(1, 2), torch.zeros(2, 2), torch.tensor([1]))
+    >>> statistics.picked - statistics.lse
     tensor([-0.6931])
     """
     logits = _with_gradient_in(upcast(x) @ upcast(linear_weight).T, x.dtype)

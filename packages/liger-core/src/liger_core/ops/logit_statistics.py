@@ -178,9 +178,9 @@ def check_targets(op: str, target: Tensor, rows: int, of: str) -> None:
     """Raise TypeError unless targets are int64, ValueError unless ``[rows]`` or ``[rows, K]`` with K at least 1."""
     checks.dtypes(op, (torch.int64,), target=target)
     checks.ndim(op, 1, 2, target=target)
-    got = tuple(target.shape)
-    if got[0] != rows or got[-1] == 0 < target.dim() - 1:
-        raise ValueError(f"{op}: target has shape {got}; it takes ({rows},) or ({rows}, K), a row per row of {of}")
+    shape = tuple(target.shape)
+    if shape[0] != rows or shape[-1] == 0 < target.dim() - 1:
+        raise ValueError(f"{op}: target has shape {shape}; it takes ({rows},) or ({rows}, K), a row per row of {of}")
 
 
 def check_statistics_options(

@@ -249,9 +249,9 @@ def _vector(scalar: Tensor | None) -> Tensor | None:
 def _launch_rows(results: CrossEntropyResults, logits: Logits, inputs: CrossEntropyInputs, first: int) -> None:
     memory, columns, options = as_rows(logits.tensor()), logits.columns, inputs.options
     for begin in range(0, memory.shape[0], MOST_BLOCKS):
-        some = memory[begin : begin + MOST_BLOCKS]
+        part = memory[begin : begin + MOST_BLOCKS]
         launch(
-            _rows, (some.shape[0],), *results, some, inputs.bias, inputs.target, inputs.weight,
+            _rows, (part.shape[0],), *results, part, inputs.bias, inputs.target, inputs.weight,
             _vector(inputs.weight_sum), columns, first + begin, options.ignore_index, options.label_smoothing,
             options.lse_square_scale, options.softcap, options.adds_z_loss(), options.token_scaling,
             min(power_of_2(columns), BLOCK), 16 // memory.element_size(),
@@ -272,17 +272,17 @@ def _launch_gradient(
     y, columns, options = dlogits.tensor(), dlogits.columns, inputs.options
     n, block = y.shape[0], min(power_of_2(columns), GRADIENT_BYTES // y.element_size())
     # If rows are few, one block per row would be too few blocks.
-    wanted = 2 * OCCUPANCY * sm_count(y.device)
-    parts = min(blocks(columns, block), blocks(wanted, n))
+    programs = 2 * OCCUPANCY * sm_count(y.device)
+    parts = min(blocks(columns, block), blocks(programs, n))
     of_columns = slice(first_column, first_column + columns)
     bias, column_weight = (None if x is None else x[of_columns] for x in (inputs.bias, inputs.weight))
     dloss = None if dloss is None else dloss.expand_as(inputs.target)
     x = None if logits is None else as_rows(logits.tensor())
     most = MOST_BLOCKS // parts
     for begin in range(0, n, most):
-        some = slice(begin, min(begin + most, n))
+        rows = slice(begin, min(begin + most, n))
         launch(
-            _gradient, ((some.stop - begin) * parts,), y[some], None if x is None else x[some], bias, inputs.target,
+            _gradient, ((rows.stop - begin) * parts,), y[rows], None if x is None else x[rows], bias, inputs.target,
             inputs.weight, column_weight, _vector(inputs.weight_sum), statistics, dloss, totals, inputs.vocabulary,
             first + begin, first_column, parts, options.ignore_index, options.label_smoothing,
             options.lse_square_scale, options.softcap, options.token_scaling, block,

@@ -212,8 +212,8 @@ def _launch_gradient(
     dx, columns, target, options = dlogits.tensor(), dlogits.columns, as_rows(inputs.target), inputs.options
     n, block = dx.shape[0], min(power_of_2(columns), GRADIENT_BLOCK)
     # If rows are few, one block per row would be too few blocks.
-    wanted = 2 * GRADIENT_OCCUPANCY * sm_count(dx.device)
-    parts = min(blocks(columns, block), blocks(wanted, n))
+    programs = 2 * GRADIENT_OCCUPANCY * sm_count(dx.device)
+    parts = min(blocks(columns, block), blocks(programs, n))
     of_columns = slice(first_column, first_column + columns)
     bias, weight = (None if x is None else x[of_columns] for x in (inputs.bias, inputs.weight))
     x = None if logits is None else as_rows(logits.tensor())

@@ -493,11 +493,11 @@ def _launch_backward(
     # All rows at once if all lie at one distance from each other; otherwise one sequence at a time.
     step = rows if logits.stride(0) == (length + 1) * logits.stride(1) else 1
     for first in range(0, rows, step):
-        some = slice(first, first + step)
+        row_slice = slice(first, first + step)
         launch(
-            _gradient, one_each(step * (length + 1) * parts), as_rows(dlogits[some]),
-            dloss[some] if dloss is not None and weights is None else dloss, as_rows(logits[some]), ids[some],
-            state[:, some], coefficients[some], None if weights is None else weights[some],
+            _gradient, one_each(step * (length + 1) * parts), as_rows(dlogits[row_slice]),
+            dloss[row_slice] if dloss is not None and weights is None else dloss, as_rows(logits[row_slice]), ids[row_slice],
+            state[:, row_slice], coefficients[row_slice], None if weights is None else weights[row_slice],
             temperatures(temperature)[1], parts, block,
         )  # fmt: skip
 

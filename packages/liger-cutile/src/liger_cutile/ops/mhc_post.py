@@ -96,10 +96,10 @@ def _made(streams: int) -> int:
 def _launch_forward(y: Tensor, f: Tensor, x: Tensor, post: Tensor, res: Tensor) -> None:
     streams, columns = x.shape[-2:]
     y, f, x, post, res = as_rows(y), as_rows(f), as_rows(x), as_rows(post), as_rows(res.flatten(-2))
-    made, block = _made(streams), min(power_of_2(columns), FORWARD_COLUMNS)
+    at_once, block = _made(streams), min(power_of_2(columns), FORWARD_COLUMNS)
     across = blocks(columns, block)
-    grid = one_each(f.shape[0] * (streams // made) * across)
-    launch(_forward, grid, y, f, x, post, res, across, streams, made, block, columns % block == 0)
+    grid = one_each(f.shape[0] * (streams // at_once) * across)
+    launch(_forward, grid, y, f, x, post, res, across, streams, at_once, block, columns % block == 0)
 
 
 @opaque(writes=("df", "dx", "dpost", "dres"))
@@ -118,16 +118,16 @@ def _launch_backward(
     dy, f, x, post, res = as_rows(dy), as_rows(f), as_rows(x), as_rows(post), as_rows(res.flatten(-2))
     df, dx, dpost = (None if t is None else as_rows(t) for t in (df, dx, dpost))
     dres = None if dres is None else dres.view(-1, streams * streams)
-    made, block = _made(streams), min(power_of_2(columns), BACKWARD_COLUMNS)
-    rows, given = f.shape[0], (dy, f, x, post, res)
+    at_once, block = _made(streams), min(power_of_2(columns), BACKWARD_COLUMNS)
+    rows, tensors = f.shape[0], (dy, f, x, post, res)
     constants = block, block // EACH, columns % block == 0
-    if made == streams:
-        launch(_backward, (rows,), df, dx, dpost, dres, *given, streams, made, *constants)
+    if at_once == streams:
+        launch(_backward, (rows,), df, dx, dpost, dres, *tensors, streams, at_once, *constants)
         return
     if df is not None or dpost is not None:
-        launch(_backward, (rows,), df, None, dpost, None, *given, streams, made, *constants)
+        launch(_backward, (rows,), df, None, dpost, None, *tensors, streams, at_once, *constants)
     if dx is not None or dres is not None:
-        launch(_backward, (rows, streams // made), None, dx, None, dres, *given, streams, made, *constants)
+        launch(_backward, (rows, streams // at_once), None, dx, None, dres, *tensors, streams, at_once, *constants)
 
 
 @implements(mhc_post)

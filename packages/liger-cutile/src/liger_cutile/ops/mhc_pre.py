@@ -351,8 +351,8 @@ def _rows_of_coefficients(padded: int, splits: int) -> int:
 
 def _in_bulk(*tensors: Tensor | None) -> bool:
     """Whether TMA loads tiles of these rows."""
-    given = [x for x in tensors if x is not None]
-    return not any(length * x.element_size() % 16 for x in given for length in (x.shape[-1], x.stride(0)))
+    inputs = [x for x in tensors if x is not None]
+    return not any(length * x.element_size() % 16 for x in inputs for length in (x.shape[-1], x.stride(0)))
 
 
 def _tile(x: Tensor, count: int, in_bulk: bool, rows: int, columns: int) -> tuple[int, int]:
@@ -401,11 +401,11 @@ def _launch_forward(
         _multiply, one_each(tiles * splits), products, squares, whole, weight, splits, share, parts, tile_rows, padded, block,
     )  # fmt: skip
     at_once, most = power_of_2(splits, 1), power_of_2(streams, 1)
-    some = _rows_of_coefficients(most, at_once)
+    partial = _rows_of_coefficients(most, at_once)
     numbers = columns, options.iterations, *map(float, options[1:])
     launch(
-        _coefficients, (blocks(rows, some),), pre, post, res, m, products, squares, bias, alpha, *numbers, count, streams,
-        most, at_once, some,
+        _coefficients, (blocks(rows, partial),), pre, post, res, m, products, squares, bias, alpha, *numbers, count, streams,
+        most, at_once, partial,
     )  # fmt: skip
     block = min(power_of_2(width), MERGE_COLUMNS)
     across = blocks(width, block)

@@ -264,15 +264,15 @@ class AscendMoE(MoEKernels):
     ) -> None:
         experts, depth, columns = down.shape
         parts = self.parts(columns, dy)
-        found = None if sums is None else torch.zeros_like(sums)
+        totals = None if sums is None else torch.zeros_like(sums)
         _gradient[_grid(routing, columns)](
-            dfactors, weighted, found, routing.gathered(dy), down, factors, expert_weights[routing.order],
+            dfactors, weighted, totals, routing.gathered(dy), down, factors, expert_weights[routing.order],
             *routing.tables(), experts, _tiles(routing), columns,
             depth if dfactors is not None or sums is not None else 0, parts, activation.limit, *down.stride(),
             GELU=activation.gelu, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
         )  # fmt: skip
-        if sums is not None and found is not None:
-            sums[routing.order] = found
+        if sums is not None and totals is not None:
+            sums[routing.order] = totals
 
     def parts(self, columns: int, x: Tensor) -> int:
         return (columns + COLUMNS - 1) // COLUMNS

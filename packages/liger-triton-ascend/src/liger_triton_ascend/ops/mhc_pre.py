@@ -342,7 +342,7 @@ def forward(
 ) -> tuple[MHCPre, Saved]:
     leading, (streams, width), count = x.shape[:-2], x.shape[-2:], weight.shape[0]
     columns, head = streams * width, count == streams
-    given = x, weight, bias, alpha
+    inputs = x, weight, bias, alpha
     x, x_stride = as_rows(x.reshape(-1, columns))
     rows = x.shape[0]
     squares = x.new_empty(rows, dtype=torch.float32)
@@ -368,7 +368,7 @@ def forward(
         None if post is None else post.t().contiguous().view(*leading, streams),
         None if res is None else res.t().contiguous().view(*leading, streams, streams),
     )
-    return results, () if m is None else (*given, m)
+    return results, () if m is None else (*inputs, m)
 
 
 def backward(

@@ -644,12 +644,12 @@ class TritonStatistics(StatisticsKernels):
     ) -> Tensor:
         n, columns = x.shape[0], weight.shape[0]
         parts = (columns + PART - 1) // PART
-        _, _, entropy, total, log_sum_squares, best, best_index, kept = results
+        _, _, entropy, total, log_sum_squares, best, best_index, saved = results
         options = inputs.options
         bases = None if scales is None else _bases(x, weight, inputs)
 
         maxima = torch.empty((n, parts), dtype=torch.float32, device=x.device)
-        found = _Found(
+        pointers = _Found(
             maxima,
             torch.empty_like(maxima),
             _like(maxima, entropy),
@@ -658,13 +658,13 @@ class TritonStatistics(StatisticsKernels):
             _like(maxima, best),
             _like(maxima, best_index),
         )
-        some = inputs.target[first_row : first_row + n]
-        _launch_tiles(terms, bases, found, x, weight, inputs.bias, some, options.ignore_index, options.inverse)
-        _launch_join(results, found, x, weight, inputs, None if scales is None else terms, first_row)
+        target = inputs.target[first_row : first_row + n]
+        _launch_tiles(terms, bases, pointers, x, weight, inputs.bias, target, options.ignore_index, options.inverse)
+        _launch_join(results, pointers, x, weight, inputs, None if scales is None else terms, first_row)
         if scales is not None:
             assert terms is not None
-            assert kept is not None
-            _launch_normalise(terms, maxima, bases, scales, options.inverse, kept, None, first_row)
+            assert saved is not None
+            _launch_normalise(terms, maxima, bases, scales, options.inverse, saved, None, first_row)
         return maxima
 
     def normalise(

@@ -481,13 +481,13 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, num_groups: int, eps: fl
     x, x_stride = _as_samples(x)
     dy, dy_stride = _as_samples(dy)
     scale = None if weight is None else weight.contiguous()
-    wanted, partial = needs_weight + needs_bias, None
+    weight_grads, partial = needs_weight + needs_bias, None
     tile_channels, block = power_of_2(channels, 1), power_of_2(length, 1)
     tile = tile_channels * block
     if tile <= LONGEST:
         tile_rows, warps = max(1, 2048 // tile), max(4, tile // 1024)
         programs = (rows + tile_rows - 1) // tile_rows
-        if needs_x and wanted and _at_once(x, length):
+        if needs_x and weight_grads and _at_once(x, length):
             dweight = torch.empty_like(scale) if needs_weight else None
             dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_bias else None
             positions, warps = min(block, 1024), min(8, max(4, tile // 512))
@@ -497,8 +497,8 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, num_groups: int, eps: fl
                 SAMPLES=warps * 512 // positions, POSITIONS=positions, num_warps=warps,
             )  # fmt: skip
             return dx, dweight, dbias
-        if wanted:
-            partial = torch.empty(samples * wanted * all_channels, dtype=torch.float32, device=x.device)
+        if weight_grads:
+            partial = torch.empty(samples * weight_grads * all_channels, dtype=torch.float32, device=x.device)
         _backward[(programs,)](
             dx, partial, dy, x, scale, statistics, rows, num_groups, channels, length, dy_stride, x_stride,
             WEIGHT=needs_weight, BIAS=needs_bias, SINGLE=channels * length == 1, ROWS=tile_rows,
@@ -510,8 +510,8 @@ def backward(needs: Needs, saved: Saved, dy: Tensor, *, num_groups: int, eps: fl
         block = min(block, tile // min(tile_channels, 16))
         tile_channels = min(tile_channels, tile // block)
         parts, part_size = _divide(x, rows, length, block)
-        if wanted:
-            partial = torch.empty(samples * parts * wanted * all_channels, dtype=torch.float32, device=x.device)
+        if weight_grads:
+            partial = torch.empty(samples * parts * weight_grads * all_channels, dtype=torch.float32, device=x.device)
         sums = None
         if parts > 1:
             sums = torch.empty((2, rows * parts), dtype=torch.float32, device=x.device)

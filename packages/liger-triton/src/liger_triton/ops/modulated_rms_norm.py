@@ -486,12 +486,12 @@ def _backward_plan(
 
 def _runs_of(places: Places) -> Places:
     """Runs of rows that share the scale and the shift: only the last dimension over which both are broadcast counts as shared."""
-    kept, shared = list(places.sizes()), [1, 1, 1]
+    sizes, shared = list(places.sizes()), [1, 1, 1]
     for dim in (2, 1, 0):
-        if kept[dim] > 1 and places.scale[dim] == 0 and places.shift[dim] == 0:
-            kept[dim], shared[dim] = 1, kept[dim]
+        if sizes[dim] > 1 and places.scale[dim] == 0 and places.shift[dim] == 0:
+            sizes[dim], shared[dim] = 1, sizes[dim]
             break
-    return Places.of(tuple(kept), tuple(shared), places.scale, places.shift)
+    return Places.of(tuple(sizes), tuple(shared), places.scale, places.shift)
 
 
 def _in_order(members: int, step: int | None, tile_rows: int, tile_runs: int) -> bool:

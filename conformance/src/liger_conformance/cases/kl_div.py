@@ -60,6 +60,7 @@ CASES = (
     Case("log-target", "odd", rows=7, vocabulary=65, log_target=True),
     Case("many-rows", "odd", rows=683, vocabulary=3, reduction="mean"),
     Case("long-row", "odd", rows=2, vocabulary=5000, log_target=True, reduction="sum"),
+    Case("row-of-65537", "odd", rows=1, vocabulary=65537, log_target=True),
     Case("one-element", "edge", rows=1, vocabulary=1, reduction="none"),
     Case("one-row", "edge", rows=1, vocabulary=40, reduction="mean", log_target=True),
     Case("absent", "edge", rows=5, vocabulary=70, absent=0.4),

@@ -22,6 +22,9 @@ FOR_SPEED = (
 )
 """Named arguments that no value depends on."""
 
+TILE = 16
+"""Integers of host code from here on are sizes of tiles, and lengths up to which one of two right paths is faster."""
+
 MASKED = {"tl.load": 1, "tl.store": 2}
 """Functions of a language that take a mask, and where."""
 
@@ -113,8 +116,8 @@ def _places(function: ast.FunctionDef) -> Iterator[Place]:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that a value may depend on: neither docstrings nor annotations, nor options of speed."""
-    if isinstance(node, ast.keyword) and node.arg in FOR_SPEED:
+    """Nodes that a value may depend on: neither docstrings nor annotations, options of speed, or what "padding" changes."""
+    if isinstance(node, ast.keyword) and node.arg in (*FOR_SPEED, "other"):
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return
@@ -189,6 +192,11 @@ def _constants(node: ast.AST) -> Iterator[Place]:
         yield "constant", node, repr(new)
 
 
+def _host_constants(node: ast.AST) -> Iterator[Place]:
+    if isinstance(node, ast.Constant) and not (isinstance(node.value, int) and node.value >= TILE):
+        yield from _constants(node)
+
+
 def _device_calls(node: ast.AST) -> Iterator[Place]:
     if not isinstance(node, ast.Call):
         return
@@ -250,6 +258,6 @@ def _host_calls(node: ast.AST) -> Iterator[Place]:
 
 _Change = Callable[[ast.AST], Iterator[Place]]
 
-_ANYWHERE: tuple[_Change, ...] = (_operators, _signs, _comparisons, _conditions, _sums, _loops, _constants)
-_ON_DEVICE: tuple[_Change, ...] = (_device_calls,)
-_ON_HOST: tuple[_Change, ...] = (_launches, _host_calls)
+_ANYWHERE: tuple[_Change, ...] = (_operators, _signs, _comparisons, _conditions, _sums, _loops)
+_ON_DEVICE: tuple[_Change, ...] = (_constants, _device_calls)
+_ON_HOST: tuple[_Change, ...] = (_host_constants, _launches, _host_calls)

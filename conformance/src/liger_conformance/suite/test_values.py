@@ -24,6 +24,7 @@ from liger_conformance.evaluate import (
     name_results,
     present,
     require,
+    with_leaves,
 )
 from liger_conformance.layouts import LAYOUTS
 from liger_conformance.plugin.options import turn
@@ -262,9 +263,20 @@ def test_partial_gradients(target: Target, case: Case, dtype: torch.dtype) -> No
 @pytest.mark.targets("differentiable")
 @pytest.mark.cases(dtypes=(torch.bfloat16,), first=1)
 def test_some_results_unused(target: Target, case: Case, dtype: torch.dtype) -> None:
-    """Each differentiable result may be the only one with an incoming gradient."""
-    arguments = complete(target.op, arguments_of(target, case, dtype))
+    """Each differentiable result may be the only one with an incoming gradient. It gives none to what it doesn't depend on."""
+    op = target.op
+    arguments = complete(op, arguments_of(target, case, dtype))
     with torch.no_grad():
-        incoming = incoming_for(target.op, arguments, name_results(target.op, target.op.reference(**arguments)))
+        incoming = incoming_for(op, arguments, name_results(op, op.reference(**arguments)))
     for name, gradient in incoming.items():
         check(target, lambda draw: arguments_of(target, case, dtype, draw), None, {name: gradient})
+        for wanted in present(op, arguments) if len(incoming) > 1 else ():
+            leaves = with_leaves(op, arguments, (wanted,))
+            reference = name_results(op, op.reference(**leaves))[name]
+            with liger_core.use(target.language):
+                result = name_results(op, op(**leaves))[name]
+            assert result is not None
+            assert reference is not None
+            if result.requires_grad and not reference.requires_grad:
+                found: torch.Tensor | None = torch.autograd.grad(result, leaves[wanted], gradient, allow_unused=True)[0]
+                require(found is None or not found.any(), f"{name} gives {wanted} a gradient")

@@ -15,6 +15,7 @@ import json
 import re
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -170,6 +171,16 @@ def kinds() -> str:
     return table(("kind", "ops"), ((kind, " ".join(names)) for kind, names in by_kind.items() if names))
 
 
+def mutants() -> str:
+    """A row per record of mutants: how many there are, and their verdicts."""
+    rows = []
+    for path in sorted(ROOT.glob("conformance/mutants/*.jsonl")):
+        found = Counter(json.loads(line)["verdict"] for line in path.read_text("utf-8").splitlines())
+        judged = (found["killed"], found["survived"], found["never reached"])
+        rows.append((f"[{path.stem}](../{path.relative_to(ROOT).as_posix()})", sum(found.values()), *judged))
+    return table(("record", "mutants", "killed", "survived, known", "never reached"), rows)
+
+
 BLOCKS: dict[str, Callable[..., str]] = {
     "ops": kinds,
     "languages": languages,
@@ -177,6 +188,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "record": record,
     "counts": counts,
     "tested": tested,
+    "mutants": mutants,
 }
 ELSEWHERE = {
     "modes": "tools/pages.py --modes",

@@ -36,8 +36,8 @@ VARY = Vary(
 )
 
 CASES = (
-    Case("odd", "odd", rows=5, hidden=123),
-    Case("batched", "odd", rows=(2, 3), hidden=65, gated=True),
+    Case("odd", "odd", rows=5, hidden=123, gated=True),
+    Case("batched", "odd", rows=(2, 3), hidden=65),
     Case("long-row", "odd", rows=2, hidden=5000),
     Case("halves", "odd", rows=3, hidden=768, halves=True),
     Case("short-halves", "odd", rows=21, hidden=64, halves=True),

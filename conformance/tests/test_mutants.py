@@ -165,7 +165,7 @@ RECORDS = Path(__file__).parents[1] / "mutants"
 
 @pytest.mark.parametrize("language", ["triton", "cutile", "triton-ascend"])
 def test_survivors_of_the_record_are_declared(language: str) -> None:
-    """Those that `known_mutants` declares exist, and all that survived in the record are among them."""
+    """Mutants that `known_mutants` declares exist, and all that survived in the record are among them."""
     package = f"liger_{language.replace('-', '_')}"
     known = command.known_mutants(package)
     lines = [json.loads(line) for line in (RECORDS / f"{language}.jsonl").read_text("utf-8").splitlines()]

@@ -106,7 +106,7 @@ def compare(
 
 
 NEAR_THE_MIDDLE = 1000
-"""Of so many elements in 8 bits, one may lie so near the middle of two numbers that a rounding before decides."""
+"""Elements in 8 bits, of which one may lie so near the middle of two numbers that a rounding before decides."""
 
 
 def _compare_steps(name: str, actual: Tensor, baseline: Tensor, truth: Tensor) -> None:

@@ -28,11 +28,14 @@ def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def by_hand(model: PreTrainedModel) -> None:
-    """Calls `scaled_linear` for each linear layer inside of the model's layers."""
+    """Calls `scaled_linear` for each linear layer of the attention, and `scaled_gated_mlp`."""
     for layer in model.model.layers:
-        for linear in layer.modules():
+        for linear in layer.self_attn.modules():
             if isinstance(linear, nn.Linear):
                 linear.forward = lambda x, linear=linear: liger.scaled_linear(x, linear.weight, linear.bias)
+        mlp, act = layer.mlp, "gelu_tanh" if model.config.model_type == "gemma2" else "silu"
+        weights = [linear.weight for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+        mlp.forward = lambda x, weights=weights, act=act: liger.scaled_gated_mlp(x, *weights, activation=act)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("llama", 7), ("qwen2", 7), ("gemma2", 7)])
@@ -44,8 +47,8 @@ def test_a_step(kind: str, count: int) -> None:
     report = liger_transformers.apply(model, precision="fp8")
     assert report.swapped["Linear", "scaled_linear"] == 2 * count, report
     assert report.ops["scaled_linear"] == 2 * count
-    assert not any("lean" in op for _, op in report.swapped)
-    assert [count for (_, op), count in report.swapped.items() if op == "shared_inputs"] == [2]
+    assert report.ops["scaled_gated_mlp"] == 2
+    assert [count for (_, op), count in report.swapped.items() if op == "lean(in eager mode), shared_inputs"] == [2]
     assert liger_transformers.report(model).swapped == report.swapped
     assert "liger: scaled_linear" in repr(model)
     loss, gradients = step(model)
@@ -81,7 +84,9 @@ def quantized(run: Callable[[], object]) -> tuple[list[tuple[int, ...]], object]
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_input_is_quantized_once(lean: bool, checkpointing: bool) -> None:
-    """q, k and v share theirs, and gate and up; backward quantizes seven gradients. The step is equal to the bit, lean or not."""
+    """q, k and v share theirs; backward quantizes the gradients of their results, of o's and of the MLP's. The step is equal to the
+    bit, lean or not.
+    """
     model = build("llama").train()
     alone = copy.deepcopy(model)
     liger_transformers.apply(model, precision="fp8", lean=lean)
@@ -91,9 +96,9 @@ def test_an_input_is_quantized_once(lean: bool, checkpointing: bool) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         alone.gradient_checkpointing_enable({"use_reentrant": False})
     shapes, grads = quantized(lambda: step(model))
-    assert len(shapes) == 2 * (4 * (1 + checkpointing) + 7)
+    assert len(shapes) == 2 * (3 * (1 + checkpointing) + 5)
     shapes, want = quantized(lambda: step(alone))
-    assert len(shapes) == 2 * (7 * (1 + checkpointing) + 7)
+    assert len(shapes) == 2 * (5 * (1 + checkpointing) + 5)
     torch.testing.assert_close(grads, want, rtol=0, atol=0)
 
 
@@ -138,13 +143,13 @@ def saved(model: nn.Module) -> list[Tensor]:
 
 
 def test_lean_keeps_no_columns_of_what_it_recomputes() -> None:
-    """Norms' and gates' results; that of the attention is kept, in 8 bits."""
+    """Norms' results; that of the attention is kept, in 8 bits. The product of an MLP's branches is never kept."""
     saved_shapes = {}
     for lean in (False, True):
         model = build("llama").train()
         liger_transformers.apply(model, precision="fp8", lean=lean)
         saved_shapes[lean] = [t.shape for t in saved(model) if t.dtype == torch.float8_e4m3fn]
-    widths = {False: {32: 3, 48: 1}, True: {32: 1}}
+    widths = {False: {32: 3}, True: {32: 1}}
     for lean, counts in widths.items():
         columns = [shape[0] for shape in saved_shapes[lean]]
         assert {width: columns.count(width) / 2 for width in {*columns}} == counts
@@ -211,9 +216,18 @@ def test_adapters_stay(before: bool) -> None:
 
 
 def test_a_language_and_a_gated_mlp() -> None:
-    report = liger_transformers.apply(build("llama"), precision="fp8", mlp=True)
+    """An MLP of which one layer is left runs by its layers; so does one whose layer has a hook."""
+    model, plain = build("llama"), build("llama")
+    report = liger_transformers.apply(model, precision="fp8", mlp=True, skip=["layers.1.mlp.down_proj"])
     assert report.kernels == ["no kernel: PyTorch reference on cpu"]
-    assert any("is swapped for scaled_linear" in why for _, why in report.left)
+    assert report.ops["scaled_gated_mlp"] == 1
+    assert report.left["LlamaMLP", "down_proj is not in 8 bits"] == 1
+    calls: list[Tensor] = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, y: calls.append(y))
+    with mock.patch.object(liger, "scaled_gated_mlp", side_effect=AssertionError):
+        loss = model(**batch()).loss
+    assert len(calls) == 1
+    assert abs(loss - plain(**batch()).loss) / loss < 0.02
 
 
 @pytest.mark.parametrize(

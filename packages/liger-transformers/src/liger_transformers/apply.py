@@ -125,11 +125,12 @@ def apply(
             as well, for reference models. Log-probabilities, entropies and cross-entropies of such logits take one op each.
             Anything else that is done to the logits computes them first.
         lean: run the model's layers in `liger_core.lean`: it takes less memory, and another forward of its norms and gates. None:
-            in eager mode alone, and not with `precision`. True: under torch.compile as well.
+            in eager mode alone. True: under torch.compile as well.
         precision: ``"fp8"``: linear layers inside of the model's layers run as `liger_core.scaled_linear`, with operands in 8
             bits, on an NVIDIA GPU of compute capability 9.0; on a CPU with the same numbers, slowly. Those that get the same
-            tensor one after another, such as q, k and v, quantize it once. The head, embeddings, adapters and weights stay as
-            they are, and so do layers whose sizes are no multiples of 16.
+            tensor one after another, such as q, k and v, quantize it once, and a gated MLP is `scaled_gated_mlp`, but under
+            torch.compile. The head, embeddings, adapters and weights stay as they are, and so do layers whose sizes are no
+            multiples of 16.
         skip: names of modules, or parts of them such as ``"layers.0"`` or ``"mlp.down_proj"``, that `precision` leaves out.
         strict: raise an error if nothing is swapped. False logs a warning.
 
@@ -160,8 +161,6 @@ def apply(
     if precision not in (None, "fp8"):
         raise ValueError(f"liger_transformers.apply: precision is {precision!r}; it takes None or 'fp8'")
     _check_skip(model, precision, skip)
-    if lean is None and precision is not None:
-        lean = False  # it costs time, and 8 bits are there to save it: docs/precision.md
     kinds = _kinds(rms_norm, layer_norm, rope, glu, mlp, experts, lean is not False, precision is not None)
     found = _swap(model, kinds, bool(lean), (trl, lazy, options) if loss else None, skip)
     if not found.ops:

@@ -44,6 +44,7 @@ def quantize_gated(
     Source:
         The gate: Shazeer, arXiv 2002.05202; blocks: DeepSeek-V3, arXiv 2412.19437, section 3.3.
 
+    >>> import torch
     >>> q = quantize_gated(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 100.0]]))
     >>> q.rows.float() * q.row_scales
     tensor([[  2.2500, 176.0000]])

@@ -84,8 +84,8 @@ def quantized(run: Callable[[], object]) -> tuple[list[tuple[int, ...]], object]
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_input_is_quantized_once(lean: bool, checkpointing: bool) -> None:
-    """q, k and v share theirs; backward quantizes the gradients of their results, of o's and of the MLP's. The step is equal to the
-    bit, lean or not.
+    """q, k and v share theirs; backward quantizes the gradients of their results, of o's and of the MLP's. The step is equal to
+    the bit, lean or not.
     """
     model = build("llama").train()
     alone = copy.deepcopy(model)

@@ -6,7 +6,6 @@ _PIECES = "rows of up to 8192 columns that are not a multiple of 16: each is fet
 _NO_TENSOR_CORES = "x in float32, which is multiplied without tensor cores; models have bfloat16"
 _FIVE_ROWS = "up to 22 registers where a thread holds two sources, dy, query and their sum, 32 elements of each"
 _ODD_EXPERTS = "sizes that are no multiples of a tile, with a hundred slots and more an expert: no model has them"
-_ELEMENTS = "sizes that are no multiples of 16: each of a thread's 64 elements has an address and a mask"
 
 KNOWN_SPILLS = {
     "attn_res-triton-sm_* attn_res._backward[*BLOCK=8192*": (22, _FIVE_ROWS),
@@ -19,8 +18,6 @@ KNOWN_SPILLS = {
     "mhc_pre-triton-gfx942 mhc_pre._multiply[PARTS=False, ROWS=128, COUNT=32, *fp32:16*": (36, _NO_TENSOR_CORES),
     "fused_moe-triton-sm_90 fused_moe._gradient[*EVEN=False, WHOLE=False, ROWS=128*": (262, _ODD_EXPERTS),
     "fused_moe-triton-sm_90 fused_moe._up[*EVEN=False, WHOLE=False, ROWS=128*": (112, _ODD_EXPERTS),
-    "quantize-triton-sm_90 quantize._quantize[*": (166, _ELEMENTS),
-    "quantize-triton-sm_120 quantize._quantize[BLOCK=1x128*": (2, _ELEMENTS),
     "sparsemax-triton-sm_100 sparsemax._forward_packed[BLOCK=65536*": (
         8,
         "two registers where a thread holds 64, and half of all that 16 warps can have",

@@ -18,8 +18,8 @@ from liger_core.ops.quantize import Quantized
 from liger_triton.ops._device import has_float8
 from liger_triton.ops._launch import kernel
 
-PARTS = 32
-"""Parts of a block whose largest magnitudes a program compares at a time."""
+LINES, PARTS = 32, 32
+"""Lines of a program that joins the largest magnitudes of their parts, and parts that it compares at a time."""
 WARPS = 8
 
 
@@ -82,16 +82,6 @@ def rounded(values, scale, POWER: tl.constexpr):
 
 
 @triton.jit
-def _join(parts, at, count, PARTS: tl.constexpr):
-    """The largest of `count` numbers each, which start at ``parts + at``."""
-    lane = tl.arange(0, PARTS)[None, :]
-    largest = tl.zeros((at.shape[0], PARTS), tl.float32)
-    for first in range(0, count, PARTS):
-        largest = tl.maximum(largest, tl.load(parts + at[:, None] + first + lane, lane < count - first, other=0.0))
-    return tl.max(largest, 1)
-
-
-@triton.jit
 def largest_of(quarters):
     """The largest magnitudes of four quarters, element by element."""
     upper = tl.maximum(tl.abs(quarters[0]), tl.abs(quarters[1]))
@@ -120,10 +110,22 @@ def _largest(
             tl.store(column_parts + column * tiles_m + tile_m, largest, column < k)
 
 
+@kernel
+def _join(scales, parts, lines, count, POWER: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr):
+    """Scales of lines, whose largest magnitudes are those of `count` parts each."""
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    part = tl.arange(0, PARTS)[None, :]
+    largest = tl.zeros((LINES, PARTS), tl.float32)
+    for first in range(0, count, PARTS):
+        inside = (line < lines)[:, None] & (part < count - first)
+        largest = tl.maximum(largest, tl.load(parts + line[:, None] * count + first + part, inside, other=0.0))
+    tl.store(scales + line, scale_of(tl.max(largest, 1), POWER), line < lines)
+
+
 @triton.jit
 def _line_scales(
     scales, largest, parts, line, lines, tile_line, tile_across, tiles_across,
-    BLOCK: tl.constexpr, POWER: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
     """Scales of lines, which are rows of the matrix or of its transpose; or the one scale of a block of several."""
     if BLOCK == "128x128":
@@ -135,10 +137,7 @@ def _line_scales(
         tl.store(scales, one, (tile_line == 0) & (tile_across == 0))
         return one
     elif BLOCK == "row":
-        at = tl.reshape(tl.where(line < lines, line, 0) * tiles_across, (line.numel,))
-        each = tl.reshape(scale_of(_join(parts, at, tiles_across, PARTS), POWER), line.shape)
-        tl.store(scales + line, each, (line < lines) & (tile_across == 0))
-        return each
+        return tl.load(scales + line, line < lines, other=1.0)
     else:
         each = scale_of(largest, POWER)
         tl.store(scales + tile_across * lines + line, each, line < lines)
@@ -176,7 +175,7 @@ def store_columns(
 @triton.jit
 def write(
     rows, row_scales, columns, column_scales, quarters, row_parts, column_parts, tile_m, tile_k, m, k, tiles_m, tiles_k,
-    BLOCK: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile as rows and as columns, with their scales."""
     largest = tl.max(largest_of(quarters), 0, keep_dims=True)
@@ -188,28 +187,24 @@ def write(
             row_largest = largest
             if BLOCK == "1x128":
                 row_largest = tl.max(tl.abs(quarters[quarter]), 1, keep_dims=True)
-            scale = _line_scales(
-                row_scales, row_largest, row_parts, row, m, tile_m, tile_k, tiles_k, BLOCK, POWER, PARTS
-            )
+            scale = _line_scales(row_scales, row_largest, row_parts, row, m, tile_m, tile_k, tiles_k, BLOCK, POWER)
             tl.store(rows + row * k + column, rounded(quarters[quarter], scale, POWER), (row < m) & (column < k))
     if columns is not None:
         row, column = place(tile_m, tile_k, 0, TILE, TILE)
-        scale = _line_scales(
-            column_scales, largest, column_parts, column, k, tile_k, tile_m, tiles_m, BLOCK, POWER, PARTS
-        )
+        scale = _line_scales(column_scales, largest, column_parts, column, k, tile_k, tile_m, tiles_m, BLOCK, POWER)
         store_columns(columns, quarters, scale, tile_m, tile_k, m, k, POWER, WORDS, TILE, TILE)
 
 
 @kernel
 def _quantize(
     rows, row_scales, columns, column_scales, x, row_parts, column_parts, m, k, tiles_m, tiles_k, x_row, x_column,
-    BLOCK: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k = (tl.program_id(0) // tiles_k).to(tl.int64), (tl.program_id(0) % tiles_k).to(tl.int64)
     quarters = _load_tile(x, tile_m, tile_k, m, k, x_row, x_column, TILE)
     write(
         rows, row_scales, columns, column_scales, quarters, row_parts, column_parts, tile_m, tile_k, m, k, tiles_m, tiles_k,
-        BLOCK, POWER, WORDS, TILE, PARTS,
+        BLOCK, POWER, WORDS, TILE,
     )  # fmt: skip
 
 
@@ -243,8 +238,16 @@ def forward(
     inputs, grid = (m, k, tiles_m, tiles_k, *x.stride()), (tiles_m * tiles_k,)
     if row_parts is not None or column_parts is not None:
         _largest[grid](row_parts, column_parts, x, *inputs, WHOLE=block == "tensor", TILE=TILE, num_warps=WARPS)
+    if block == "row":
+        lines_and_parts = (result.row_scales, row_parts, m, tiles_k), (result.column_scales, column_parts, k, tiles_m)
+        for scales_of_lines, parts, lines, count in lines_and_parts:
+            if parts is not None:
+                power = scales == "power_of_two"
+                _join[(-(-lines // LINES),)](
+                    scales_of_lines, parts, lines, count, POWER=power, LINES=LINES, PARTS=PARTS
+                )
     _quantize[grid](
         *result, x, row_parts, column_parts, *inputs,
-        BLOCK=block, POWER=scales == "power_of_two", WORDS=not m % 4, TILE=TILE, PARTS=PARTS, num_warps=WARPS,
+        BLOCK=block, POWER=scales == "power_of_two", WORDS=not m % 4, TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
     return result, ()

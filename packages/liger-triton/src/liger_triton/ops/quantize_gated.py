@@ -11,7 +11,7 @@ from liger_core.ops.quantize import Quantized
 from liger_triton.ops._device import has_float8
 from liger_triton.ops._launch import kernel
 from liger_triton.ops.geglu import gelu
-from liger_triton.ops.quantize import PARTS, WARPS, finite, load, place, write
+from liger_triton.ops.quantize import WARPS, finite, load, place, write
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _quarter(
 @kernel
 def _forward(
     rows, row_scales, columns, column_scales, gate, up, m, k, tiles_m, tiles_k, gate_row, gate_column, up_row, up_column,
-    GELU: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    GELU: tl.constexpr, POWER: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k = (tl.program_id(0) // tiles_k).to(tl.int64), (tl.program_id(0) % tiles_k).to(tl.int64)
     quarters = (
@@ -48,7 +48,7 @@ def _forward(
     )
     write(
         rows, row_scales, columns, column_scales, quarters, None, None, tile_m, tile_k, m, k, tiles_m, tiles_k,
-        "1x128", POWER, WORDS, TILE, PARTS,
+        "1x128", POWER, WORDS, TILE,
     )  # fmt: skip
 
 
@@ -82,6 +82,6 @@ def forward(
     result = new_results(gate, "1x128", rows, columns)
     _forward[(tiles_m * tiles_k,)](
         *result, gate, up, m, k, tiles_m, tiles_k, *gate.stride(), *up.stride(),
-        GELU=activation == "gelu_tanh", POWER=scales == "power_of_two", WORDS=not m % 4, TILE=TILE, PARTS=PARTS, num_warps=WARPS,
+        GELU=activation == "gelu_tanh", POWER=scales == "power_of_two", WORDS=not m % 4, TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
     return result, ()

@@ -30,6 +30,7 @@ if triton.__version__.startswith("3.5."):
         "layer_norm-triton-sm_90 layer_norm._forward[TWICE=True, ROWS=64, BLOCK=64, *": (6, "by triton 3.5 alone"),
         "group_norm-triton-sm_90 group_norm._backward_long[*": (4, "by triton 3.5 alone"),
         "group_norm-triton-sm_90 group_norm._sum[*": (2, "by triton 3.5 alone"),
+        "quantize_gated_gradients-triton-sm_90 quantize_gated_gradients._rows[*": (2, "by triton 3.5 alone"),
     }
 elif triton.__version__.startswith("3.9."):
     KNOWN_SPILLS |= {

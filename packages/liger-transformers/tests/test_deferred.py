@@ -130,6 +130,8 @@ ALONE: dict[str, Callable[[Any], Any]] = {
     "masked_fill_": written(lambda z: z.masked_fill_(mask(z)[..., None], 0.25)),
     "set": written(set_first),
 }
+PIECES = ("chunk", "chunk of dim 1", "split", "unbind", "iterate")
+"""Functions that return several views."""
 PAIRS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -189,6 +191,7 @@ def losses(values: list[Any]) -> list[Any]:
 
 
 @given(steps, st.booleans(), st.booleans())
+@example([("chunk", 0, 0), ("mul_", 0, 0)], False, False)
 @example([("shift", 0, 0), ("mul_", 1, 0)], True, False)
 @example([("view", 0, 0), ("contiguous", 0, 0), ("add_", 2, 0)], True, True)
 @example([("shift", 0, 0), ("contiguous", 0, 0), ("add_", 2, 0)], True, True)
@@ -234,6 +237,10 @@ def test_programs(program: list[Step], two: bool, bias: bool) -> None:
     if results[0] is None:
         return
     (error, plain, plain_gradients), (our_error, ours, our_gradients) = results
+    if error == "RuntimeError" and our_error is None:
+        # PyTorch writes to none of several views that a function returned. Those of deferred logits are views by themselves.
+        assert any(name in PIECES for name, *_ in program)
+        return
     assert our_error == error
     torch.testing.assert_close(ours, plain)
     if plain_gradients is not None:

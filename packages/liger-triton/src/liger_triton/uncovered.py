@@ -6,6 +6,7 @@ _HOPPER = "PyTorch's grouped product is taken on Hopper alone: tests/test_kernel
 _NOT_HELD = "logits' products are made here on Hopper alone: tests/test_kernels.py"
 _PARTS = "Hopper alone has a tile for a weight in parts: tests/test_kernels.py"
 _TRACED = "what torch.compile's graphs call isn't watched: tests/test_kernels.py"
+_NO_FLOAT8 = "asked before any test, and then nothing is launched: sm_80"
 _AT_IMPORT = "called when a kernel's file is imported, before any test"
 
 UNCOVERED = {
@@ -13,7 +14,9 @@ UNCOVERED = {
     "compiled* _device.*: device.type == 'cuda' is false": "each chip is a cuda device",
     "* _device._look_up_sm_count: device.type == 'xpu' is true": "no Intel GPU is compiled for",
     "compiled* _device._look_up_sm_count: device.type == 'xpu' is false": "each chip is a cuda device",
-    "* quantize.refuses: not has_float8(x.device) is true": "asked before any test, and then nothing is launched: sm_80",
+    "* quantize.refuses: not has_float8(x.device) is true": _NO_FLOAT8,
+    "* quantize_gated.refuses: not has_float8(gate.device) is true": _NO_FLOAT8,
+    "* quantize_gated_gradients.refuses: not has_float8(dy.device) is true": _NO_FLOAT8,
     "* _heads.rotate: backward and compiling() is true": _TRACED,
     "* _heads._rotate_gradients": _TRACED,
     "* _heads._heads: y is not None and (y.stride() == dense or y.is_contiguous()) is true": _TRACED,

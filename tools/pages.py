@@ -65,6 +65,11 @@ def languages(root: Path = ROOT) -> str:
     return table(("language", "ops"), rows)
 
 
+def counted(op: Any) -> set[str]:
+    """The dimensions that a mean over labels has lost: a process sends its count over them."""
+    return {op.dimensions.tensors[result.counted][0] for result in op.dimensions.results if result.counted}
+
+
 def sharding() -> str:
     """Dimensions that each op divides: by its declaration, and by liger-distributed's rules."""
     from liger_core.contract import ops
@@ -76,8 +81,7 @@ def sharding() -> str:
         assert op.dimensions is not None, f"{name} declares no dimensions"
         declared = dict.fromkeys(dim for dims in op.dimensions.tensors.values() for dim in dims)
         free = [dim for dim in declared if independent(dim) and not dim.endswith("'")]
-        # A mean over labels has lost their dimension: a process sends its count of them.
-        count = {op.dimensions.tensors[result.counted][0] for result in op.dimensions.results if result.counted}
+        count = counted(op)
         ways = ([dim for dim in free if dim not in count], sorted(count), RULES[name].divides if name in RULES else ())
         rows.append((f"`{name}`", *(" ".join(f"`{dim}`" for dim in dims) for dims in ways)))
     return table(("op", "sends nothing forward", "sends one count", "by a rule"), rows)

@@ -333,7 +333,8 @@ def test_a_product_may_be_added_up_one_by_one() -> None:
         draws.see("lse", lse(np.float32), baseline, truth)
 
 
-UNEVEN = [(op, case) for op in JUDGED for case in cases_of(op).cases if case.by_row]
+UNEVEN = [(op, case) for op in JUDGED if ops[op].differentiable for case in cases_of(op).cases if case.by_row]
+"""Cases with rows of different scales. Ops without gradients give elements in 8 bits, of which each is judged by itself."""
 
 
 @pytest.mark.parametrize(("op", "case"), UNEVEN, ids=[op for op, _ in UNEVEN])

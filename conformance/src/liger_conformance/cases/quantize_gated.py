@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_conformance.case import Case, Make, Moves
+from liger_conformance.cases import quantize
 from liger_conformance.vary import Size, Vary
 from liger_core.ops.gated_mlp import ACTIVATIONS
 from liger_core.ops.quantize import SCALES
@@ -60,10 +61,7 @@ MOVES = Moves({"gate": 2.5}, {})
 
 
 def eager(gate: Tensor, up: Tensor) -> Any:
-    n = gate.shape[1]
-    blocks = F.pad(F.silu(gate) * up, (0, -n % 128)).float().view(len(gate), -1, 128)
-    scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448)))
-    return [(blocks / scale).to(torch.float8_e4m3fn).flatten(1)[:, :n], scale[..., 0]]
+    return quantize.eager(F.silu(gate) * up)
 
 
 liger = None

@@ -7,10 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_conformance.case import Case, Make, Moves
-from liger_conformance.cases import quantize_gated
-from liger_conformance.vary import Size, Vary
-from liger_core.ops.gated_mlp import ACTIVATIONS
-from liger_core.ops.quantize import SCALES
+from liger_conformance.cases import quantize, quantize_gated
 
 KIND = "8 bits"
 
@@ -20,16 +17,7 @@ def build(make: Make, *, tokens: int, inner: int, gradient: float = 1.0, **value
     return {"dy": dy, **quantize_gated.build(make, tokens=tokens, inner=inner, **values)}
 
 
-VARY = Vary(
-    sizes={"tokens": Size(), "inner": Size()},
-    tensors=("tokens inner",),
-    values={
-        "activation": ACTIVATIONS,
-        "scales": SCALES,
-        "rows": (True, False),
-        "columns": lambda rows: (True, not rows),
-    },
-)
+VARY = quantize_gated.VARY
 
 CASES = (
     Case("odd", "odd", tokens=5, inner=123),
@@ -57,15 +45,10 @@ MOVES = Moves({"gate": 5.5}, {})
 
 
 def eager(dy: Tensor, gate: Tensor, up: Tensor) -> Any:
-    results: list[Tensor] = []
     act = F.silu(gate)
-    dgate, dup = torch.ops.aten.silu_backward(dy * up, gate), dy * act
-    for y in (dgate, dgate.mT, dup, dup.mT, (act * up).mT):
-        n = y.shape[1]
-        blocks = F.pad(y, (0, -n % 128)).float().view(len(y), -1, 128)
-        scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448)))
-        results += [(blocks / scale).to(torch.float8_e4m3fn).flatten(1)[:, :n], scale[..., 0]]
-    return results
+    gradients = torch.ops.aten.silu_backward(dy * up, gate), dy * act
+    both = [result for gradient in gradients for result in quantize.eager(gradient, columns=True)]
+    return both + quantize.eager(act * up, rows=False, columns=True)
 
 
 liger = None

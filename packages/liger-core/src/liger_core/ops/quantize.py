@@ -109,7 +109,12 @@ def _(x: Tensor, block: str, scales: str, rows: bool, columns: bool) -> None:
     checks.floating("quantize", x=x)
     checks.ndim("quantize", 2, 2, x=x)
     checks.one_of("quantize", BLOCKS, block=block)
-    checks.one_of("quantize", SCALES, scales=scales)
-    checks.flag("quantize", rows=rows, columns=columns)
+    check_options("quantize", scales, rows, columns)
+
+
+def check_options(op: str, scales: str, rows: bool, columns: bool) -> None:
+    """The options that all ops with results in 8 bits have."""
+    checks.one_of(op, SCALES, scales=scales)
+    checks.flag(op, rows=rows, columns=columns)
     if not rows and not columns:
-        raise ValueError("quantize: rows and columns are False; it takes True for one of them at least")
+        raise ValueError(f"{op}: rows and columns are False; it takes True for one of them at least")

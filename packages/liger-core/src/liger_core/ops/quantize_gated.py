@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from liger_core import checks
 from liger_core.contract import op, upcast
 from liger_core.ops.gated_mlp import ACTIVATIONS
-from liger_core.ops.quantize import SCALES, Quantized, quantize
+from liger_core.ops.quantize import Quantized, check_options, quantize
 
 
 @op(differentiable=(), result=Quantized, grad_results=(), dimensions="gate: *, up: * -> *, *, *, *")
@@ -72,7 +72,4 @@ def check(op: str, activation: str, scales: str, rows: bool, columns: bool, **ma
     for name, matrix in others:
         checks.shape(op, name, matrix, leading.shape, f"{first}'s shape")
     checks.one_of(op, ACTIVATIONS, activation=activation)
-    checks.one_of(op, SCALES, scales=scales)
-    checks.flag(op, rows=rows, columns=columns)
-    if not rows and not columns:
-        raise ValueError(f"{op}: rows and columns are False; it takes True for one of them at least")
+    check_options(op, scales, rows, columns)

@@ -89,8 +89,13 @@ def quantize_gated_gradients(
         dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh")
     act = activate(gate, activation)
     wanted = {"scales": scales, "rows": rows, "columns": columns}
-    product = quantize.reference(act * up, scales=scales, columns=True)[2:] if columns else (None, None)
-    return QuantizedGradients(*quantize.reference(dgate, **wanted), *quantize.reference(dy * act, **wanted), *product)
+    product = quantize.reference(act * up, scales=scales, rows=False, columns=columns)
+    return QuantizedGradients(
+        *quantize.reference(dgate, **wanted),
+        *quantize.reference(dy * act, **wanted),
+        product.columns,
+        product.column_scales,
+    )
 
 
 @quantize_gated_gradients.checks

@@ -377,6 +377,46 @@ def test_each_op_has_uneven_rows(op: str) -> None:
         assert has, f"give {op} a case `uneven-rows`, whose rows differ by 1e4, with by_row=(...)"
 
 
+def wrong_rows(q: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """What kernels of `quantize_gated` might give for its rows and scales, each wrong in one way."""
+    rows, scales = q["rows"], q["row_scales"]
+    wide = rows.float()
+    return {
+        "all one step lower": {"rows": (rows.view(torch.uint8) - (wide != 0).byte()).view(rows.dtype)},
+        "another block's elements": {"rows": wide.roll(128, 1).to(rows.dtype)},
+        "a block of zeros": {"rows": torch.cat((wide[:, :128] * 0, wide[:, 128:]), 1).to(rows.dtype)},
+        "NaN is the largest number": {"rows": wide.nan_to_num(448.0).to(rows.dtype)},
+        "a number two steps off": {"rows": torch.cat((wide[:1] * 1.3, wide[1:])).to(rows.dtype)},
+        "scales of the block before": {"row_scales": scales.roll(1, 0)},
+        "scales twice as large": {"row_scales": scales * 2, "rows": (wide / 2).to(rows.dtype)},
+        "the least scale for all": {"row_scales": torch.full_like(scales, scales.min().item())},
+    }
+
+
+def test_elements_in_8_bits_are_one_step_off_for_few() -> None:
+    op = ops["quantize_gated"]
+    arguments = complete(op, cases_of("quantize_gated").build(Case("rule", "odd", tokens=30, inner=256), torch.float32, "cpu"))
+    arguments["gate"][7, 5] = torch.nan
+    baseline, truth = baseline_and_truth(op, arguments)
+    results = {name: value for name, value in baseline.results.items() if value is not None}
+    near = results["rows"].view(torch.uint8).clone()
+    near[3, :5] += 1
+    hold("quantize_gated", arguments, Outcome(results | {"rows": near.view(torch.float8_e4m3fn)}, {}))
+    for name, wrong in wrong_rows(results).items():
+        with pytest.raises(Mismatch):
+            hold("quantize_gated", arguments, Outcome(results | wrong, {}))
+            pytest.fail(name)
+
+
+@pytest.mark.parametrize("op", sorted(op for op in JUDGED if cases_of(op).kind == "8 bits"))
+def test_scales_of_8_bits_may_be_rounded(op: str) -> None:
+    """Roundings of what is converted are simulated, those to 8 bits themselves not."""
+    case = next(case for case in cases_of(op).cases if case.values.get("scales") == "float32")
+    errors = Samples(ops[op], complete(ops[op], cases_of(op).build(case, torch.float32, "cpu"))).errors
+    for name in errors:
+        assert any(error.any() for error in errors[name]) is ("scales" in name), name
+
+
 def test_rounding_decides_nothing() -> None:
     """Ties stay ties: a kernel that lets an element in which equals tau is wrong by more than any rounding."""
     op = ops["sparsemax"]

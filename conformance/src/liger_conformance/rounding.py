@@ -101,11 +101,11 @@ def _widened(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def largest_error(baseline: Tensor | None, truth: Tensor | None, by_row: bool = False) -> Tensor:
-    """The largest distance of the reference, in some dtype, from the truth; 0 for what has no values or is no float.
+    """The largest distance of the reference, in some dtype, from the truth; 0 for what has no values or nothing to round.
 
     One number, or with `by_row` one for each row of the first dimension.
     """
-    if baseline is None or truth is None or not baseline.is_floating_point() or baseline.numel() == 0:
+    if baseline is None or truth is None or not _is_inexact(baseline) or baseline.numel() == 0:
         return torch.zeros(1, dtype=torch.float64)
     baseline = baseline.to(truth.device)
     return error_and_scale(baseline, truth, baseline.isfinite() & truth.isfinite(), by_row)[0]
@@ -282,7 +282,8 @@ def _is_bounded(function: Any, args: Any) -> bool:
 
 
 def _is_inexact(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
+    """Whether roundings of a value are simulated: those to 8 bits are the op's result, and stay as they are decided."""
+    return (value.is_floating_point() and value.element_size() > 1) or value.is_complex()
 
 
 def moved(values: dict[str, Any], draw: int, dtype: torch.dtype | None = None) -> dict[str, Any]:

@@ -129,7 +129,9 @@ def test_a_test_of_one_case_takes_the_first_that_is_claimed(
     )
     assert done.returncode == 0, done.stdout
     outcomes = dict(re.findall(r"::(test_\w+\[\S+\]) (\w+)", done.stdout))
-    every_case = ("test_values", "test_same_bits_again", "test_saves_nothing_without", "test_writes_to_nothing")
+    every_case = (
+        "test_values", "test_same_bits_again", "test_saves_nothing_without", "test_writes_to_nothing", "test_replayed_calls"
+    )  # fmt: skip
     interpreted = ("test_each_kernel", "test_grids_fit", "test_calls_between_launches")
     of_few = {name: outcome for name, outcome in outcomes.items() if not name.startswith(every_case + interpreted)}
     assert {name for name in of_few if name.startswith(("test_compile[", "test_compile_dynamic["))} == {

@@ -378,7 +378,7 @@ def test_each_op_has_uneven_rows(op: str) -> None:
 
 
 def wrong_rows(q: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """What kernels of `quantize_gated` might give for its rows and scales, each wrong in one way."""
+    """Rows and scales that kernels of `quantize_gated` might give, each wrong in one way."""
     rows, scales = q["rows"], q["row_scales"]
     wide = rows.float()
     return {
@@ -395,17 +395,21 @@ def wrong_rows(q: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]
 
 def test_elements_in_8_bits_are_one_step_off_for_few() -> None:
     op = ops["quantize_gated"]
-    arguments = complete(op, cases_of("quantize_gated").build(Case("rule", "odd", tokens=30, inner=256), torch.float32, "cpu"))
+    arguments = complete(
+        op, cases_of("quantize_gated").build(Case("rule", "odd", tokens=30, inner=256), torch.float32, "cpu")
+    )
     arguments["gate"][7, 5] = torch.nan
-    baseline, truth = baseline_and_truth(op, arguments)
+    baseline, _ = baseline_and_truth(op, arguments)
     results = {name: value for name, value in baseline.results.items() if value is not None}
     near = results["rows"].view(torch.uint8).clone()
     near[3, :5] += 1
     hold("quantize_gated", arguments, Outcome(results | {"rows": near.view(torch.float8_e4m3fn)}, {}))
     for name, wrong in wrong_rows(results).items():
-        with pytest.raises(Mismatch):
+        try:
             hold("quantize_gated", arguments, Outcome(results | wrong, {}))
-            pytest.fail(name)
+        except Mismatch:
+            continue
+        pytest.fail(name)
 
 
 @pytest.mark.parametrize("op", sorted(op for op in JUDGED if cases_of(op).kind == "8 bits"))

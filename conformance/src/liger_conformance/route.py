@@ -51,7 +51,7 @@ def only(target: Target) -> Generator[Observed, None, None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(liger_core.use(target.language))
         stack.enter_context(interpreters.checking(target.backend, target.device))
-        stack.enter_context(_watched(target))
+        stack.enter_context(watched(target))
         if target.backend is None:
             ran: list[bool] = []
             stack.enter_context(_replaced(target.op, "reference", _watched_reference(target.op, ran, observed)))
@@ -69,7 +69,7 @@ def only(target: Target) -> Generator[Observed, None, None]:
 
 
 @contextlib.contextmanager
-def _watched(target: Target) -> Generator[None, None, None]:
+def watched(target: Target) -> Generator[None, None, None]:
     """See what is reached of the target's package, if this process is to."""
     if target.backend is None or reach.current is None:
         yield

@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from liger_core import replay
 from liger_cutile import backend
 from liger_cutile.ops import _launch, _rows
 
@@ -55,6 +56,28 @@ def test_a_thread_makes_its_context_once(monkeypatch: pytest.MonkeyPatch) -> Non
     for thread in threads:
         thread.join()
     assert sorted(threads_seen) == sorted(thread.ident or 0 for thread in threads)
+
+
+def test_what_is_launched_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With views of other tensors, on the stream of then."""
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(_launch, "_INTERPRETED", False)
+    monkeypatch.setattr(_launch, "current_stream", lambda: len(launched))
+    monkeypatch.setattr(_launch.ct, "launch", lambda *arguments: launched.append(arguments))
+
+    def host_code(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        _launch.launch("kernel", (3, 1), _rows.as_rows(y), _rows.as_rows(x), None, 0.5)
+        return y
+
+    x, other = torch.ones(2, 2, 8), torch.zeros(2, 2, 8)
+    replayed = replay.record(lambda: host_code(x), [x]).replay
+    assert replayed is not None
+    y = replayed(other)
+    stream, grid, kernel, (rows_of_y, rows_of_x, nothing, number) = launched[1]
+    assert (stream, grid, kernel, nothing, number) == (1, (3, 1), "kernel", (), 0.5)
+    assert (rows_of_y.data_ptr(), rows_of_x.data_ptr()) == (y.data_ptr(), other.data_ptr())
+    assert rows_of_y.shape == rows_of_x.shape == (4, 8)
 
 
 def test_rows_are_a_view_where_strides_allow() -> None:

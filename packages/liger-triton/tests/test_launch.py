@@ -14,6 +14,7 @@ from triton.backends.compiler import BaseBackend
 from triton.runtime import jit as jit_module
 
 from liger_conformance.interpreters.triton import launches
+from liger_core import replay
 from liger_triton.ops import _launch, attn_res
 
 X = torch.zeros(64)
@@ -50,6 +51,33 @@ def test_what_is_launched_again(jit: Jit) -> None:
     assert jit.compiled[0][2]["enable_fp_fusion"] is True
     # Grid, stream, function, metadata, no hooks; then the pointer, the numbers, and the constants without the options.
     assert jit.launched == [(4, 5, 1, "-1", "f", "m", None, None, None, X.data_ptr(), 7, 0.5, 16)]
+
+
+def test_what_is_launched_is_replayed(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another address, on the stream of then; not while a profiler hooks launches."""
+    kernel = _launch.Kernel(jit)
+
+    def host_code(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        kernel[(3,)](y, x.numel(), None, BLOCK=16, num_warps=4)
+        return y
+
+    assert replay.record(lambda: host_code(X), [X]).why_not is not None  # it was compiled, so not launched by this code
+    replayed = replay.record(lambda: host_code(X), [X]).replay
+    assert replayed is not None
+    y = replayed(torch.ones(64))
+    assert len(jit.launched) == 2
+    assert jit.launched[1] == (3, 1, 1, "-1", "f", "m", None, None, None, y.data_ptr(), 64, None, 16)
+    monkeypatch.setattr(_launch.knobs.runtime.launch_enter_hook, "calls", [print])
+    assert replayed(torch.ones(64)) is None
+
+
+def test_what_interprets_a_kernel_has_its_attributes() -> None:
+    calls: list[tuple[Any, ...]] = []
+    interpreted = _launch._Interpreted(types.SimpleNamespace(name="f", __getitem__=None))
+    assert interpreted.name == "f"
+    interpreted._launch(lambda *args, **named: calls.append((args, named)), X, 2, BLOCK=16)
+    assert calls == [((X, 2), {"BLOCK": 16})]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from liger_conformance.interpreters.tileir import capture
 from liger_conformance.plugin.options import option
 from liger_conformance.report import Report
 from liger_conformance.target import Target
+from liger_core import autograd
 from liger_core.backend import BackendInfo, backends, not_installed
 from liger_core.contract import ops
 
@@ -23,6 +25,8 @@ def targets_of_devices(config: pytest.Config) -> tuple[list[Target], Report]:
     """Targets that run: on an accelerator, or in an interpreter."""
     device = option(config, "--device") or liger_core.infer_device()
     interpreters.prepare(device)
+    # Tests watch host code, which a replay doesn't run.
+    autograd.REPLAY_AFTER = sys.maxsize
     capture.CACHE = _cache("tileir")
     targets: list[Target] = []
     report = Report(device)

@@ -1,9 +1,10 @@
 """Nothing is written to but the outputs, all of these are, and nothing is kept that isn't needed."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import liger_core
-from liger_conformance.case import QUICK, Case
+from liger_conformance.case import QUICK, Case, cases_of
 from liger_conformance.compare import same_bits
 from liger_conformance.dispatch import Poison
 from liger_conformance.dividing import place_of_rows
@@ -25,10 +26,10 @@ from liger_conformance.evaluate import (
     require,
     with_leaves,
 )
-from liger_conformance.route import only
+from liger_conformance.route import only, watched
 from liger_conformance.suite.test_values import arguments_of, need_accelerator
 from liger_conformance.target import Target
-from liger_core import lean
+from liger_core import autograd, lean
 from liger_core.contract import Recompute
 from liger_core.recompute import active
 
@@ -89,6 +90,60 @@ def check_repeats(target: Target, case: Case, dtype: torch.dtype, times: int) ->
 def test_same_bits_again(target: Target, case: Case, dtype: torch.dtype) -> None:
     """The same inputs give the same bits, also where allocations start as NaN: every element is written, and always alike."""
     check_repeats(target, case, dtype, times=1)
+
+
+REPLAYED = (
+    "dyt", "embedding", "fused_add_rms_norm", "geglu", "group_norm", "layer_norm", "llama4_rope", "modulated_rms_norm",
+    "poly_norm", "quantize", "quantize_gated", "quantize_gated_gradients", "qwen2vl_mrope", "relu_squared", "rms_norm", "rope",
+    "softmax", "swiglu",
+)  # fmt: skip
+"""Ops that Python would slow down: a language that tells its launches has their first case replayed, both ways."""
+
+
+@contextlib.contextmanager
+def replayed_at_once(target: Target) -> Generator[tuple[mock.Mock, mock.Mock], None, None]:
+    """Record host code at the second call of a metadata. Returns the kernel's forward and backward, which count their runs.
+
+    Not in `only`, where an interpreter may watch host code: while something does, it isn't replayed.
+    """
+    kernel = target.kernel
+    assert kernel is not None
+    backward = getattr(kernel, "backward", None)
+    target.op.forget_plans()
+    with (
+        mock.patch.object(autograd, "REPLAY_AFTER", 0),
+        mock.patch.object(kernel, "forward", wraps=kernel.forward) as counted_forward,
+        mock.patch.object(kernel, "backward", wraps=backward, create=True) as counted_backward,
+        liger_core.use(target.language),
+        watched(target),
+    ):
+        yield counted_forward, counted_backward
+    target.op.forget_plans()
+
+
+@pytest.mark.targets("kernel")
+@pytest.mark.cases(dtypes=(torch.bfloat16,), short=("odd", "option"))
+def test_replayed_calls(target: Target, case: Case, dtype: torch.dtype) -> None:
+    """Replayed host code gives the same bits, for other values in other memory, and after a call of another metadata."""
+    assert target.backend is not None
+    if not target.backend.tells_launches:
+        pytest.skip("the language doesn't tell its launches, so no call is replayed")
+    op, others = target.op, cases_of(target.op.name).cases[:2]
+    arguments, next_arguments = (arguments_of(target, case, dtype, draw) for draw in range(2))
+    with only(target):
+        expected = evaluate(op, op, next_arguments, case.mode.grads).items()
+    with replayed_at_once(target) as (forward, backward):
+        for _ in range(
+            3
+        ):  # the first call is remembered, the second one's forward recorded, then the third one's backward
+            evaluate(op, op, arguments, case.mode.grads)
+        op(**arguments_of(target, others[case.id == others[0].id], dtype))
+        runs, backward_runs = forward.call_count, backward.call_count
+        replayed = evaluate(op, op, next_arguments, case.mode.grads).items()
+    differing = [name for name, value in expected.items() if not same_bits(value, replayed[name])]
+    require(not differing, f"{', '.join(differing)} not the same as of host code")
+    if op.name in REPLAYED and case is others[0]:
+        require((forward.call_count, backward.call_count) == (runs, backward_runs), "host code ran again")
 
 
 @pytest.mark.slow

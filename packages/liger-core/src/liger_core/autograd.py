@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from liger_core import recompute, torch_state
 from liger_core.declaration import Arguments, Declaration, Needs
+from liger_core.replay import may_record, record
 
 Saved = tuple[Any, ...]
 """Tensors and None that a kernel's forward saves for its backward; the last entry may be a `SavedOnce`. Empty if nothing needs a
@@ -60,10 +62,18 @@ class Parts(Protocol):
 
 
 class Run(Protocol):
-    """A function that runs a kernel. It gets the arguments, `needs`, the options, and the `Parts` if the arguments are parts."""
+    """A function that runs a kernel. It gets the arguments, `needs`, the options, the `Parts` if the arguments are parts, and the
+    `HostCode` of calls with this metadata if it is remembered.
+    """
 
     def __call__(
-        self, arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /
+        self,
+        arguments: Arguments,
+        needs: Needs,
+        options: dict[str, Any],
+        parts: Parts | None = None,
+        host_code: HostCode | None = None,
+        /,
     ) -> Any:
         """Returns the op's result."""
         ...
@@ -95,6 +105,81 @@ class SavedOnce:
         """The tensors, or None when a backward has taken them."""
         tensors, self._tensors = self._tensors, None
         return tensors
+
+
+REPLAY_AFTER = 8
+"""Calls of a metadata that run the kernel's host code, before one is recorded. That takes as long as replays save in 16."""
+
+
+class HostCode:
+    """A kernel's `forward` and `backward` for calls of one metadata: run, then recorded once, then replayed.
+
+    Args:
+        kernel: the module.
+        tensors: the op's tensor arguments, by name.
+    """
+
+    __slots__ = ("_calls", "_kernel", "_replay_backward", "_replay_forward", "_tensors_of")
+
+    def __init__(self, kernel: ModuleType, tensors: Sequence[str]) -> None:
+        self._kernel, self._calls = kernel, 0
+        self._tensors_of: Callable[[Arguments], Any] = itemgetter(*tensors)
+        if len(tensors) == 1:
+            self._tensors_of = lambda arguments: (arguments[tensors[0]],)
+        self._replay_forward: Callable[..., Any] | None = None
+        self._replay_backward: Callable[..., Any] | None = None
+
+    def forward(self, needs: Needs, arguments: Arguments) -> tuple[Any, Saved, HostCode | None]:
+        """The result, what is saved, and self if it was replayed: then backward gets tensors with the metadata of each time."""
+        replay = self._replay_forward
+        if replay is not None:
+            returned = replay(*self._tensors_of(arguments))
+            if returned is None:
+                return *self._kernel.forward(needs, **arguments), None
+            result, saved, once = returned
+            return result, saved if once is None else (*saved, SavedOnce(*once)), self
+        self._calls += 1
+        if self._calls <= REPLAY_AFTER or not may_record():
+            return *self._kernel.forward(needs, **arguments), None
+        once: Any = None
+
+        def host_code() -> Any:
+            nonlocal once
+            result, saved = self._kernel.forward(needs, **arguments)
+            if saved and type(saved[-1]) is SavedOnce:
+                *saved, once = saved
+            return result, tuple(saved), None if once is None else once.take()
+
+        (result, saved, tensors), replay, _ = record(host_code, self._tensors_of(arguments))
+        self._replay_forward = replay or _never
+        return result, saved if tensors is None else (*saved, SavedOnce(*tensors)), None
+
+    def backward(
+        self, needs: Needs, saved: Saved, grads: Sequence[Tensor | None], options: dict[str, Any]
+    ) -> Sequence[Tensor | None]:
+        """The gradients, after a forward that was replayed."""
+        tensors = saved
+        if saved and type(saved[-1]) is SavedOnce:
+            taken = saved[-1].take()
+            if taken is None:
+                return self._kernel.backward(needs, saved, *grads, **options)
+            tensors = *saved[:-1], *taken
+            saved = *saved[:-1], SavedOnce(*taken)
+        tensors = *tensors, *grads
+        replay = self._replay_backward
+        if replay is None and may_record():
+            gradients, replay, _ = record(lambda: self._kernel.backward(needs, saved, *grads, **options), tensors)
+            self._replay_backward = replay or _never
+            return gradients
+        gradients = None if replay is None else replay(*tensors)
+        return self._kernel.backward(needs, saved, *grads, **options) if gradients is None else gradients
+
+
+_as_it_is = nullcontext()
+
+
+def _never(*inputs: Tensor | None) -> None:
+    """The replay of what can't be replayed."""
 
 
 @dataclass(frozen=True)
@@ -186,25 +271,32 @@ def differentiable(op: Declaration[..., Any], kernel: ModuleType, language: str)
     def forward(**arguments: Any) -> Any:
         return kernel.forward(nothing, **arguments)[0]
 
-    def run(arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /) -> Any:
+    def run(
+        arguments: Arguments,
+        needs: Needs,
+        options: dict[str, Any],
+        parts: Parts | None = None,
+        host_code: HostCode | None = None,
+        /,
+    ) -> Any:
         result: Any
         if needs == nothing:
-            if torch.is_grad_enabled():
-                # A teacher's logits may require a gradient that this op doesn't give.
-                with torch.no_grad():
+            # A teacher's logits may require a gradient that this op doesn't give.
+            with torch.no_grad() if torch.is_grad_enabled() else _as_it_is:
+                if host_code is None:
                     result = kernel.forward(nothing, **arguments)[0]
-            else:
-                result = kernel.forward(nothing, **arguments)[0]
+                else:
+                    result = host_code.forward(nothing, arguments)[0]
             if parts is not None:
                 result = parts.wrap_results(result)
         elif parts is not None:
-            result = apply((needs, arguments, options, parts), *parts.tensors)
+            result = apply((needs, arguments, options, parts, None), *parts.tensors)
         elif torch_state.compiling():
             result = run_traced(arguments, needs, options)
         elif saves_early is not None and recompute.checkpointed():
             result = run_early(arguments, needs, options, saves_early(**arguments))
         else:
-            result = apply((needs, arguments, options, None), *[arguments[name] for name in tensors])
+            result = apply((needs, arguments, options, None, host_code), *[arguments[name] for name in tensors])
             if op.recompute is not None and (lean_hooks := recompute.active()) is not None:
                 inputs = {name: arguments[name] for name in tensors}
                 lean_hooks.remember(op.recompute, inputs, options, result, forward)
@@ -223,29 +315,28 @@ def eager_node(wiring: Wiring) -> Any:
     class EagerNode(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, call: tuple[Any, ...], *tensors: Tensor | None) -> Any:
-            needs, arguments, options, parts = call
-            result, saved = kernel.forward(needs, **arguments)
+            needs, arguments, options, parts, host_code = call
+            if host_code is None:
+                result, saved = kernel.forward(needs, **arguments)
+            else:
+                result, saved, host_code = host_code.forward(needs, arguments)
             once = strides = None
             if saved and type(saved[-1]) is SavedOnce:
                 *saved, once = saved
             if (hooks := _top_saved_tensors_default_hooks(True)) is not None:
                 strides = _saved_under(hooks, saved, once)
-            ctx.call = needs, options, once, strides, parts
+            ctx.call = needs, options, once, strides, parts, host_code
             ctx.save_for_backward(*saved)
             ctx.set_materialize_grads(False)
             if parts is not None:
                 result = parts.wrap_results(result)
-            if isinstance(result, tuple):
-                flags = None if has_gradient is None else has_gradient(options)
-                if flags is not None:
-                    ctx.mark_non_differentiable(
-                        *[r for r, flag in zip(result, flags, strict=True) if not flag and r is not None]
-                    )
+            if has_gradient is not None and isinstance(result, tuple):
+                _mark_constant(ctx, result, has_gradient(options))
             return result
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            needs, options, once, strides, parts = ctx.call
+            needs, options, once, strides, parts, host_code = ctx.call
             if parts is not None:
                 grads = parts.unwrap_gradients(grads)
             if has_gradient is not None:
@@ -264,10 +355,12 @@ def eager_node(wiring: Wiring) -> Any:
                 saved = _with_strides(saved, strides)
             if once is not None:
                 saved = (*saved, once)
-            if traced or (torch_state.plain() and not torch.is_grad_enabled() and not _is_any_autocast_enabled()):
+            if not traced and (not torch_state.plain() or torch.is_grad_enabled() or _is_any_autocast_enabled()):
+                gradients = wiring.backward(needs, saved, grads, options, device)
+            elif host_code is None or traced or strides is not None:
                 gradients = kernel.backward(needs, saved, *grads, **options)
             else:
-                gradients = wiring.backward(needs, saved, grads, options, device)
+                gradients = host_code.backward(needs, saved, grads, options)
             if parts is not None:
                 gradients = parts.wrap_gradients(gradients)
             return (None, *gradients) if all_take_gradient else (None, *wiring.gradient_per_tensor(gradients))
@@ -277,11 +370,18 @@ def eager_node(wiring: Wiring) -> Any:
     return node
 
 
+def _mark_constant(ctx: Any, results: tuple[Tensor | None, ...], flags: tuple[bool, ...] | None) -> None:
+    """Tell autograd which results have no gradient; `flags` says which have one, None that all do."""
+    if flags is not None:
+        without = [r for r, flag in zip(results, flags, strict=True) if not flag and r is not None]
+        ctx.mark_non_differentiable(*without)
+
+
 def _raw_saved_tensors(node: Any) -> Any:
     """The saved tensors, for hooks on single tensors. Such hooks are registered after forward, so the strides are noted here."""
-    needs, options, once, strides, parts = node.call
+    needs, options, once, strides, parts, host_code = node.call
     if strides is None:
-        node.call = needs, options, once, _strides(node.saved_tensors), parts
+        node.call = needs, options, once, _strides(node.saved_tensors), parts, host_code
     saver: Any = super(type(node), node)
     return saver._raw_saved_tensors
 
@@ -325,7 +425,7 @@ def early_run(wiring: Wiring, node: Any) -> Callable[[Arguments, Needs, dict[str
         @staticmethod
         def forward(ctx: Any, call: tuple[Any, ...], *tensors: Tensor | None) -> Any:
             needs, options, early = call
-            ctx.call = needs, options, None, _strides(early.saved), None
+            ctx.call = needs, options, None, _strides(early.saved), None, None
             ctx.save_for_backward(*early.saved)
             ctx.set_materialize_grads(False)
             first = tensors[0]

@@ -47,6 +47,7 @@ class BackendInfo:
         install: the command that installs the language, shown when `requires` is missing.
         refuses: called with a device type at the first dispatch to it; says why this machine can't run the kernels
             (an old driver, a missing compiler) and how to fix it, or returns None.
+        tells_launches: whether the package tells `liger_core.replay` of each launch, so that calls can be replayed.
 
     Raises:
         ValueError: the declaration contradicts itself.
@@ -59,6 +60,7 @@ class BackendInfo:
     install: str
     default_devices: tuple[str, ...] = ()
     refuses: Callable[[str], str | None] | None = None
+    tells_launches: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.language) or self.language == "torch":

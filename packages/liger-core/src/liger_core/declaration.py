@@ -102,8 +102,8 @@ class Declaration(Generic[P, R]):
         self._check_values: Callable[..., None] | None = None
         self._pick_tensors = _picker(self.tensors)
         self._pick_options = _picker(self.options)
-        nested = any(get_origin(hints[name]) is Sequence for name in self.options)
-        self._type_of: Callable[[Any], Any] = _deep_type if nested else type
+        self._sequences = tuple(name for name in self.options if get_origin(hints[name]) is Sequence)
+        self._type_of: Callable[[Any], Any] = _deep_type if self._sequences else type
         declared[self.name] = self
 
     def has_gradient(self, options: Mapping[str, Any]) -> tuple[bool, ...] | None:

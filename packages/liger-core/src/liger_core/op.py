@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 
 from liger_core import dispatch, recompute, resolve, subclasses, torch_state
-from liger_core.autograd import Parts, Run
+from liger_core.autograd import HostCode, Parts, Run
 from liger_core.backend import Unsupported, backends, close_to
 from liger_core.declaration import Arguments, Declaration, Needs, declared
 from liger_core.devices import type_of
@@ -31,7 +31,7 @@ MOST_REMEMBERED = 1024
 ops = cast("dict[str, Op[..., Any]]", declared)
 """Every op by name."""
 
-_metadata = attrgetter("__class__", "dtype", "device", "shape", "layout", "requires_grad")
+_metadata = operator.attrgetter("__class__", "dtype", "device", "shape", "layout", "requires_grad")
 _is_neg = Tensor.is_neg
 
 
@@ -44,6 +44,7 @@ class Ready(NamedTuple):
         needs: which differentiable arguments need a gradient.
         options: every option by name.
         refuses: a function to ask again at each call, because metadata doesn't decide it; None if there is none.
+        host_code: what replays the kernel's host code; None if the language doesn't tell its launches.
     """
 
     run: Run
@@ -51,6 +52,7 @@ class Ready(NamedTuple):
     needs: Needs
     options: dict[str, Any]
     refuses: Callable[..., str | None] | None
+    host_code: HostCode | None = None
 
 
 class _Itself:
@@ -96,6 +98,9 @@ class Op(Declaration[P, R]):
         arguments = self.bind(args, kwargs)
         if torch_state.compiling() or not torch_state.plain():
             return self._call_anew(demand, arguments, None)
+        for name in self._sequences:  # a list has no hash
+            if type(arguments[name]) is list:
+                arguments[name] = tuple(arguments[name])
         try:
             options = self._pick_options(arguments)
             key = (
@@ -110,14 +115,14 @@ class Op(Declaration[P, R]):
             key = ready = None
         if ready is None:
             return self._call_anew(demand, arguments, key)
-        run, device, needs, values, refuses = ready
+        run, device, needs, values, refuses, host_code = ready
         if (_is_any_autocast_enabled() and torch.is_autocast_enabled(device)) or (
             refuses is not None and refuses(**arguments) is not None
         ):
             return self._call_anew(demand, arguments, None)
         if self._check_values is not None:
             self._check_data(device, arguments)
-        return run(arguments, needs, values)
+        return run(arguments, needs, values, None, host_code)
 
     def _call_anew(self, demand: str | None, arguments: Arguments, key: Any) -> R:
         if not torch_state.compiling() and (tracer := torch_state.symbolic_tracer(arguments.values())) is not None:
@@ -144,7 +149,9 @@ class Op(Declaration[P, R]):
             with torch.autocast(device, enabled=False):
                 return chosen.run(arguments, needs, options)
         if key is not None and self._may_remember(chosen, device, demand, original, arguments):
-            remember(remembered, key, Ready(chosen.run, device, needs, options, self._asked_again(chosen, arguments)))
+            host_code = None if chosen.replayable is None else HostCode(chosen.replayable, self.tensors)
+            asked_again = self._asked_again(chosen, arguments)
+            remember(remembered, key, Ready(chosen.run, device, needs, options, asked_again, host_code))
         return chosen.run(arguments, needs, options)
 
     def _check_data(self, device: str, arguments: Arguments) -> None:
@@ -199,7 +206,7 @@ class Op(Declaration[P, R]):
             values = {name: arguments[name] for name in self.options}
             ready = Ready(chosen.run, device, needs, values, self._asked_again(chosen, arguments))
             remember(self._ready, key, ready)
-        run, device, _, values, refuses = ready
+        run, device, _, values, refuses, _ = ready
         if (_is_any_autocast_enabled() and torch.is_autocast_enabled(device)) or (
             refuses is not None and refuses(**arguments) is not None
         ):
@@ -315,7 +322,9 @@ def remember(calls: dict[Any, Ready], key: Any, ready: Ready) -> None:
 def _python_number(option: Any) -> Any:
     """A Python number for a NumPy number. Anything else, including a tensor, is returned as it is."""
     if type(option) is tuple:
-        return tuple(map(_python_number, cast("tuple[Any, ...]", option)))
+        values = cast("tuple[Any, ...]", option)
+        numbers = tuple(map(_python_number, values))
+        return values if all(map(operator.is_, numbers, values)) else numbers
     return option.item() if getattr(option, "shape", None) == () and not isinstance(option, Tensor) else option
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_core import dispatch, torch_state
-from liger_core.autograd import Parts, Run, differentiable
+from liger_core.autograd import Run, differentiable
 from liger_core.backend import BackendInfo, Unsupported, backends, broken_backends, not_installed
 from liger_core.declaration import Arguments, Declaration, Needs
 
@@ -27,6 +27,7 @@ class Candidate(NamedTuple):
         source: ``file:line`` of its code, or None if there is none.
         refuses: the kernel's function that returns why it can't take a call, or None if it has none.
         run: a function that runs the kernel; None for the reference, and for a language without a kernel.
+        replayable: the kernel, if its language tells `liger_core.replay` of launches.
     """
 
     language: str
@@ -34,6 +35,7 @@ class Candidate(NamedTuple):
     source: str | None = None
     refuses: Callable[..., str | None] | None = None
     run: Run | None = None
+    replayable: ModuleType | None = None
 
 
 class Resolution(NamedTuple):
@@ -194,7 +196,8 @@ def _candidate(backend: BackendInfo, op: Declaration[..., Any], device: str) -> 
     if device != "cpu" and on_device is not None and on_device.device_count() > 1:
         run = on_its_device(run, op.names[0], on_device)
     source = source_of(module.forward, module)
-    return Candidate(backend.language, None, source, getattr(module, "refuses", None), run)
+    replayable = module if backend.tells_launches else None
+    return Candidate(backend.language, None, source, getattr(module, "refuses", None), run, replayable)
 
 
 def source_of(function: Any, module: ModuleType | None = None) -> str:
@@ -212,11 +215,11 @@ def on_its_device(run: Run, first: str, module: Any) -> Run:
     Autograd does that for backward by itself, and torch.compile's code does it as well.
     """
 
-    def guarded(arguments: Arguments, needs: Needs, options: dict[str, Any], parts: Parts | None = None, /) -> Any:
+    def guarded(arguments: Arguments, needs: Needs, options: dict[str, Any], *others: Any) -> Any:
         if torch_state.compiling() or arguments[first].device.index == module.current_device():
-            return run(arguments, needs, options, parts)
+            return run(arguments, needs, options, *others)
         with module.device(arguments[first].device.index):
-            return run(arguments, needs, options, parts)
+            return run(arguments, needs, options, *others)
 
     return guarded
 

@@ -17,4 +17,5 @@ backend = BackendInfo(
     package=__name__,
     install=INSTALL,
     refuses=refuses,
+    tells_launches=True,
 )

@@ -14,4 +14,5 @@ backend = BackendInfo(
     requires="triton",
     package=__name__,
     install=install_command("triton"),
+    tells_launches=True,
 )

@@ -30,6 +30,8 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
+from liger_core import replay
+
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
 
@@ -71,7 +73,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None
         arguments: the kernel's, in order.
     """
     stream = 0 if _INTERPRETED else current_stream()
-    ct.launch(stream, grid, kernel, tuple(() if argument is None else argument for argument in arguments))
+    values = tuple(() if argument is None else argument for argument in arguments)
+    if (recorder := replay.state.recorder) is None:
+        ct.launch(stream, grid, kernel, values)
+    else:
+        replay.unrecorded(lambda: ct.launch(stream, grid, kernel, values))
+        recorder.launch(ct.launch, 0 if _INTERPRETED else replay.Each(current_stream), grid, kernel, values)
 
 
 @ct.function

@@ -16,6 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from liger_core import replay
 from liger_core.contract import compiling
 
 MOST_REMEMBERED = 4096
@@ -82,8 +83,13 @@ class Kernel:
         run, function, metadata, stream_of, constants = compiled
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         run(x, y, z, stream_of(device), function, metadata, None, None, None, *runtime_arguments, *constants)
+        if (recorder := replay.state.recorder) is not None:
+            before = x, y, z, replay.Each(stream_of, (device,)), function, metadata, None, None, None
+            recorder.launch(run, *before, *args, *constants, addresses=True, unless=_hooked)
 
     def _launch_anew(self, grid: tuple[int, ...], args: Sequence[Any], named: dict[str, Any], key: Any) -> None:
+        if (recorder := replay.state.recorder) is not None:
+            recorder.refuse("a kernel is compiled, takes an unaligned tensor, or is watched by a profiler")
         # Releases of Triton differ in whether they fuse a multiplication and an addition unasked.
         compiled = self.jit[grid](*args, **named, enable_fp_fusion=True)
         if key is not None and compiled is not None:
@@ -103,4 +109,24 @@ def kernel(function: Callable[..., Any] | None = None, /, **options: Any) -> Any
     if function is None:
         return functools.partial(kernel, **options)
     jit = triton.jit(function, **options)
-    return Kernel(jit) if isinstance(jit, JITFunction) else jit  # otherwise Triton interprets
+    return Kernel(jit) if isinstance(jit, JITFunction) else _Interpreted(jit)
+
+
+class _Interpreted:
+    """A kernel that Triton's interpreter runs."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, self.function[grid])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+    def _launch(self, run: Callable[..., Any], *args: Any, **named: Any) -> None:
+        if (recorder := replay.state.recorder) is None:
+            run(*args, **named)
+        else:
+            replay.unrecorded(functools.partial(run, *args, **named))
+            recorder.launch(functools.partial(run, **named), *args)

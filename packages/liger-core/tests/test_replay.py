@@ -48,7 +48,7 @@ def doubled(x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def test_other_tensors_are_replayed() -> None:
-    """What is allocated is new each time, and what was an input is the input."""
+    """A result is new each time, and an input that is returned is the new input."""
     recorded = replayed(doubled, torch.ones(3, 4), None)
     assert recorded.replay is not None
     x = torch.arange(12.0).view(3, 4)

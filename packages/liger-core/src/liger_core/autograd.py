@@ -342,13 +342,13 @@ def eager_node(wiring: Wiring) -> Any:
             if has_gradient is not None:
                 grads = wiring.select_gradients(grads, options)
             traced = torch_state.compiling()  # by compiled autograd
-            device = None
+            incoming = None
             for grad in grads:
                 if grad is not None:
-                    device = grad.device.type
+                    incoming = grad
                     if not traced and (grad.is_neg() or not _has_storage(grad)):
                         grads = _with_memory(grads, grad, wiring.no_batch)
-            if device is None:  # no result has an incoming gradient
+            if incoming is None:  # no result has an incoming gradient
                 return (None,) * (1 + len(wiring.takes_gradient))
             saved = ctx.saved_tensors  # read once: checkpointing doesn't give them a second time
             if strides is not None:
@@ -356,7 +356,7 @@ def eager_node(wiring: Wiring) -> Any:
             if once is not None:
                 saved = (*saved, once)
             if not traced and (not torch_state.plain() or torch.is_grad_enabled() or _is_any_autocast_enabled()):
-                gradients = wiring.backward(needs, saved, grads, options, device)
+                gradients = wiring.backward(needs, saved, grads, options, incoming.device.type)
             elif host_code is None or traced or strides is not None:
                 gradients = kernel.backward(needs, saved, *grads, **options)
             else:

@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
 
 class _Thread(threading.local):
     recorder: Recorder | None = None
-    """What records host code in this thread."""
+    """The recorder of the host code that runs in this thread."""
 
 
 state = _Thread()
@@ -157,7 +157,7 @@ def may_record() -> bool:
 
 
 class Recorded(NamedTuple):
-    """What host code returned, and how to have that again.
+    """A result of host code, and how to have the like again.
 
     Attributes:
         returned: tensors and None, in nested tuples.
@@ -323,7 +323,7 @@ class _Writer:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What stands in nested tuples, lists and dicts."""
+    """Values in nested tuples, lists and dicts."""
     if isinstance(value, (tuple, list)) and type(value) is not Each:
         for each in value:
             yield from _leaves(each)

@@ -185,7 +185,7 @@ def record(host_code: Callable[[], Any], inputs: Sequence[Tensor | None]) -> Rec
 class _Writer:
     """Writes the function that replays what was recorded. `write` is called once.
 
-    Values that aren't tensors become named parameters with defaults, which Python reads as fast as locals.
+    Values that aren't tensors become variables around it, which Python reads as fast as locals.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
@@ -216,13 +216,12 @@ class _Writer:
             elif any(id(result) in used for result in step.results):
                 self._operator(step)
         result = self._expression(returned)
-        parameters = [f"i{number}" for number in range(len(self.inputs))]
-        lines = [*self._guards(), *self.lines, f"return {result}"]
-        constants = [f"{name}={name}" for name in self.constants]
-        source = f"def replay({', '.join([*parameters, '*', *constants])}):\n "
-        space = dict(self.constants)
-        exec(source + "\n ".join(lines), space)
-        return space["replay"]
+        inputs = ", ".join(f"i{number}" for number in range(len(self.inputs)))
+        body = "\n  ".join([*self._guards(), *self.lines, f"return {result}"])
+        source = f"def make({', '.join(self.constants)}):\n def replay({inputs}):\n  {body}\n return replay"
+        space: dict[str, Any] = {}
+        exec(source, space)
+        return space["make"](**self.constants)
 
     def _used(self, steps: Sequence[Operator | Launch], returned: Any) -> set[int]:
         """The tensors by id that a replay needs: a view whose address alone is used is an offset."""

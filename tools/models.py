@@ -72,13 +72,10 @@ LINEAR: dict[str, Any] = {
     "shared_expert_intermediate_size": 16,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        [
-            "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25",
-            "longcat_flash", "mistral_large4", "youtu",
-        ],
-        LATENT,
-    ),
+    **dict.fromkeys([
+        "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25",
+        "longcat_flash", "mistral_large4", "youtu",
+    ], LATENT),
     **dict.fromkeys(["cosmos3_edge", "glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"], PLANES),
     **dict.fromkeys(["qwen3_5", "qwen3_5_moe"], LINEAR),
     **dict.fromkeys(["gemma4", "gemma4_text", "gemma4_unified"], PER_LAYER),

@@ -39,21 +39,16 @@ CALLING = {
     "examples": ("examples", "`examples`"),
 }
 """Folders whose code calls ops, with what a reader knows them as."""
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/README.md"))
 # A file of the repository, and the page that it is. Those under docs/ keep their names.
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
     "conformance/README.md": "packages/liger-conformance.md",
-    **{
-        f"packages/{path.parent.name}/README.md": f"packages/{path.parent.name}.md"
-        for path in ROOT.glob("packages/*/README.md")
-    },
+    **{f"packages/{package}/README.md": f"packages/{package}.md" for package in PACKAGES},
     "examples/README.md": "examples.md",
-    **{
-        f"{path.parent.relative_to(ROOT)}/CHANGELOG.md": f"changelogs/{path.parent.name}.md"
-        for path in ROOT.glob("*/*/CHANGELOG.md")
-    },
+    **{f"packages/{package}/CHANGELOG.md": f"changelogs/{package}.md" for package in PACKAGES},
     "conformance/CHANGELOG.md": "changelogs/liger-conformance.md",
     **{f"benchmarks/records/{path.name}": f"records/{path.name}" for path in ROOT.glob("benchmarks/records/*.md")},
     "benchmarks/records": "records/index.md",
@@ -72,11 +67,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     nav: Any = config.nav
     for section in nav:
         if "Ops" in section:
-            section["Ops"] = [
-                "ops/index.md",
-                *({kind: [f"ops/{name}.md" for name in names]} for kind, names in kinds().items()),
-                "ops/losses.md",
-            ]
+            by_kind = ({kind: [f"ops/{name}.md" for name in names]} for kind, names in kinds().items())
+            section["Ops"] = ["ops/index.md", *by_kind, "ops/losses.md"]
         if "Project" in section:
             decisions = sorted(f"decisions/{path.name}" for path in (ROOT / "docs/decisions").glob("*.md"))
             section["Project"][-1] = {"Decisions": ["decisions/index.md", *decisions]}
@@ -135,16 +127,12 @@ def list_page(folder: Path) -> str:
 
 def op_page(name: str) -> str:
     """An op: its contract, who has kernels of it, and where it was measured."""
-    rows = [
-        (f"[{LANGUAGES[language]}](../packages/{LANGUAGES[language]}.md)", language) for language in languages(name)
-    ]
+    packages = {language: LANGUAGES[language] for language in languages(name)}
+    rows = [(f"[{package}](../packages/{package}.md)", language) for language, package in packages.items()]
     table = pages.table(("package", "language"), rows) if rows else "No language has kernels of it yet."
     picture = f"../pictures/{name}.svg"
-    measured = (
-        f"[![Time and memory over size]({picture})](../measured.md)"
-        if (ROOT / "docs/ops" / picture).resolve().exists()
-        else "No record has it yet."
-    )
+    drawn = (ROOT / "docs/ops" / picture).resolve().exists()
+    measured = f"[![Time and memory over size]({picture})](../measured.md)" if drawn else "No record has it yet."
     return f"""---
 title: {name}
 ---
@@ -182,8 +170,7 @@ The PyTorch reference runs on every device.
 def index_page() -> str:
     """All ops on a page."""
     lines = [
-        "# Ops",
-        "",
+        "# Ops\n",
         "Each op is a function of `liger_core`. Losses on log-probabilities are [plain functions](losses.md). The PyTorch",
         f"reference has all {len(ops())}. {', '.join(LANGUAGES)} have kernels of those that name no exception.",
     ]

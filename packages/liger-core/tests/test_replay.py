@@ -18,18 +18,10 @@ from liger_core import BackendInfo, autograd, contract, replay
 from liger_core.contract import Needs, Saved, SavedOnce, op
 
 
-def launch(function: Callable[..., Any], *arguments: Any, addresses: bool = False) -> None:
+def launch(function: Callable[..., Any], *arguments: Any) -> None:
     """Launches as a language does that tells of them; a kernel is a function that writes to its first argument."""
     with torch.no_grad():
-        if (recorder := replay.state.recorder) is None:
-            function(*arguments)
-        else:
-            replay.unrecorded(lambda: function(*arguments))
-            recorder.launch(function, *arguments, addresses=addresses, unless=lambda: watched)
-
-
-watched = False
-"""Whether a profiler hooks launches."""
+        replay.launch(function, *arguments)
 
 
 def multiply(y: Tensor, x: Tensor, factor: Any) -> None:
@@ -75,10 +67,18 @@ def test_other_inputs_run_host_code(inputs: tuple[str, tuple[Any, ...]]) -> None
     assert recorded.replay(*inputs[1]) is None
 
 
-def test_a_profiler_sees_host_code_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = replayed(doubled, torch.ones(3, 4))
+def test_a_profiler_sees_host_code_launch() -> None:
+    watched = False
+
+    def launches(x: Tensor) -> Tensor:
+        assert replay.state.recorder is not None
+        replay.state.recorder.launch(len, (x,), unless=lambda: watched)
+        return x
+
+    recorded = replayed(launches, torch.ones(3, 4))
     assert recorded.replay is not None
-    monkeypatch.setitem(globals(), "watched", True)
+    assert recorded.replay(torch.ones(3, 4)) is not None
+    watched = True
     assert recorded.replay(torch.ones(3, 4)) is None
 
 

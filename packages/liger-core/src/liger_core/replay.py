@@ -145,10 +145,18 @@ def _recording() -> Iterator[Recorder]:
             state.recorder = None
 
 
-def unrecorded(launch: Callable[[], Any]) -> None:
-    """Run a launch whose interpreter calls operators of its own, which are no part of the host code."""
+def launch(function: Callable[..., Any], *arguments: Any) -> None:
+    """Call ``function(*arguments)``, with what an `Each` among them gives, and note that as a launch if this thread records.
+
+    Operators that the function calls itself, as an interpreter does, are no part of the host code.
+    """
+    values = [each.function(*each.arguments) if type(each) is Each else each for each in arguments]
+    if (recorder := state.recorder) is None:
+        function(*values)
+        return
     with _disable_current_modes():
-        launch()
+        function(*values)
+    recorder.launch(function, *arguments)
 
 
 def may_record() -> bool:

@@ -38,8 +38,7 @@ ConstBool = ct.Constant[bool]
 MOST_BLOCKS = (1 << 24) - 1
 MOST_DOWN = (1 << 16) - 1
 
-# The interpreter has no streams: it runs a kernel at once.
-_INTERPRETED = os.environ.get("CUTILE_INTERPRET") == "1"
+_INTERPRETED = os.environ.get("CUTILE_INTERPRET") == "1"  # the interpreter has no streams, and runs a kernel at once
 
 
 class _Thread(threading.local):
@@ -54,9 +53,8 @@ _thread = _Thread()
 def current_stream() -> int:
     """The current stream of the current device, whose context is then that of the thread.
 
-    cuda.tile launches through the driver, in the thread's context, and a new thread has none. PyTorch's first runtime call there,
-    such as an allocation, gives it one. With ``expandable_segments:True``, PyTorch allocates through the driver, too: autograd's
-    thread may come to its first launch without a context, which ends in "invalid device context".
+    cuda.tile launches through the driver, in the thread's context, which PyTorch's first call of the runtime makes. With
+    ``expandable_segments:True`` an allocation is no such call, and autograd's thread would launch without a context: an error.
     """
     if not _thread.has_context:
         torch.cuda.mem_get_info()  # a call of the runtime that neither waits for the device nor changes anything
@@ -72,13 +70,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None
         grid: numbers of blocks, 1 to 3.
         arguments: the kernel's, in order.
     """
-    stream = 0 if _INTERPRETED else current_stream()
     values = tuple(() if argument is None else argument for argument in arguments)
-    if (recorder := replay.state.recorder) is None:
-        ct.launch(stream, grid, kernel, values)
-    else:
-        replay.unrecorded(lambda: ct.launch(stream, grid, kernel, values))
-        recorder.launch(ct.launch, 0 if _INTERPRETED else replay.Each(current_stream), grid, kernel, values)
+    replay.launch(ct.launch, 0 if _INTERPRETED else replay.Each(current_stream), grid, kernel, values)
 
 
 @ct.function

@@ -125,8 +125,4 @@ class _Interpreted:
         return getattr(self.function, name)
 
     def _launch(self, run: Callable[..., Any], *args: Any, **named: Any) -> None:
-        if (recorder := replay.state.recorder) is None:
-            run(*args, **named)
-        else:
-            replay.unrecorded(functools.partial(run, *args, **named))
-            recorder.launch(functools.partial(run, **named), *args)
+        replay.launch(functools.partial(run, **named), *args)

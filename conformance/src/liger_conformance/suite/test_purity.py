@@ -133,9 +133,8 @@ def test_replayed_calls(target: Target, case: Case, dtype: torch.dtype) -> None:
     with only(target):
         expected = evaluate(op, op, next_arguments, case.mode.grads).items()
     with replayed_at_once(target) as (forward, backward):
-        for _ in range(
-            3
-        ):  # the first call is remembered, the second one's forward recorded, then the third one's backward
+        # The first call is remembered, the second one's forward is recorded, then the third one's backward.
+        for _ in range(3):
             evaluate(op, op, arguments, case.mode.grads)
         op(**arguments_of(target, others[case.id == others[0].id], dtype))
         runs, backward_runs = forward.call_count, backward.call_count

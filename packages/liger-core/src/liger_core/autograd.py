@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -108,7 +107,7 @@ class SavedOnce:
 
 
 REPLAY_AFTER = 8
-"""Calls of a metadata that run the kernel's host code, before one is recorded. That takes as long as replays save in 16."""
+"""Calls of a remembered metadata that run the kernel's host code before one is recorded, which takes longer."""
 
 
 class HostCode:
@@ -116,16 +115,13 @@ class HostCode:
 
     Args:
         kernel: the module.
-        tensors: the op's tensor arguments, by name.
+        pick_tensors: takes the op's tensors out of its arguments.
     """
 
-    __slots__ = ("_calls", "_kernel", "_replay_backward", "_replay_forward", "_tensors_of")
+    __slots__ = ("_calls", "_kernel", "_pick_tensors", "_replay_backward", "_replay_forward")
 
-    def __init__(self, kernel: ModuleType, tensors: Sequence[str]) -> None:
-        self._kernel, self._calls = kernel, 0
-        self._tensors_of: Callable[[Arguments], Any] = itemgetter(*tensors)
-        if len(tensors) == 1:
-            self._tensors_of = lambda arguments: (arguments[tensors[0]],)
+    def __init__(self, kernel: ModuleType, pick_tensors: Callable[[Arguments], tuple[Any, ...]]) -> None:
+        self._kernel, self._pick_tensors, self._calls = kernel, pick_tensors, 0
         self._replay_forward: Callable[..., Any] | None = None
         self._replay_backward: Callable[..., Any] | None = None
 
@@ -133,7 +129,7 @@ class HostCode:
         """The result, what is saved, and self if it was replayed: then backward gets tensors with the metadata of each time."""
         replay = self._replay_forward
         if replay is not None:
-            returned = replay(*self._tensors_of(arguments))
+            returned = replay(*self._pick_tensors(arguments))
             if returned is None:
                 return *self._kernel.forward(needs, **arguments), None
             result, saved, once = returned
@@ -141,16 +137,15 @@ class HostCode:
         self._calls += 1
         if self._calls <= REPLAY_AFTER or not may_record():
             return *self._kernel.forward(needs, **arguments), None
-        once: Any = None
 
         def host_code() -> Any:
-            nonlocal once
+            once = None
             result, saved = self._kernel.forward(needs, **arguments)
             if saved and type(saved[-1]) is SavedOnce:
                 *saved, once = saved
             return result, tuple(saved), None if once is None else once.take()
 
-        (result, saved, tensors), replay, _ = record(host_code, self._tensors_of(arguments))
+        (result, saved, tensors), replay, _ = record(host_code, self._pick_tensors(arguments))
         self._replay_forward = replay or _never
         return result, saved if tensors is None else (*saved, SavedOnce(*tensors)), None
 

@@ -149,7 +149,7 @@ class Op(Declaration[P, R]):
             with torch.autocast(device, enabled=False):
                 return chosen.run(arguments, needs, options)
         if key is not None and self._may_remember(chosen, device, demand, original, arguments):
-            host_code = None if chosen.replayable is None else HostCode(chosen.replayable, self.tensors)
+            host_code = None if chosen.replayable is None else HostCode(chosen.replayable, self._pick_tensors)
             asked_again = self._asked_again(chosen, arguments)
             remember(remembered, key, Ready(chosen.run, device, needs, options, asked_again, host_code))
         return chosen.run(arguments, needs, options)
